@@ -16,10 +16,14 @@ from support.gguf_models import write_gguf
 from support.paged import logits_of
 from support.tiny_models import (
     VOCAB_SIZE,
+    tiny_ernie,
+    tiny_gemma,
     tiny_gemma2,
     tiny_gemma3,
     tiny_llama,
     tiny_mistral,
+    tiny_phi3,
+    tiny_phi3_longrope,
     tiny_qwen2,
     tiny_qwen3,
     tiny_seed_oss,
@@ -41,22 +45,39 @@ def ids() -> list[int]:
 GEMMA_PATTERN = ["sliding_attention"] * 5 + ["full_attention"]
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        tiny_llama(),
-        tiny_llama(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
-        tiny_mistral(sliding_window=None),
-        tiny_qwen2(),
-        tiny_qwen3(tie_word_embeddings=True),
-        tiny_seed_oss(),
-        tiny_gemma2(query_pre_attn_scalar=20),
-        tiny_gemma3(num_hidden_layers=6, layer_types=GEMMA_PATTERN, query_pre_attn_scalar=20),
-    ],
-    ids=["llama", "llama-tied-bias", "mistral", "qwen2", "qwen3", "seed-oss", "gemma2", "gemma3"],
-)
-def test_gguf_logits_match_transformers(tmp_path: Path, ids: list[int], model: Any) -> None:
-    ours = logits_of(write_gguf(model, tmp_path / "tiny.gguf"), ids, EXACT)
+MODELS: dict[str, tuple[str | None, Any]] = {
+    "llama": (None, tiny_llama),
+    "llama-tied-bias": (
+        None,
+        lambda: tiny_llama(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    ),
+    "mistral": (None, lambda: tiny_mistral(sliding_window=None)),
+    "mistral3": ("mistral3", lambda: tiny_mistral(sliding_window=None)),
+    "internlm2": ("internlm2", tiny_llama),
+    "qwen2": (None, tiny_qwen2),
+    "qwen2vl": ("qwen2vl", tiny_qwen2),
+    "qwen3": (None, lambda: tiny_qwen3(tie_word_embeddings=True)),
+    "qwen3vl": ("qwen3vl", tiny_qwen3),
+    "seed-oss": (None, tiny_seed_oss),
+    "phi3-window": (None, lambda: tiny_phi3(sliding_window=50)),
+    "phi3-longrope": (None, tiny_phi3_longrope),
+    "ernie4.5": (None, tiny_ernie),
+    "gemma": (None, tiny_gemma),
+    "gemma2": (None, lambda: tiny_gemma2(query_pre_attn_scalar=20)),
+    "gemma3": (
+        None,
+        lambda: tiny_gemma3(
+            num_hidden_layers=6, layer_types=GEMMA_PATTERN, query_pre_attn_scalar=20
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gguf_logits_match_transformers(tmp_path: Path, ids: list[int], name: str) -> None:
+    arch, build = MODELS[name]
+    model = build()
+    ours = logits_of(write_gguf(model, tmp_path / "tiny.gguf", arch=arch), ids, EXACT)
 
     expected = expected_logits(model, ids)
     assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()

@@ -12,17 +12,24 @@ from torch import Tensor
 from exl_core.session.load import LoadOptions, load_model
 from support.paged import PagedRun, logits_of
 from support.profiles import first_by_default
+from support.renamed_models import as_internlm2, as_yi
 from support.tiny_models import (
     VOCAB_SIZE,
     converted,
     save,
+    tiny_ernie,
+    tiny_gemma,
     tiny_gemma2,
     tiny_gemma3,
     tiny_llama,
     tiny_mistral,
     tiny_phi3,
+    tiny_phi3_longrope,
+    tiny_pixtral,
     tiny_qwen2,
+    tiny_qwen2_5_vl,
     tiny_qwen3,
+    tiny_qwen3_vl,
     tiny_seed_oss,
 )
 
@@ -73,6 +80,15 @@ VARIANTS: dict[str, Any] = {
     "seed-oss-output-bias": lambda: tiny_seed_oss(attention_out_bias=True),
     "phi3": tiny_phi3,
     "phi3-window-partial": lambda: tiny_phi3(sliding_window=50, partial_rotary_factor=0.5),
+    "phi3-longrope": tiny_phi3_longrope,
+    "pixtral": tiny_pixtral,
+    "qwen2.5-vl": tiny_qwen2_5_vl,
+    "qwen3-vl": tiny_qwen3_vl,
+    "ernie4.5": tiny_ernie,
+    "ernie4.5-bias": lambda: tiny_ernie(use_bias=True, tie_word_embeddings=False),
+    "yi": tiny_llama,
+    "internlm2": tiny_llama,
+    "gemma": tiny_gemma,
     "gemma2": tiny_gemma2,
     "gemma3": tiny_gemma3,
     # transformers applies the soft-cap of scores only if it is passed to the call (see the test).
@@ -90,11 +106,16 @@ VARIANTS: dict[str, Any] = {
 }
 
 
+# Families that transformers has no class for: what turns the saved folder into one of theirs.
+REWRITTEN = {"yi": as_yi, "internlm2": as_internlm2}
+
+
 @pytest.fixture(scope="module", params=VARIANTS)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Any, Path]:
     """A random transformers model, and the folder of its checkpoint."""
     model = VARIANTS[request.param]()
-    return model, save(model, tmp_path_factory.mktemp(request.param))
+    folder = save(model, tmp_path_factory.mktemp(request.param))
+    return model, REWRITTEN.get(request.param, lambda unchanged: unchanged)(folder)
 
 
 @pytest.mark.parametrize("backend", first_by_default(["cpu", "reference"]))
@@ -132,6 +153,18 @@ def test_rope_alpha_raises_the_rope_base(tmp_path: Path) -> None:
     folder = save(model, tmp_path)
 
     logits = logits_of(folder, ids[0].tolist(), LoadOptions(rope_alpha=alpha))
+
+    assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("context", [64, 65], ids=["short", "long"])
+def test_longrope_is_chosen_by_the_context_size(tmp_path: Path, context: int) -> None:
+    model, ids = tiny_phi3_longrope(), random_ids(1, context)
+    folder = save(model, tmp_path)
+    with torch.inference_mode():
+        expected = model(ids).logits[0]  # transformers chooses by the length of the text
+
+    logits = logits_of(folder, ids[0].tolist(), LoadOptions(max_seq_len=context))
 
     assert_close(logits, expected)
 

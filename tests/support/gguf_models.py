@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ _PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_PERMUTED = ("llama", "mistral3", "internlm2")  # the converter interleaves the rows of q and k
 _LLAMA_NORMS = {"post_attention_layernorm": "ffn_norm"}
+_FUSED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}  # Phi-3
 _SEED_NORMS = {"post_attention_layernorm": "post_attention_norm"}
 _GEMMA_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -44,13 +47,17 @@ def write_gguf(
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     extra_tensors: dict[str, np.ndarray] | None = None,
     kinds: dict[str, str] | None = None,
+    *,
+    arch: str | None = None,
 ) -> Path:
     """Writes matrices as `kind`, or as `kinds` maps parts of a layer, and all else as float32.
 
-    The vocabulary is byte-level.
+    The vocabulary is byte-level. `arch` is the architecture's name in the file, if it is not the
+    one of the model's class.
     """
     config = model.config
-    arch = {"gemma3_text": "gemma3", "mistral": "llama"}.get(config.model_type, config.model_type)
+    own_name = {"gemma3_text": "gemma3", "mistral": "llama"}.get(config.model_type)
+    arch = arch or own_name or config.model_type
     writer = GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -61,10 +68,12 @@ def write_gguf(
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     writer.add_key_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(head_dim)
     rope = config.rope_parameters
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    if arch.startswith("gemma"):
+    if rope.get("rope_type") == "longrope":
+        extra_tensors = {**(extra_tensors or {}), **_add_longrope(writer, config)}
+    if arch in ("gemma2", "gemma3") or (arch == "phi3" and config.sliding_window):
         writer.add_sliding_window(config.sliding_window)
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -86,6 +95,19 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_longrope(writer: GGUFWriter, config: Any) -> dict[str, np.ndarray]:
+    """Writes the settings of longrope, and returns its tensors."""
+    rope = config.rope_parameters
+    original = rope["original_max_position_embeddings"]
+    writer.add_rope_scaling_orig_ctx_len(original)
+    factor = config.max_position_embeddings / original
+    writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(factor) / math.log(original)))
+    return {
+        f"rope_factors_{which}.weight": np.array(rope[f"{which}_factor"], dtype=np.float32)
+        for which in ("long", "short")
+    }
 
 
 def _quantized(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
@@ -126,7 +148,7 @@ def _add_vocabulary(writer: GGUFWriter) -> None:
 def _as_stored(name: str, weight: torch.Tensor, config: Any, arch: str) -> torch.Tensor:
     if arch.startswith("gemma"):
         return weight + 1.0 if "norm" in name else weight
-    if arch != "llama":
+    if arch not in _PERMUTED:
         return weight
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for part, count in heads.items():
@@ -142,5 +164,5 @@ def _gguf_name(name: str, arch: str) -> str:
         return f"{_TOP[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
     norms = {"seed_oss": _SEED_NORMS, "gemma2": _GEMMA_NORMS, "gemma3": _GEMMA_NORMS}
-    names = _PARTS | norms.get(arch, _LLAMA_NORMS)
+    names = _PARTS | _FUSED | norms.get(arch, _LLAMA_NORMS)
     return f"blk.{layer}.{names[part]}.{kind}"

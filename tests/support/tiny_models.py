@@ -12,21 +12,32 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PixtralVisionConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SeedOssConfig,
     SeedOssForCausalLM,
 )
@@ -98,6 +109,62 @@ def tiny_gemma2(**changes: Any) -> Gemma2ForCausalLM:
         "attn_implementation": "eager",  # the other implementations ignore the soft-cap of scores
     }
     return _randomized(Gemma2ForCausalLM(Gemma2Config(**{**defaults, **changes})))
+
+
+def tiny_phi3_longrope(**changes: Any) -> Phi3ForCausalLM:
+    """Two lists of 6 factors for the 12 rotated values of each head (three quarters of 16)."""
+    long = [1.0, 1.4, 2.3, 4.0, 9.0, 20.0]
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0, 1.05, 1.1, 1.2, 1.4, 2.0],
+        "long_factor": long,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 64,
+    }
+    defaults = {
+        "max_position_embeddings": 256,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": rope,
+        "sliding_window": None,
+    }
+    return tiny_phi3(**{**defaults, **changes})
+
+
+def tiny_gemma(**changes: Any) -> GemmaForCausalLM:
+    return _randomized(GemmaForCausalLM(GemmaConfig(**{**_COMMON, **changes})))
+
+
+def tiny_ernie(**changes: Any) -> Ernie4_5ForCausalLM:
+    return _randomized(Ernie4_5ForCausalLM(Ernie4_5Config(**{**_COMMON, **changes})))
+
+
+def tiny_pixtral() -> LlavaForConditionalGeneration:
+    vision = PixtralVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    text = MistralConfig(**_COMMON, sliding_window=None)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=299)
+    return _randomized(LlavaForConditionalGeneration(config))
+
+
+def tiny_qwen2_5_vl() -> Qwen2_5_VLForConditionalGeneration:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    text = {**_COMMON, "hidden_size": 96, "head_dim": 16, "rope_parameters": rope}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
+    vision |= {"out_hidden_size": 96, "fullatt_block_indexes": [0]}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    return _randomized(Qwen2_5_VLForConditionalGeneration(config))
+
+
+def tiny_qwen3_vl() -> Qwen3VLForConditionalGeneration:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 3, 3]}
+    text = {**_COMMON, "rope_parameters": {**rope, "mrope_interleaved": True}}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
+    vision |= {"out_hidden_size": 72, "deepstack_visual_indexes": [0]}
+    vision |= {"num_position_embeddings": 16}
+    config = Qwen3VLConfig(text_config=text, vision_config=vision)
+    return _randomized(Qwen3VLForConditionalGeneration(config))
 
 
 def _randomized(model: Any) -> Any:

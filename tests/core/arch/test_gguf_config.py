@@ -31,7 +31,9 @@ LLAMA: dict[str, Any] = {
 
 
 def read(
-    changes: dict[str, Any], tensors: tuple[str, ...] = (), factors: tuple[float, ...] = ()
+    changes: dict[str, Any],
+    tensors: tuple[str, ...] = (),
+    factors: dict[str, tuple[float, ...]] | None = None,
 ) -> ModelConfig:
     fields = {key: value for key, value in {**LLAMA, **changes}.items() if value is not None}
     return read_gguf_config(fields, tensors, "m.gguf", factors)
@@ -55,10 +57,49 @@ def test_biases_of_fused_tensors_are_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert (found.has_qkv_bias, found.has_output_bias) == (True, False)
 
 
-def test_per_layer_numbers_are_accepted_if_all_are_equal() -> None:
-    assert read({"llama.attention.head_count_kv": [2, 2, 2]}).kv_shapes == ((2, 16),) * 3
-    with pytest.raises(ConfigError, match="differs between layers"):
-        read({"llama.attention.head_count_kv": [2, 2, 4]})
+def test_numbers_may_differ_by_layer() -> None:
+    config = read(
+        {
+            "llama.attention.head_count_kv": [2, 2, 4],
+            "llama.attention.head_count": [4, 4, 8],
+            "llama.feed_forward_length": [128, 64, 32],
+        }
+    )
+    assert config.kv_shapes == ((2, 16), (2, 16), (4, 16))
+    assert [layer.attention.num_q_heads for layer in config.layers] == [4, 4, 8]
+    assert [layer.dense.intermediate_size for layer in config.layers] == [128, 64, 32]
+
+
+LONGROPE: dict[str, Any] = {
+    "llama.rope.scaling.original_context_length": 64,
+    "llama.rope.scaling.attn_factor": 1.25,
+}
+FACTORS = {
+    "rope_factors_short.weight": (1.0,) * 8,
+    "rope_factors_long.weight": (4.0,) * 8,
+}
+
+
+def test_two_tensors_of_factors_are_for_short_and_long_contexts() -> None:
+    rope = read(LONGROPE, factors=FACTORS).ropes[0]
+    assert (rope.method, rope.attention_factor) == (RopeMethod.LONGROPE, 1.25)
+    assert rope.fitted(64).frequency_divisors == (1.0,) * 8
+    assert rope.fitted(65).frequency_divisors == (4.0,) * 8
+    with pytest.raises(ConfigError, match="without 'rope_factors_short"):
+        read(LONGROPE, factors={"rope_factors_long.weight": (4.0,) * 8})
+
+
+def test_phi3_files_state_their_window() -> None:
+    fields = {key.replace("llama.", "phi3."): value for key, value in LLAMA.items()}
+    for length, expected in ((32, 32), (0, 0), (None, 0)):
+        stated = {"general.architecture": "phi3", "phi3.attention.sliding_window": length}
+        config = read_gguf_config({**fields, **stated}, (), "m.gguf")
+        assert [layer.attention.window for layer in config.layers] == [expected] * 3
+
+
+def test_an_unknown_architecture_names_the_nearest_one() -> None:
+    with pytest.raises(UnsupportedModelError, match="nearest name is 'llama'"):
+        read({"general.architecture": "llama9"})
 
 
 def test_yarn_multiplies_its_own_factor_by_the_stored_one() -> None:
@@ -90,9 +131,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"general.architecture": "mamba"}, "'mamba'.*llama, .*gemma3"),
     "missing": ({"llama.block_count": None}, "'block_count' is missing"),
     "layers": ({"llama.block_count": 2**31 - 1}, "1 to 4096"),
-    "nested-list": ({"llama.attention.head_count": [[1], [2]]}, "differs between layers"),
-    "list-of-lists": ({"llama.attention.head_count": [[1], [1]]}, "no usable value"),
-    "empty-list": ({"llama.attention.head_count": []}, "differs between layers"),
+    "short-list": ({"llama.attention.head_count": [1, 2]}, "does not describe the layers.*3 num"),
+    "list-of-lists": ({"llama.attention.head_count": [[1]] * 3}, "no usable value"),
+    "empty-list": ({"llama.attention.head_count": []}, "does not describe the layers"),
+    "temperature": ({"llama.attention.temperature_scale": 0.1}, "temperature_scale"),
     "scaling": ({"llama.rope.scaling.type": "longrope"}, "longrope"),
     "scaling-key": ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier"),
     "old-scaling-key": ({"llama.rope.scale_linear": 4.0}, "scale_linear"),
@@ -109,8 +151,8 @@ def test_impossible_metadata_are_refused_by_name(changes: dict[str, Any], messag
 
 @pytest.mark.parametrize("factors", [(1.0,) * 7, (0.0,) * 8, (float("nan"),) * 8, (-1.0,) * 8])
 def test_rope_factors_that_cannot_divide_are_refused(factors: tuple[float, ...]) -> None:
-    with pytest.raises(ConfigError, match="rope_freqs"):
-        read({}, factors=factors)
+    with pytest.raises(ConfigError, match="RoPE factors"):
+        read({}, factors={"rope_freqs.weight": factors})
 
 
 def test_an_unsupported_rope_scaling_lists_the_supported_ones() -> None:

@@ -219,14 +219,157 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+PUBLISHED |= {
+    "Yi 34B": (
+        {
+            "architectures": ["YiForCausalLM"],
+            "hidden_size": 7168,
+            "num_attention_heads": 56,
+            "num_key_value_heads": 8,
+            "rope_theta": 5000000.0,
+        },
+        {"head_dim": 128, "kv_size": 1024, "base": 5e6},
+    ),
+    "Pixtral 12B": (
+        {
+            "architectures": ["LlavaForConditionalGeneration"],
+            "vision_config": {"model_type": "pixtral"},
+            "text_config": {
+                "hidden_size": 5120,
+                "head_dim": 128,
+                "model_type": "mistral",
+                "num_hidden_layers": 40,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-05,
+                "rope_theta": 1000000000.0,
+                "sliding_window": None,
+                "vocab_size": 131072,
+            },
+        },
+        {"windows": [0] * 40, "head_dim": 128, "kv_size": 1024, "q_size": 4096, "inner": 14336},
+    ),
+    "Qwen2.5-VL 72B": (
+        {
+            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+            "hidden_size": 8192,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+            "max_window_layers": 80,
+            "rope_theta": 1000000.0,
+            "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        },
+        {"windows": [0, 0, 0], "bias": (True, False), "head_dim": 128, "base": 1e6},
+    ),
+    "Qwen3-VL 32B": (
+        {
+            "architectures": ["Qwen3VLForConditionalGeneration"],
+            "text_config": {
+                **LLAMA,
+                "hidden_size": 5120,
+                "num_hidden_layers": 64,
+                "num_attention_heads": 64,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "model_type": "qwen3_vl_text",
+                "rope_theta": 5000000,
+                "rope_scaling": {
+                    "mrope_interleaved": True,
+                    "mrope_section": [24, 20, 20],
+                    "rope_type": "default",
+                },
+            },
+        },
+        {"windows": [0] * 64, "bias": (False, False), "q_size": 8192, "base": 5e6},
+    ),
+    "Phi-3 medium 128k": (
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "hidden_size": 5120,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 10,
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "sliding_window": 131072,
+            "rope_scaling": {
+                "type": "su",
+                "short_factor": [1.0] * 64,
+                "long_factor": [2.0] * 64,
+            },
+        },
+        {"windows": [131072] * 3, "rotary": 128, "longrope": (4096, 1.1902380714238083)},
+    ),
+    "Phi-4 mini": (
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "hidden_size": 3072,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.75,
+            "sliding_window": 262144,
+            "tie_word_embeddings": True,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0] * 48,
+                "long_factor": [2.0] * 48,
+            },
+        },
+        {"head_dim": 128, "rotary": 96, "longrope": (4096, 1.1902380714238083)},
+    ),
+    "Gemma 7B": (
+        {
+            "architectures": ["GemmaForCausalLM"],
+            "hidden_act": "gelu",
+            "hidden_size": 3072,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+        },
+        {"windows": [0, 0, 0], "q_size": 4096, "scale": 1 / 16, "caps": (None, None)},
+    ),
+    "ERNIE 4.5 0.3B": (
+        {
+            "architectures": ["Ernie4_5ForCausalLM"],
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rope_theta": 500000.0,
+            "use_bias": False,
+        },
+        {"bias": (False, False), "q_size": 2048, "base": 5e5},
+    ),
+    "InternLM 2.5 20B": (
+        {
+            "architectures": ["InternLM2ForCausalLM"],
+            "bias": False,
+            "hidden_size": 6144,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 8,
+            "rope_theta": 50000000,
+            "rope_scaling": {"factor": 1.0, "type": "dynamic"},
+        },
+        {"bias": (False, False), "head_dim": 128, "base": 5e7, "rotary": 128},
+    ),
+}
+
+
 @pytest.mark.parametrize("changes, expected", PUBLISHED.values(), ids=PUBLISHED)
 def test_published_configurations_of_each_family(
     tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     config = read_hf_config(write(tmp_path, {**LLAMA, "num_hidden_layers": 3}, **changes))
-    attention = config.layers[0].attention
+    attention, rope = config.layers[0].attention, config.ropes[0]
     found = {
         "windows": windows(config),
+        "base": rope.base,
+        "rotary": rope.rotary_dim,
+        "longrope": (rope.original_max_seq_len, pytest.approx(rope.attention_factor)),
+        "q_size": attention.q_size,
+        "inner": config.layers[0].dense.intermediate_size,
         "bias": (attention.has_qkv_bias, attention.has_output_bias),
         "head_dim": attention.head_dim,
         "kv_size": attention.kv_size,
@@ -241,7 +384,18 @@ REFUSED = {
         {"architectures": ["MambaForCausalLM"]},
         "MambaForCausalLM.*LlamaForCausalLM",
     ),
-    "rope-method": ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "longrope"),
+    "near-architecture": (
+        {"architectures": ["LlamaForCausalML"]},
+        "nearest name is 'LlamaForCausalLM'",
+    ),
+    "language-model": (
+        {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "text_config": {"model_type": "mistral4"},
+        },
+        "'Mistral3ForConditionalGeneration' with a language model 'mistral4'.*mistral",
+    ),
+    "rope-method": ({"rope_scaling": {"type": "unheard", "factor": 2.0}}, "'unheard'.*longrope"),
     "growing-queries": (
         {
             "architectures": ["Mistral3ForConditionalGeneration"],
@@ -289,6 +443,17 @@ BROKEN = {
         },
         "high_freq_factor above",
     ),
+    "longrope-lists": (
+        {
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0] * 8,
+                "long_factor": [1.0] * 7,
+            }
+        },
+        "RoPE factors has the wrong length.*expected 8",
+    ),
+    "longrope-list": ({"rope_scaling": {"type": "su", "short_factor": 2.0}}, "short_factor"),
     "windows": ({**GEMMA, "layer_types": ["full_attention"]}, "layer_types"),
     "no-window": ({**GEMMA, "sliding_window": ...}, "sliding_window"),
 }

@@ -18,8 +18,11 @@ from exl_core.errors import UnsupportedModelError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.session.open import open_checkpoint
 from support.mixed_model import CONFIG
+from support.renamed_models import as_internlm2
 from support.tiny_models import (
     save,
+    tiny_ernie,
+    tiny_gemma,
     tiny_gemma2,
     tiny_gemma3,
     tiny_llama,
@@ -38,6 +41,8 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "qwen3": (tiny_qwen3, {}),
     "seed-oss": (tiny_seed_oss, {}),
     "phi3": (tiny_phi3, {}),
+    "ernie4_5": (tiny_ernie, {}),
+    "gemma": (tiny_gemma, {}),
     "gemma2": (tiny_gemma2, {}),
     "gemma3": (tiny_gemma3, {}),
 }
@@ -46,6 +51,8 @@ GGUF_ARCHITECTURES = {
     "qwen2": MODEL_ARCH.QWEN2,
     "qwen3": MODEL_ARCH.QWEN3,
     "seed-oss": MODEL_ARCH.SEED_OSS,
+    "ernie4_5": MODEL_ARCH.ERNIE4_5,
+    "gemma": MODEL_ARCH.GEMMA,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3": MODEL_ARCH.GEMMA3,
 }
@@ -69,7 +76,7 @@ def test_rows_cover_every_tensor_of_transformers(tmp_path: Path, family: str) ->
         ends = [last for _, last in sorted(ranges)]
         assert [first for first, _ in sorted(ranges)] == [0, *ends[:-1]], name
         assert ends[-1] == source.tensors[name].shape[0], name
-    assert table.is_tied == (family == "llama-tied" or family.startswith("gemma"))
+    assert table.is_tied == family.startswith(("llama-tied", "gemma", "ernie"))
 
 
 @pytest.mark.parametrize("family", GGUF_ARCHITECTURES)
@@ -98,6 +105,26 @@ def test_row_orders_are_those_of_other_writers_in_both_directions(rotary_dim: in
     order = RowOrder(heads, size, rotary_dim)
     assert torch.equal(stored[order.stored_rows()], weight.view(-1))
     assert torch.equal(weight.view(-1)[order.model_rows()], stored)
+
+
+def test_rows_fused_by_groups_of_heads_are_found(tmp_path: Path) -> None:
+    plain = open_checkpoint(save(tiny_llama(), tmp_path / "llama"))
+    fused = open_checkpoint(as_internlm2(save(tiny_llama(), tmp_path / "internlm2")))
+    expected, found = Checkpoint(*plain), Checkpoint(*fused)
+    for row in module_table(plain[1]).rows:
+        name = row.name.replace("mlp.gate_proj", "feed_forward.w1")
+        name = name.replace("mlp.up_proj", "feed_forward.w3")
+        name = name.replace("mlp.down_proj", "feed_forward.w2")
+        name = name.replace("input_layernorm", "attention_norm")
+        name = name.replace("post_attention_layernorm", "ffn_norm")
+        values = [
+            torch.cat([part.values for part in checkpoint.chunks(own, torch.float32)])
+            for checkpoint, own in ((expected, row.name), (found, name))
+        ]
+        assert torch.equal(*values), name
+    target = module_table(fused[1]).lora_targets["model.layers.0.attention.wqkv"]
+    heads = [*(0, 1, 2, 5, 6, 7), *(3, 8), *(4, 9)]  # q, k, v: heads in the file, 20 rows each
+    assert target.stored_rows() == [head * 20 + i for head in heads for i in range(20)]
 
 
 def test_a_row_says_how_its_matrix_is_packed_split_and_converted() -> None:

@@ -194,9 +194,9 @@ def test_matrices_opened_ahead_are_returned_once(
     names = [name for name in checkpoint.stored if checkpoint.is_quantized(name)]
     opened: list[str] = []
 
-    def open_matrix(source: Any, matrix: Any, quantization: Any) -> RuntimeMatrix:
+    def open_matrix(source: Any, matrix: Any, *others: Any) -> RuntimeMatrix:
         opened.append(matrix.name)
-        return quantized.open_matrix(source, matrix, quantization)
+        return quantized.open_matrix(source, matrix, *others)
 
     monkeypatch.setattr(checkpoint_module, "open_matrix", open_matrix)
     checkpoint.open_ahead(until=lambda: False)

@@ -20,7 +20,6 @@ from torch import Tensor
 from exl_core.arch.modules import module_table
 from exl_core.arch.names import GGUF_SANDWICH, HF_SANDWICH, Fused
 from exl_core.arch.spec import ModelConfig
-from exl_core.errors import UnsupportedModelError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.gguf import GgufSource
 from exl_core.formats.containers.safetensors import SafetensorsSource
@@ -123,16 +122,6 @@ def test_fused_gguf_tensors_are_split_in_the_models_order(
             codes = torch.from_numpy(evaluate(checkpoint.quantized(name), step=32)).T
             assert (codes - tensor).abs().max() < 2**-10 * tensor.abs().max(), name
     assert checkpoint.size_bytes == sum(t.size_bytes for t in checkpoint._source.tensors.values())
-
-
-def test_quantized_checkpoints_with_interleaved_rows_are_refused(tmp_path: Path) -> None:
-    tensors = random_tensors(FAMILY)
-    stem = "model.layers.0.self_attn.q_proj."
-    del tensors[f"{stem}weight"]
-    tensors[f"{stem}q_weight"] = torch.zeros(8, 64, dtype=torch.int32)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match=r"q_proj' is quantized with rows in interl"):
-        Checkpoint(SafetensorsSource(tmp_path), FAMILY)
 
 
 def test_outputs_of_an_adapter_are_put_into_the_models_order() -> None:

@@ -93,6 +93,20 @@ def test_exl2_column_ranges_without_padding() -> None:
         assert torch.equal(matrix.dense(0, count).T, exact)
 
 
+def test_columns_in_another_order() -> None:
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(3)) + 20
+    layer = random_exl2(5, [(5, 64), (2, 32)], columns=96)
+    matrix: RuntimeMatrix = Exl2Matrix(exl2.check(layer.parts, "test"), 70, order=order)
+    assert_within_half_ulp(matrix, layer.dense()[:, order].contiguous())
+    assert torch.equal(matrix.dense(0, 70).T, layer.dense()[:, order])
+    stored = random_gptq(7, 4, 32, rows=64, columns=96, has_act_order=True)
+    matrix = GptqMatrix(
+        gptq.check(stored.parts, settings_of(stored.config()), "test"), 70, order=order
+    )
+    assert_within_half_ulp(matrix, stored.dense()[:, order].contiguous(), step=16)
+    assert torch.equal(matrix.dense(16, 48).T, stored.dense()[:, order[16:48]])
+
+
 def test_exl2_with_identity_order_has_no_permutation() -> None:
     parts = random_exl2(1, [(4, 64)]).parts
     parts["q_invperm"] = torch.arange(64, dtype=torch.int32)

@@ -54,8 +54,17 @@ def _check_rope(rope: RopeConfig, head_dim: int, where: object) -> None:
         raise ConfigError(
             "the RoPE base is too small", where=where, expected="above 1", got=rope.base
         )
-    if any(not 0.0 < divisor < math.inf for divisor in rope.frequency_divisors):
-        raise ConfigError("'rope_freqs.weight' holds values that cannot divide", where=where)
+    divisors = (*rope.frequency_divisors, *rope.long_divisors)
+    if any(not 0.0 < divisor < math.inf for divisor in divisors):
+        raise ConfigError("the RoPE factors hold values that cannot divide", where=where)
+    for found in (rope.frequency_divisors, rope.long_divisors):
+        if found and len(found) != rope.rotary_dim // 2:
+            raise ConfigError(
+                "a list of RoPE factors has the wrong length",
+                where=where,
+                expected=rope.rotary_dim // 2,
+                got=len(found),
+            )
     frequencies, multiplier = inverse_frequencies(rope)
     if not all(math.isfinite(f) and f > 0.0 for f in (*frequencies, multiplier)):
         raise ConfigError("the RoPE scaling gives impossible frequencies", where=where, got=rope)

@@ -73,6 +73,13 @@ class Fields:
             raise self._error(key, "a list of strings", value)
         return list(value)
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of at most MAX_HEAD_DIM positive numbers."""
+        value = self._get(key, None)
+        if not isinstance(value, list) or not 0 < len(value) <= MAX_HEAD_DIM:
+            raise self._error(key, f"a list of 1 to {MAX_HEAD_DIM} numbers", value)
+        return tuple(Fields({key: item}, self.where).number(key) for item in value)
+
     def nested(self, key: str) -> Fields:
         value = self._get(key, None)
         if not isinstance(value, dict):

@@ -8,7 +8,7 @@ caller passes in whether the file has a separate head, biases or RoPE factors.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from exl_core.arch.checks import check_config
@@ -41,6 +41,11 @@ ROPE_METHODS = {
     "yarn": RopeMethod.YARN,
 }
 
+ROPE_FREQS = "rope_freqs.weight"
+ROPE_SHORT, ROPE_LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+ROPE_FACTORS = (ROPE_FREQS, ROPE_SHORT, ROPE_LONG)
+"""Names of tensors with divisors of the RoPE frequencies."""
+
 SCALING_KEYS = frozenset(
     f"rope.scaling.{name}"
     for name in (
@@ -63,42 +68,42 @@ def read_gguf_config(
     metadata: Mapping[str, object],
     tensor_names: Collection[str],
     where: object,
-    rope_factors: tuple[float, ...] = (),
+    rope_factors: Mapping[str, tuple[float, ...]] | None = None,
 ) -> ModelConfig:
     """The configuration that the metadata describe, checked for consistency.
 
-    `rope_factors`: values of the tensor `rope_freqs.weight`, if the file has it.
+    `rope_factors`: values of the tensors with RoPE factors that the file has, by their names.
     """
     arch = gguf_architecture(metadata, where)
     prefix = Fields(metadata, where).text("general.architecture") + "."
     own = Fields({k.removeprefix(prefix): v for k, v in metadata.items()}, where)
     hidden_size = own.integer("embedding_length", high=MAX_HIDDEN_SIZE)
     layers = own.integer("block_count", high=MAX_LAYERS)
-    heads = _same_for_all_layers(own, "attention.head_count", MAX_HEADS)
+    heads = _by_layer(own, "attention.head_count", layers, MAX_HEADS)
+    kv_heads = _by_layer(own, "attention.head_count_kv", layers, MAX_HEADS, heads)
+    widths = _by_layer(own, "feed_forward_length", layers, MAX_INTERMEDIATE_SIZE)
     head_dim = own.integer(
-        "attention.key_length", arch.head_dim_default or hidden_size // heads, high=MAX_HEAD_DIM
+        "attention.key_length", arch.head_dim_default or hidden_size // heads[0], high=MAX_HEAD_DIM
     )
-    ropes = _ropes(arch, own, head_dim, rope_factors)
-    # GGUF files do not say whether a family that can have a window in every layer uses it.
-    pattern = arch.window_pattern if Window.GLOBAL in arch.window_pattern else (Window.GLOBAL,)
-    window = (
-        own.integer("attention.sliding_window", arch.sliding_window_default)
-        if Window.LOCAL in pattern
-        else None
-    )
-    numbers = LayerNumbers(
-        num_q_heads=heads,
-        num_kv_heads=_same_for_all_layers(own, "attention.head_count_kv", MAX_HEADS, heads),
+    ropes = _ropes(arch, own, head_dim, rope_factors or {})
+    pattern, window = _windows(arch, own)
+    first = LayerNumbers(
+        num_q_heads=heads[0],
+        num_kv_heads=kv_heads[0],
         head_dim=head_dim,
-        scale=_attention_scale(arch, layers, hidden_size, heads, head_dim),
+        scale=_attention_scale(arch, layers, hidden_size, heads[0], head_dim),
         rope=0,
         window=0,
         softcap=own.optional_number("attn_logit_softcapping") or arch.attention_softcap_default,
         has_qkv_bias=arch.gguf.is_stored("q", "bias", tensor_names, layer=0),
         has_output_bias=arch.gguf.is_stored("output", "bias", tensor_names, layer=0),
-        intermediate_size=_same_for_all_layers(own, "feed_forward_length", MAX_INTERMEDIATE_SIZE),
+        intermediate_size=widths[0],
         has_mlp_bias=arch.gguf.is_stored("gate", "bias", tensor_names, layer=0),
     )
+    numbers = [
+        replace(first, num_q_heads=q, num_kv_heads=kv, intermediate_size=width)
+        for q, kv, width in zip(heads, kv_heads, widths, strict=True)
+    ]
     windows = tuple(pattern[i % len(pattern)] for i in range(layers))
     vocabulary = metadata.get("tokenizer.ggml.tokens")
     vocab_default = len(vocabulary) if isinstance(vocabulary, list) else None
@@ -121,15 +126,36 @@ def read_gguf_config(
     return config
 
 
-def _same_for_all_layers(own: Fields, key: str, high: int, default: int | None = None) -> int:
-    """Value of `key`, which some files store as a list with one number per layer. The supported
-    families need equal numbers in all layers."""
+def _by_layer(
+    own: Fields, key: str, layers: int, high: int, default: Sequence[int] | None = None
+) -> Sequence[int]:
+    """Value of `key` for each layer. Files store one number for all layers, or a list."""
     value = own.values.get(key)
-    if isinstance(value, list):
-        if not value or any(item != value[0] for item in value):
-            raise ConfigError(f"{key!r} differs between layers", where=own.where, got=value[:8])
-        return Fields({key: value[0]}, own.where).integer(key, high=high)
-    return own.integer(key, default, high=high)
+    if not isinstance(value, list):
+        if value is None and default is not None:
+            return default
+        return [own.integer(key, high=high)] * layers
+    if len(value) != layers:
+        raise ConfigError(
+            f"{key!r} does not describe the layers",
+            where=own.where,
+            expected=f"{layers} numbers",
+            got=len(value),
+        )
+    return [Fields({key: item}, own.where).integer(key, high=high) for item in value]
+
+
+def _windows(arch: ArchSpec, own: Fields) -> tuple[tuple[Window, ...], int | None]:
+    """Pattern of windows, and their length."""
+    key, pattern = "attention.sliding_window", arch.window_pattern
+    if Window.LOCAL not in pattern:
+        return pattern, None
+    if Window.GLOBAL in pattern:
+        return pattern, own.integer(key, arch.sliding_window_default)
+    # Families that can have a window in every layer. Most of their files do not say whether it is
+    # used; 0 means that it is not.
+    length = own.integer(key, low=0) if own.has(key) and arch.window_flag is None else 0
+    return (pattern, length) if length else ((Window.GLOBAL,), None)
 
 
 def _attention_scale(
@@ -144,7 +170,8 @@ def _attention_scale(
 def _refuse_unknown_scaling(own: Fields) -> None:
     """Refuses unknown RoPE scaling keys: ignoring one would degrade the text unnoticed."""
     for key in own.values:
-        if key.startswith(("rope.scaling.", "rope.scale_")) and key not in SCALING_KEYS:
+        is_scaling = key.startswith(("rope.scaling.", "rope.scale_", "attention.temperature_"))
+        if is_scaling and key not in SCALING_KEYS:
             raise UnsupportedModelError(
                 f"RoPE setting {key!r} is not supported",
                 where=own.where,
@@ -153,20 +180,16 @@ def _refuse_unknown_scaling(own: Fields) -> None:
 
 
 def _ropes(
-    arch: ArchSpec, own: Fields, head_dim: int, factors: tuple[float, ...]
+    arch: ArchSpec, own: Fields, head_dim: int, factors: Mapping[str, tuple[float, ...]]
 ) -> tuple[RopeConfig, ...]:
     """RoPE table of all layers, or of the GLOBAL and of the LOCAL ones."""
     rotary_dim = own.integer("rope.dimension_count", head_dim, high=MAX_HEAD_DIM)
     base = own.number("rope.freq_base", arch.rope_base_default)
-    rope = RopeConfig(base=base, rotary_dim=rotary_dim, frequency_divisors=factors)
-    if factors and len(factors) != rotary_dim // 2:
-        raise ConfigError(
-            "'rope_freqs.weight' has the wrong length",
-            where=own.where,
-            expected=rotary_dim // 2,
-            got=len(factors),
-        )
+    rope = RopeConfig(base=base, rotary_dim=rotary_dim)
     _refuse_unknown_scaling(own)
+    if ROPE_LONG in factors:
+        return (_longrope(rope, own, factors),)
+    rope = replace(rope, frequency_divisors=factors.get(ROPE_FREQS, ()))
     kind = own.text("rope.scaling.type", "none")
     if kind not in ROPE_METHODS:
         raise UnsupportedModelError(
@@ -196,3 +219,19 @@ def _ropes(
         return (rope,)
     local_base = own.number("rope.freq_base_swa", arch.local_rope_base_default)
     return rope, RopeConfig(base=local_base, rotary_dim=rotary_dim)
+
+
+def _longrope(
+    rope: RopeConfig, own: Fields, factors: Mapping[str, tuple[float, ...]]
+) -> RopeConfig:
+    """Divisors for short and long contexts, which files store as tensors."""
+    if ROPE_SHORT not in factors:
+        raise ConfigError(f"the file has {ROPE_LONG!r} without {ROPE_SHORT!r}", where=own.where)
+    return replace(
+        rope,
+        method=RopeMethod.LONGROPE,
+        original_max_seq_len=own.integer("rope.scaling.original_context_length"),
+        attention_factor=own.number("rope.scaling.attn_factor", 1.0),
+        frequency_divisors=factors[ROPE_SHORT],
+        long_divisors=factors[ROPE_LONG],
+    )

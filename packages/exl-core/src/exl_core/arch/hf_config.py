@@ -21,7 +21,7 @@ from exl_core.arch.fields import (
 )
 from exl_core.arch.layers import Activation
 from exl_core.arch.registry import find_by_hf_name
-from exl_core.arch.rope import yarn_magnitude
+from exl_core.arch.rope import longrope_magnitude, ntk_base, yarn_magnitude
 from exl_core.arch.spec import (
     ArchSpec,
     LayerNumbers,
@@ -34,13 +34,22 @@ from exl_core.arch.spec import (
 from exl_core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from exl_core.files import is_present, read_json_object
 
-ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_new": Activation.GELU_TANH,
+}
 LAYER_TYPES = {"sliding_attention": Window.LOCAL, "full_attention": Window.GLOBAL}
 ROPE_METHODS = {
     "default": RopeMethod.DEFAULT,
     "linear": RopeMethod.LINEAR,
     "llama3": RopeMethod.LLAMA3,
     "yarn": RopeMethod.YARN,
+    "longrope": RopeMethod.LONGROPE,
+    "su": RopeMethod.LONGROPE,  # name of longrope in older files
+    "mrope": RopeMethod.DEFAULT,  # positions of text tokens are the same in all three sections
+    # Up to the model's own context, dynamic NTK scaling without 'alpha' leaves RoPE as it is.
+    "dynamic": RopeMethod.DEFAULT,
 }
 
 
@@ -78,20 +87,22 @@ def _architecture(top: Fields) -> ArchSpec:
         raise ConfigError(
             "'architectures' must have one entry", where=top.where, got=", ".join(names) or "none"
         )
-    return find_by_hf_name(names[0], where=top.where)
+    text = top.nested("text_config") if top.has("text_config") else Fields({}, top.where)
+    text_type = text.text("model_type") if text.has("model_type") else None
+    return find_by_hf_name(names[0], where=top.where, text_type=text_type)
 
 
 def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
-    hidden_size = text.integer("hidden_size", high=MAX_HIDDEN_SIZE)
+    hidden_size = text.integer("hidden_size", arch.hidden_size_default, high=MAX_HIDDEN_SIZE)
     heads = text.integer("num_attention_heads", arch.num_q_heads_default, high=MAX_HEADS)
     head_dim = text.integer(
         "head_dim", arch.head_dim_default or hidden_size // heads, high=MAX_HEAD_DIM
     )
-    layers = text.integer("num_hidden_layers", high=MAX_LAYERS)
+    layers = text.integer("num_hidden_layers", arch.num_layers_default, high=MAX_LAYERS)
     if text.flag("use_bidirectional_attention", False):
         raise UnsupportedModelError("bidirectional attention is not supported", where=text.where)
     _check_activation(arch, text)
-    has_bias = arch.has_qkv_bias or text.flag("attention_bias", False)
+    has_bias = arch.has_qkv_bias or text.flag(arch.bias_key, False)
     window = _sliding_window(arch, text)
     windows = _layer_windows(arch, text, layers, window)
     if window is None and Window.LOCAL in windows:
@@ -113,18 +124,20 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         softcap=_softcap(text, "attn_logit_softcapping", arch.attention_softcap_default),
         has_qkv_bias=has_bias,
         has_output_bias=text.flag("attention_out_bias", has_bias and not arch.has_qkv_bias),
-        intermediate_size=text.integer("intermediate_size", high=MAX_INTERMEDIATE_SIZE),
-        has_mlp_bias=text.flag("mlp_bias", False),
+        intermediate_size=text.integer(
+            "intermediate_size", arch.intermediate_size_default, high=MAX_INTERMEDIATE_SIZE
+        ),
+        has_mlp_bias=text.flag(arch.mlp_bias_key, False),
     )
     ids = text if text.has("eos_token_id") else top
     return ModelConfig(
         arch=arch,
-        layers=arch.layers(with_windows(numbers, windows, window, len(ropes))),
+        layers=arch.layers(with_windows([numbers] * layers, windows, window, len(ropes))),
         ropes=ropes,
         hidden_size=hidden_size,
         vocab_size=text.integer("vocab_size", arch.vocab_size_default, high=MAX_VOCAB_SIZE),
         max_seq_len=text.integer("max_position_embeddings", 2048),
-        norm_eps=text.number("rms_norm_eps", 1e-6),
+        norm_eps=text.number("rms_norm_eps", arch.norm_eps_default),
         final_softcap=_softcap(text, "final_logit_softcapping", arch.final_softcap_default),
         has_tied_embeddings=_tied(arch, top, text),
         bos_id=ids.first_token_id("bos_token_id"),
@@ -135,7 +148,9 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
 
 def _check_activation(arch: ArchSpec, text: Fields) -> None:
     key = "hidden_activation" if text.has("hidden_activation") else "hidden_act"
-    if text.has(key) and ACTIVATIONS.get(text.text(key)) is not arch.activation:
+    if not text.has(key) or text.text(key) in arch.activation_aliases:
+        return
+    if ACTIVATIONS.get(text.text(key)) is not arch.activation:
         raise UnsupportedModelError(
             f"activation {text.text(key)!r} is not the one of {arch.name}", where=text.where
         )
@@ -204,13 +219,15 @@ def _ropes(arch: ArchSpec, text: Fields, head_dim: int) -> tuple[RopeConfig, ...
         if text.has("rope_parameters") and text.nested("rope_parameters").has("sliding_attention"):
             sliding = text.nested("rope_parameters").nested("sliding_attention")
             base_of_local = sliding.number("rope_theta", local_base)
-            local = (_scaled_rope(text, sliding, base_of_local, head_dim),)
+            local = (_scaled_rope(arch, text, sliding, base_of_local, head_dim),)
         else:
             local = (RopeConfig(base=local_base, rotary_dim=head_dim),)
-    return _scaled_rope(text, scaling, base, head_dim), *local
+    return _scaled_rope(arch, text, scaling, base, head_dim), *local
 
 
-def _scaled_rope(text: Fields, scaling: Fields, base: float, head_dim: int) -> RopeConfig:
+def _scaled_rope(
+    arch: ArchSpec, text: Fields, scaling: Fields, base: float, head_dim: int
+) -> RopeConfig:
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind not in ROPE_METHODS:
         raise UnsupportedModelError(
@@ -224,17 +241,14 @@ def _scaled_rope(text: Fields, scaling: Fields, base: float, head_dim: int) -> R
             where=text.where,
         )
     method = ROPE_METHODS[kind]
-    partial = scaling.number("partial_rotary_factor", text.number("partial_rotary_factor", 1.0))
-    if partial > 1.0:
-        raise ConfigError(
-            "'partial_rotary_factor' is above 1",
-            where=text.where,
-            expected="at most 1",
-            got=partial,
-        )
-    rope = RopeConfig(base=base, rotary_dim=int(head_dim * partial), method=method)
+    rotary_dim = _rotary_dim(arch, text, scaling, head_dim)
+    if scaling.has("alpha"):
+        base = ntk_base(base, scaling.number("alpha"), rotary_dim)
+    rope = RopeConfig(base=base, rotary_dim=rotary_dim, method=method)
     if method is RopeMethod.DEFAULT:
         return rope
+    if method is RopeMethod.LONGROPE:
+        return _longrope(rope, text, scaling)
     rope = replace(rope, factor=scaling.number("factor"))
     if method is RopeMethod.LINEAR:
         return rope
@@ -255,6 +269,32 @@ def _scaled_rope(text: Fields, scaling: Fields, base: float, head_dim: int) -> R
         beta_slow=scaling.number("beta_slow", 1.0),
         attention_factor=_yarn_attention_factor(scaling, rope.factor),
         truncate=scaling.flag("truncate", True),
+    )
+
+
+def _rotary_dim(arch: ArchSpec, text: Fields, scaling: Fields, head_dim: int) -> int:
+    """Number of values of each head that are rotated."""
+    key = "partial_rotary_factor"
+    partial = scaling.number(key, text.number(key, arch.partial_rotary_default))
+    if partial > 1.0:
+        raise ConfigError(
+            f"{key!r} is above 1", where=text.where, expected="at most 1", got=partial
+        )
+    return int(head_dim * partial)
+
+
+def _longrope(rope: RopeConfig, text: Fields, scaling: Fields) -> RopeConfig:
+    """Divisors for short and long contexts. Older files have the original length at top level."""
+    longest = text.integer("max_position_embeddings", 2048)
+    key = "original_max_position_embeddings"
+    original = scaling.integer(key, text.integer(key, longest), low=2)
+    factor = scaling.number("factor", longest / original)
+    return replace(
+        rope,
+        original_max_seq_len=original,
+        attention_factor=scaling.number("attention_factor", longrope_magnitude(factor, original)),
+        frequency_divisors=scaling.numbers("short_factor"),
+        long_divisors=scaling.numbers("long_factor"),
     )
 
 

@@ -12,7 +12,7 @@ Matrices are [out_features, in_features].
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -28,7 +28,7 @@ from exl_core.arch.layers import (
     NormPlacement,
     unsupported,
 )
-from exl_core.arch.names import FileForm
+from exl_core.arch.names import FileForm, Fused
 from exl_core.arch.spec import ModelConfig
 from exl_core.errors import UnsupportedModelError
 
@@ -57,15 +57,19 @@ Container = Literal["safetensors", "gguf"]
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """Rows of rotated heads in a file that stores RoPE pairs interleaved.
+    """Rows of a matrix's heads in a file that stores them in another order than the model.
 
-    The file's pairs are rows (2i, 2i + 1) of a head. The model's pairs are (i, i + rotary_dim/2).
-    Rows of a head that are not rotated keep their place.
+    rotary_dim  rows at the start of each head that the file stores as interleaved RoPE pairs. Its
+                pairs are rows (2i, 2i + 1), the model's pairs are (i, i + rotary_dim/2). 0: none.
+    group       heads that the file stores one after the other
+    stride      heads from the first one of a group to the first one of the next group
     """
 
     num_heads: int
     head_dim: int
     rotary_dim: int
+    group: int = 1
+    stride: int = 1
 
     def stored_rows(self) -> list[int]:
         """Row in the file of each of the model's rows."""
@@ -74,14 +78,18 @@ class RowOrder:
         return [first + row for first in self._firsts() for row in head]
 
     def model_rows(self) -> list[int]:
-        """The model's row of each row in the file: the inverse of `stored_rows`."""
+        """The model's row of each row in the file: the inverse of `stored_rows`. The file must have
+        nothing between the groups."""
         half = self.rotary_dim // 2
         pairs = chain.from_iterable((i, i + half) for i in range(half))
         head = [*pairs, *range(self.rotary_dim, self.head_dim)]
         return [first + row for first in self._firsts() for row in head]
 
-    def _firsts(self) -> range:
-        return range(0, self.num_heads * self.head_dim, self.head_dim)
+    def _firsts(self) -> Iterator[int]:
+        """First row of each head in the file."""
+        for head in range(self.num_heads):
+            group, place = divmod(head, self.group)
+            yield (group * self.stride + place) * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +165,11 @@ class ModuleRow:
 
 
 class LoraTarget(NamedTuple):
-    """Rows that an adapter's module changes. A fused projection changes several."""
+    """Rows that an adapter's module changes, and their places in it. A fused projection changes
+    several."""
 
     rows: tuple[ModuleRow, ...]
+    places: tuple[Place, ...]
 
     @property
     def in_features(self) -> int:
@@ -177,13 +187,12 @@ class LoraTarget(NamedTuple):
 
     def stored_rows(self) -> list[int] | None:
         """Output in the adapter's file of each of the model's outputs; None if the orders agree."""
-        if self._is_embedding or all(row.written.order is None for row in self.rows):
+        if self._is_embedding or all(place.order is None for place in self.places):
             return None
         found: list[int] = []
-        for row in self.rows:
-            order, first = row.written.order, len(found)
-            own = range(row.shape[0]) if order is None else order.stored_rows()
-            found += [first + index for index in own]
+        for row, place in zip(self.rows, self.places, strict=True):
+            own = range(row.shape[0]) if place.order is None else place.order.stored_rows()
+            found += [place.first_row + index for index in own]
         return found
 
 
@@ -243,8 +252,8 @@ class ModuleTable:
         for row in self._by_name.values():
             for place in row.safetensors if row.is_matrix else ():
                 stem = place.name.removesuffix(".weight")
-                before = found[stem].rows if stem in found else ()
-                found[stem] = LoraTarget((*before, row))
+                before = found.get(stem, LoraTarget((), ()))
+                found[stem] = LoraTarget((*before.rows, row), (*before.places, place))
         return found
 
 
@@ -254,8 +263,8 @@ def module_table(config: ModelConfig) -> ModuleTable:
 
 
 class _Part(NamedTuple):
-    """A row before its names are known. `rotated` is the order of its rows in files that interleave
-    RoPE pairs."""
+    """A row before its names are known. `heads` are its heads, with the rows of each that files may
+    store as interleaved RoPE pairs."""
 
     role: str
     kind: Kind
@@ -264,7 +273,7 @@ class _Part(NamedTuple):
     packed: Packed | None = None
     shard: Shard | None = None
     num_heads: int = 0
-    rotated: RowOrder | None = None
+    heads: RowOrder | None = None
     is_converted: bool = False
 
 
@@ -300,8 +309,9 @@ def _attention_parts(config: ModelConfig, spec: Attention) -> list[_Part]:
     hidden = config.hidden_size
     rope = config.rope_of(spec)
 
-    def order(num_heads: int) -> RowOrder | None:
-        return None if rope is None else RowOrder(num_heads, spec.head_dim, rope.rotary_dim)
+    def heads(num_heads: int, *, is_rotated: bool = True) -> RowOrder:
+        rotated = rope.rotary_dim if rope is not None and is_rotated else 0
+        return RowOrder(num_heads, spec.head_dim, rotated)
 
     parts = [
         _Part(
@@ -311,7 +321,7 @@ def _attention_parts(config: ModelConfig, spec: Attention) -> list[_Part]:
             spec.has_qkv_bias,
             "qkv",
             Shard.OUT_FEATURES,
-            rotated=None if role == "v" else order(num_heads),
+            heads=heads(num_heads, is_rotated=role != "v"),
             is_converted=True,
         )
         for role, num_heads in (
@@ -334,7 +344,7 @@ def _attention_parts(config: ModelConfig, spec: Attention) -> list[_Part]:
     if spec.head_norm is not HeadNorm.NONE:
         for role, num_heads in (("q_norm", spec.num_q_heads), ("k_norm", spec.num_kv_heads)):
             shape = (spec.head_dim,)
-            parts.append(_Part(role, Kind.HEAD_NORM, shape, num_heads=num_heads, rotated=order(1)))
+            parts.append(_Part(role, Kind.HEAD_NORM, shape, num_heads=num_heads, heads=heads(1)))
     return parts
 
 
@@ -355,7 +365,7 @@ def _rows(
 ) -> list[ModuleRow]:
     rows: list[ModuleRow] = []
     first_outs: dict[Packed | None, int] = {}
-    sizes = {part.role: part.shape[0] for part in parts}
+    by_role = {part.role: part for part in parts}
     for part in parts:
         first_out = first_outs.get(part.packed, 0)
         first_outs[part.packed] = first_out + part.shape[0]
@@ -363,9 +373,9 @@ def _rows(
         for shape, suffix in ((part.shape, "weight"), (bias_shape, "bias")):
             if shape is None:
                 continue
-            safetensors, gguf = (_places(part, suffix, sizes, form, layer) for form in forms)
+            safetensors, gguf = (_places(part, suffix, by_role, form, layer) for form in forms)
             is_weight = suffix == "weight"
-            name = _name(part.role, forms[0], forms[0].roots[0], layer)
+            name = _canonical(part.role, forms[0], layer)
             rows.append(
                 ModuleRow(
                     name=f"{name}.{suffix}",
@@ -387,32 +397,55 @@ def _rows(
 
 
 def _places(
-    part: _Part, suffix: str, sizes: Mapping[str, int], form: FileForm, layer: int | None
+    part: _Part, suffix: str, by_role: Mapping[str, _Part], form: FileForm, layer: int | None
 ) -> tuple[Place, ...]:
-    order = part.rotated if form.is_interleaved else None
     is_norm = part.kind in (Kind.NORM, Kind.HEAD_NORM)
     addend = form.norm_addend if is_norm else 0.0
+    order = part.heads if form.is_interleaved and part.heads and part.heads.rotary_dim else None
     places = []
     for fused in form.fused:
-        if part.role in fused.roles and layer is not None:
-            rows = [sizes[role] for role in fused.roles]
-            first = sum(rows[: fused.roles.index(part.role)])
-            for root in form.roots:
-                name = f"{root}{form.layer.format(layer)}{fused.name}.{suffix}"
-                places.append(Place(name, first, sum(rows), order))
-    if part.role in form.names:
+        if part.role not in fused.roles or layer is None:
+            continue
+        for root in form.roots:
+            name = f"{root}{form.layer.format(layer)}{fused.name}.{suffix}"
+            places.append(_fused_place(part, name, fused, by_role, order))
+    for stem in form.stems(part.role):
         for root in _head_roots(form) if part.role == "head" else form.roots:
-            name = f"{_name(part.role, form, root, layer)}.{suffix}"
+            name = f"{_name(part.role, stem, form, root, layer)}.{suffix}"
             places.append(Place(name, 0, part.shape[0], order, addend))
     return tuple(places)
 
 
-def _name(role: str, form: FileForm, root: str, layer: int | None) -> str:
+def _fused_place(
+    part: _Part, name: str, fused: Fused, by_role: Mapping[str, _Part], order: RowOrder | None
+) -> Place:
+    """The rows of `part` in a tensor that consists of several roles."""
+    rows = [by_role[role].shape[0] for role in fused.roles]
+    before = fused.roles.index(part.role)
+    if not fused.is_grouped:
+        return Place(name, sum(rows[:before]), sum(rows), order)
+    assert part.heads is not None, "only heads are stored in groups"
+    groups, head_dim = by_role["k"].shape[0] // part.heads.head_dim, part.heads.head_dim
+    sizes = [count // (groups * head_dim) for count in rows]  # heads of each role in a group
+    grouped = replace(
+        part.heads,
+        rotary_dim=0 if order is None else order.rotary_dim,
+        group=sizes[before],
+        stride=sum(sizes),
+    )
+    return Place(name, sum(sizes[:before]) * head_dim, sum(rows), grouped)
+
+
+def _canonical(role: str, form: FileForm, layer: int | None) -> str:
     if role not in form.names:
         raise UnsupportedModelError(f"the family has no name for the tensor of role {role!r}")
+    return _name(role, form.names[role], form, form.roots[0], layer)
+
+
+def _name(role: str, stem: str, form: FileForm, root: str, layer: int | None) -> str:
     inside = "" if layer is None else form.layer.format(layer)
     prefix = "" if role == "head" and root == form.roots[0] else root
-    return f"{prefix}{inside}{form.names[role]}"
+    return f"{prefix}{inside}{stem}"
 
 
 def _head_roots(form: FileForm) -> tuple[str, ...]:

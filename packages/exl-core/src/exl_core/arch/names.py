@@ -9,15 +9,20 @@ fused into one tensor, in which order it has the rows of rotated heads, and how 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A stored tensor that consists of the rows of several roles of one layer, in order."""
+    """A stored tensor that consists of the rows of several roles of one layer, in order.
+
+    If `is_grouped`, the roles are q, k and v, and the order repeats for each key head: the query
+    heads that share it, the key head, the value head.
+    """
 
     name: str
     roles: tuple[str, ...]
+    is_grouped: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +32,7 @@ class FileForm:
     roots           prefixes of names outside the layers and of `layer`; the first is canonical
     layer           prefix of the names within a layer, after the root
     names           name of each role after these prefixes, without `.weight` or `.bias`
+    aliases         other names of roles, which some files use instead
     fused           fused tensors, which take precedence over separate ones
     is_interleaved  rotated heads store RoPE pairs as rows 2i and 2i + 1, not i and i + rotary_dim/2
     norm_addend     number to add to the stored norm weights
@@ -35,9 +41,15 @@ class FileForm:
     names: Mapping[str, str]
     roots: tuple[str, ...] = ("",)
     layer: str = "layers.{}."
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fused: tuple[Fused, ...] = ()
     is_interleaved: bool = False
     norm_addend: float = 0.0
+
+    def stems(self, role: str) -> list[str]:
+        """Names of a tensor of its own, the canonical one first."""
+        canonical = [self.names[role]] if role in self.names else []
+        return [*canonical, *self.aliases.get(role, ())]
 
     def is_stored(
         self, role: str, suffix: str, tensor_names: Collection[str], layer: int | None = None
@@ -45,7 +57,7 @@ class FileForm:
         """Whether a file with these tensors has the weight or bias of a role, alone or fused."""
         inside = "" if layer is None else self.layer.format(layer)
         stems = [fused.name for fused in self.fused if role in fused.roles and layer is not None]
-        stems += [self.names[role]] if role in self.names else []
+        stems += self.stems(role)
         return any(
             f"{root}{inside}{stem}.{suffix}" in tensor_names
             for root in self.roots

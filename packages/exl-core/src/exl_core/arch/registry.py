@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
+from exl_core.arch.families.ernie import ERNIE4_5
+from exl_core.arch.families.gemma import GEMMA
 from exl_core.arch.families.gemma2 import GEMMA2
 from exl_core.arch.families.gemma3 import GEMMA3
-from exl_core.arch.families.llama import LLAMA
+from exl_core.arch.families.internlm2 import INTERNLM2
+from exl_core.arch.families.llama import LLAMA, YI
 from exl_core.arch.families.mistral import MISTRAL
 from exl_core.arch.families.phi3 import PHI3
 from exl_core.arch.families.qwen import QWEN2, QWEN3
@@ -14,12 +18,28 @@ from exl_core.arch.families.seed_oss import SEED_OSS
 from exl_core.arch.spec import ArchSpec
 from exl_core.errors import UnsupportedModelError
 
-ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, SEED_OSS)
+ARCHITECTURES = (
+    *(LLAMA, YI, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, SEED_OSS),
+    *(ERNIE4_5, INTERNLM2),
+)
 
 
-def find_by_hf_name(name: str, *, where: object) -> ArchSpec:
-    """The family whose `architectures` entry in `config.json` is `name`."""
-    return _find(name, ((spec, spec.hf_names) for spec in ARCHITECTURES), where)
+def find_by_hf_name(name: str, *, where: object, text_type: str | None = None) -> ArchSpec:
+    """The family whose `architectures` entry in `config.json` is `name`.
+
+    `text_type`: `model_type` of the language model of a multimodal model. It decides where several
+    families have the same name. Without it, the first of them is meant.
+    """
+    specs = [spec for spec in ARCHITECTURES if name in spec.hf_names]
+    fitting = [spec for spec in specs if not spec.text_types or text_type in spec.text_types]
+    if text_type is not None and specs and not fitting:
+        raise UnsupportedModelError(
+            f"architecture {name!r} with a language model {text_type!r} is not supported",
+            where=where,
+            expected=f"one of {', '.join(text for spec in specs for text in spec.text_types)}",
+        )
+    candidates = (fitting or specs) if text_type is not None else specs
+    return _find(name, ((spec, spec.hf_names) for spec in candidates or ARCHITECTURES), where)
 
 
 def find_by_gguf_name(name: str, *, where: object) -> ArchSpec:
@@ -35,8 +55,11 @@ def _find(
         if name in names:
             return spec
         known.extend(names)
+    known = list(dict.fromkeys(known))
+    near = get_close_matches(name, known, n=1)
+    guess = f"The nearest name is {near[0]!r}. " if near else ""
     raise UnsupportedModelError(
         f"architecture {name!r} is not supported",
         where=where,
-        next_step=f"Supported: {', '.join(known)}.",
+        next_step=f"{guess}Supported: {', '.join(known)}.",
     )

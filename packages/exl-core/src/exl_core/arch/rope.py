@@ -2,7 +2,8 @@
 
 Plain floats; `model/rotation.py` turns them into angles. Scalings follow the models' own
 definitions: linear (Chen et al. 2023, arXiv 2306.15595), NTK-alpha (base * alpha^(d/(d-2))),
-Llama 3 (Meta's reference code, wavelength bands) and YaRN (Peng et al. 2023, arXiv 2309.00071).
+Llama 3 (Meta's reference code, wavelength bands), YaRN (Peng et al. 2023, arXiv 2309.00071) and
+LongRoPE (Ding et al. 2024, arXiv 2402.13753).
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from exl_core.arch.spec import RopeConfig, RopeMethod
 def inverse_frequencies(rope: RopeConfig) -> tuple[list[float], float]:
     """Radians per position [rotary_dim / 2], and the factor on cos and sin."""
     dim = rope.rotary_dim
-    base = rope.base
-    if rope.alpha != 1.0:
-        base *= rope.alpha ** (dim / (dim - 2))
+    base = ntk_base(rope.base, rope.alpha, dim)
     plain = [base ** (-2.0 * j / dim) for j in range(dim // 2)]
     multiplier = 1.0
     match rope.method:
@@ -30,6 +29,9 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[list[float], float]:
         case RopeMethod.YARN:
             scaled = _yarn(plain, base, rope)
             multiplier = rope.attention_factor or yarn_magnitude(rope.factor)
+        case RopeMethod.LONGROPE:
+            scaled = plain  # the divisors below are its scaling
+            multiplier = rope.attention_factor or 1.0
     if rope.frequency_divisors:
         scaled = [f / d for f, d in zip(scaled, rope.frequency_divisors, strict=True)]
     return scaled, multiplier
@@ -75,3 +77,13 @@ def _yarn(plain: list[float], base: float, rope: RopeConfig) -> list[float]:
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
     """YaRN's factor on cos and sin, which compensates for the longer context."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def longrope_magnitude(factor: float, original: int) -> float:
+    """LongRoPE's factor on cos and sin, for a context `factor` times the original one."""
+    return math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
+
+
+def ntk_base(base: float, alpha: float, rotary_dim: int) -> float:
+    """The base raised by the NTK factor `alpha`."""
+    return base * alpha ** (rotary_dim / (rotary_dim - 2)) if alpha != 1.0 else base

@@ -42,6 +42,7 @@ class RopeMethod(Enum):
     LINEAR = "linear"
     LLAMA3 = "llama3"
     YARN = "yarn"
+    LONGROPE = "longrope"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,9 @@ class RopeConfig:
     `rotary_dim` values of each head are rotated in NeoX pairs (i, i + rotary_dim/2). `alpha` is the
     NTK factor on the base (1: none). `factor` divides positions (LINEAR) or stretches wavelengths
     (LLAMA3, YARN). `frequency_divisors`, if given, divide the frequencies elementwise: GGUF files
-    of Llama 3 store their scaling in this form.
+    of Llama 3 store their scaling in this form. LONGROPE has two lists of divisors: the first for
+    contexts of up to `original_max_seq_len` positions, `long_divisors` for longer ones. `fitted`
+    chooses between them.
     """
 
     base: float
@@ -67,6 +70,19 @@ class RopeConfig:
     attention_factor: float | None = None
     truncate: bool = True
     frequency_divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
+
+    def fitted(self, context: int) -> RopeConfig:
+        """The table for a cache of `context` positions.
+
+        A table is chosen once per load: keys that were rotated with the other list could not be
+        used any more.
+        """
+        if not self.long_divisors:
+            return self
+        is_long = context > self.original_max_seq_len
+        divisors = self.long_divisors if is_long else self.frequency_divisors
+        return replace(self, frequency_divisors=divisors, long_divisors=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +104,17 @@ class LayerNumbers:
 
 
 def with_windows(
-    numbers: LayerNumbers, windows: Sequence[Window], length: int | None, num_ropes: int
+    numbers: Sequence[LayerNumbers], windows: Sequence[Window], length: int | None, num_ropes: int
 ) -> tuple[LayerNumbers, ...]:
-    """`numbers` for each layer, with its window and RoPE table.
+    """`numbers` of the layers, with the window and the RoPE table of each.
 
     LOCAL layers have a window of `length` and use the last of `num_ropes` tables. GLOBAL layers use
     the first.
     """
-    local = replace(numbers, window=length or 0, rope=num_ropes - 1)
-    return tuple(local if window is Window.LOCAL else numbers for window in windows)
+    return tuple(
+        replace(one, window=length or 0, rope=num_ropes - 1) if window is Window.LOCAL else one
+        for one, window in zip(numbers, windows, strict=True)
+    )
 
 
 def decoder_layer(arch: ArchSpec, numbers: LayerNumbers) -> LayerSpec:
@@ -126,6 +144,11 @@ class ArchSpec:
     gguf_names: tuple[str, ...]
     norm_placement: NormPlacement = NormPlacement.PRE
     activation: Activation = Activation.SILU
+    activation_aliases: tuple[str, ...] = ()
+    """Other names under which this family's configurations mean `activation`."""
+    text_types: tuple[str, ...] = ()
+    """`model_type` of the language model, if `hf_names` has multimodal models whose language models
+    belong to different families."""
     head_norm: HeadNorm = HeadNorm.NONE
     embed_scale: EmbedScale = EmbedScale.NONE
     window_pattern: tuple[Window, ...] = (Window.GLOBAL,)
@@ -140,7 +163,15 @@ class ArchSpec:
     has_qkv_bias: bool = False
     """q, k and v have biases regardless of the checkpoint. The output projection has one only if
     the checkpoint says so (`attention_out_bias`)."""
+    bias_key: str = "attention_bias"
+    mlp_bias_key: str = "mlp_bias"
+    partial_rotary_default: float = 1.0
+    """Rotated share of each head if a checkpoint does not state it."""
+    norm_eps_default: float = 1e-6
     tie_embeddings_default: bool = False
+    hidden_size_default: int | None = None
+    intermediate_size_default: int | None = None
+    num_layers_default: int | None = None
     head_dim_default: int | None = None
     num_q_heads_default: int | None = None
     num_kv_heads_default: int | None = None

@@ -242,7 +242,8 @@ class Checkpoint:
     def _matrix(self, name: str) -> RuntimeMatrix:
         located = self._located[name]
         if located.matrix is not None:
-            return open_matrix(self._source, located.matrix, self._quantization)
+            order = self._row_permutation(name)
+            return open_matrix(self._source, located.matrix, self._quantization, order)
         return BlockMatrix(
             self._source, located.stored, located.place.first_row, self._row_permutation(name)
         )

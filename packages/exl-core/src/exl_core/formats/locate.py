@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from exl_core.arch.modules import Kind, ModuleRow, Place
-from exl_core.errors import MissingTensorError, UnsupportedModelError, WeightShapeError
+from exl_core.errors import MissingTensorError, WeightShapeError
 from exl_core.formats.codecs.exl2.layout import COLUMN_STEP
 from exl_core.formats.containers.source import StoredTensor, TensorSource
 from exl_core.formats.quantized import MATRIX, QuantizedMatrix, find_quantized
@@ -51,12 +51,6 @@ def locate(source: TensorSource, row: ModuleRow, family: str) -> Located:
 
 
 def _located_matrix(matrix: QuantizedMatrix, place: Place) -> Located:
-    if place.order is not None:
-        raise UnsupportedModelError(
-            f"matrix {matrix.name!r} is quantized with rows in interleaved RoPE order",
-            where=next(iter(matrix.parts.values())).file,
-            next_step="Use the unquantized checkpoint, or a GGUF file of the model.",
-        )
     first, rows, total = matrix.first_column, matrix.shape[0], matrix.stored_columns
     stored = StoredTensor(
         name=matrix.name,

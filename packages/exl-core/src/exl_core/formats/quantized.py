@@ -73,20 +73,27 @@ def find_quantized(
 
 
 def open_matrix(
-    source: TensorSource, matrix: QuantizedMatrix, quantization: Quantization | None
+    source: TensorSource,
+    matrix: QuantizedMatrix,
+    quantization: Quantization | None,
+    order: Tensor | None = None,
 ) -> RuntimeMatrix:
-    """The matrix, with all checks of its codec that do not need the unpacked codes."""
+    """The matrix, with all checks of its codec that do not need the unpacked codes.
+
+    `order`, if given, is the stored column of each of the matrix's columns.
+    """
+    first = matrix.first_column
     parts = {part: source.read_raw(tensor.name) for part, tensor in matrix.parts.items()}
     out_features, in_features = matrix.shape
     if matrix.method == "exl2":
         padded = -(-matrix.stored_columns // exl2.COLUMN_STEP) * exl2.COLUMN_STEP
         exl2_layer = exl2.check(parts, matrix.where)
         _check_shape(exl2_layer, in_features, padded, matrix.where)
-        return Exl2Matrix(exl2_layer, out_features, first_column=matrix.first_column)
+        return Exl2Matrix(exl2_layer, out_features, first_column=first, order=order)
     settings = gptq_settings(matrix, quantization)
     gptq_layer = gptq.check(parts, settings, matrix.where)
     _check_shape(gptq_layer, in_features, matrix.stored_columns, matrix.where)
-    return GptqMatrix(gptq_layer, out_features, first_column=matrix.first_column)
+    return GptqMatrix(gptq_layer, out_features, first_column=first, order=order)
 
 
 def gptq_settings(matrix: QuantizedMatrix, quantization: Quantization | None) -> gptq.GptqSettings:

@@ -41,6 +41,8 @@ class LoadOptions:
     isa: str | None = None
     threads: int | None = None
     max_seq_len: int | None = None
+    """Context size. It chooses between the RoPE tables of models that have one for short and one
+    for long contexts (`longrope`)."""
     rope_factor: float | None = None
     rope_alpha: float | None = None
     exact: bool = False
@@ -173,6 +175,7 @@ def _with_options(config: ModelConfig, options: LoadOptions) -> ModelConfig:
     length = config.max_seq_len if options.max_seq_len is None else options.max_seq_len
     if length < 1:
         raise RequestError("the context size must be at least 1 token", got=length)
-    config = replace(config, ropes=(rope, *config.ropes[1:]), max_seq_len=length)
+    ropes = tuple(one.fitted(length) for one in (rope, *config.ropes[1:]))
+    config = replace(config, ropes=ropes, max_seq_len=length)
     check_config(config, "load options")
     return config

@@ -138,7 +138,7 @@ def open_runtime(
     for folder, _ in options.adapters:
         read_adapter_config(folder)
     ctx = settle_ctx_size(options.ctx_size, files.config.max_seq_len)
-    loaded = load(files, options.load)
+    loaded = load(files, _fitted_to(ctx, files, options.load))
     adapters = tuple(
         AdapterUse(load_adapter(folder, loaded.model), scale) for folder, scale in options.adapters
     )
@@ -161,6 +161,13 @@ def open_runtime(
             drafter=drafter,
         )
     return Runtime(loaded, engine, ctx, adapters)
+
+
+def _fitted_to(ctx: int, files: ModelFiles, options: LoadOptions) -> LoadOptions:
+    """Options for a context of `ctx` tokens, which chooses the RoPE table of some models."""
+    has_choice = any(rope.long_divisors for rope in files.config.ropes)
+    is_open = has_choice and options.max_seq_len is None
+    return replace(options, max_seq_len=ctx) if is_open else options
 
 
 def open_draft(spec: str, target: ModelFiles) -> ModelFiles:

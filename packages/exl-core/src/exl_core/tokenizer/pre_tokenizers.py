@@ -31,6 +31,7 @@ _GPT4O = (
     rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     rf"|\p{{N}}{{1,3}}|{_PATH_SYMBOLS}|{_SPACES}"
 )
+_SEED_CODER = rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 _DEEPSEEK3 = (
     "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+"
     r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
@@ -61,6 +62,13 @@ class PreTokenizer:
 _GPT2 = PreTokenizer(gpt2_words=True)
 _DIGITS_GPT2 = PreTokenizer(single_digits=True, gpt2_words=True)
 _LLAMA3_STYLE = PreTokenizer(patterns=(_LLAMA3,), whole_words=True, adds_bos=True)
+_DEEPSEEK3_STYLE = PreTokenizer(
+    patterns=(
+        r"\p{N}{1,3}",
+        r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+",
+        _DEEPSEEK3,
+    )
+)
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": _GPT2,
@@ -68,9 +76,13 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "phi-2": _GPT2,
     "mpt": _GPT2,
     "olmo": _GPT2,
+    "exaone4": _GPT2,
+    "granite-docling": _GPT2,
     "smollm": _DIGITS_GPT2,
     "starcoder": _DIGITS_GPT2,
     "refact": _DIGITS_GPT2,
+    "exaone": _DIGITS_GPT2,
+    "command-r": PreTokenizer(single_digits=True, gpt2_words=True, is_nfc=True),
     "codeshell": _DIGITS_GPT2,
     "llama3": _LLAMA3_STYLE,
     "llama-v3": _LLAMA3_STYLE,
@@ -81,13 +93,10 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "qwen2": PreTokenizer(patterns=(_QWEN2,), is_nfc=True),
     "tekken": PreTokenizer(patterns=(_TEKKEN,), whole_words=True),
     "gpt-4o": PreTokenizer(patterns=(_GPT4O,)),
-    "deepseek-v3": PreTokenizer(
-        patterns=(
-            r"\p{N}{1,3}",
-            r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+",
-            _DEEPSEEK3,
-        )
-    ),
+    "llama4": PreTokenizer(patterns=(_GPT4O,)),
+    "seed-coder": PreTokenizer(patterns=(_SEED_CODER,)),
+    "deepseek-v3": _DEEPSEEK3_STYLE,
+    "hunyuan-dense": _DEEPSEEK3_STYLE,
 }
 
 

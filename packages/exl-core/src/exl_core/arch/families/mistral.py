@@ -1,13 +1,13 @@
 """Mistral: Llama's architecture, with a window in every layer if the checkpoint has a window size.
 
-Its GGUF files use the architecture name `llama`.
+GGUF files of text models use the architecture name `llama`, those of multimodal models `mistral3`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from exl_core.arch.names import HF, MULTIMODAL_ROOTS
+from exl_core.arch.names import GGUF, HF, MULTIMODAL_ROOTS
 from exl_core.arch.spec import ArchSpec, Window
 
 MISTRAL = ArchSpec(
@@ -15,11 +15,18 @@ MISTRAL = ArchSpec(
     hf_names=(
         "MistralForCausalLM",
         "Mistral3ForConditionalGeneration",
-    ),  # the latter: language model only
-    gguf_names=(),
+        "LlavaForConditionalGeneration",  # Pixtral
+    ),
+    text_types=("mistral",),
+    gguf_names=("mistral3",),
     window_pattern=(Window.LOCAL,),
     sliding_window_default=4096,
+    hidden_size_default=4096,  # multimodal configurations omit values equal to these defaults
+    intermediate_size_default=14336,
+    num_layers_default=32,
+    vocab_size_default=32000,
     num_q_heads_default=32,
     num_kv_heads_default=8,
     safetensors=replace(HF, roots=MULTIMODAL_ROOTS),
+    gguf=replace(GGUF, is_interleaved=True),
 )

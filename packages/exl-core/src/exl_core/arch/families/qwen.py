@@ -1,28 +1,39 @@
 """Qwen 2, 2.5 and 3 (dense): Llama's architecture with biases on q, k, v, or with head norms.
 
-Their checkpoints give a window size, and `use_sliding_window` says whether it is used.
+The language models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL are the same: for text alone, their RoPE of
+three sections is the usual one. Checkpoints give a window size, and `use_sliding_window` says
+whether it is used.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from exl_core.arch.layers import HeadNorm
+from exl_core.arch.names import HF, MULTIMODAL_ROOTS
 from exl_core.arch.spec import ArchSpec, Window
 
 QWEN2 = ArchSpec(
     name="qwen2",
-    hf_names=("Qwen2ForCausalLM",),
-    gguf_names=("qwen2",),
+    hf_names=(
+        "Qwen2ForCausalLM",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+    ),
+    gguf_names=("qwen2", "qwen2vl"),
     has_qkv_bias=True,
     window_pattern=(Window.LOCAL,),
     window_flag="use_sliding_window",
+    safetensors=replace(HF, roots=MULTIMODAL_ROOTS),
 )
 
 QWEN3 = ArchSpec(
     name="qwen3",
-    hf_names=("Qwen3ForCausalLM",),
-    gguf_names=("qwen3",),
+    hf_names=("Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration"),
+    gguf_names=("qwen3", "qwen3vl"),
     head_norm=HeadNorm.RMS,
     window_pattern=(Window.LOCAL,),
     window_flag="use_sliding_window",
+    safetensors=replace(HF, roots=MULTIMODAL_ROOTS),
     head_dim_default=128,
 )

@@ -8,6 +8,7 @@ against it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -25,6 +26,29 @@ Move = Callable[[Tensor], Tensor]
 def stay(tensor: Tensor) -> Tensor:
     """The move that leaves the tensor where it is."""
     return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnOrder:
+    """Stored columns of a matrix: consecutive from `first` on, or in any order as `stored` lists
+    them (int64)."""
+
+    first: int
+    stored: Tensor | None = None
+
+    def place(self, first: int, last: int, step: int) -> tuple[slice, slice | Tensor]:
+        """The range of stored columns, in whole steps, with the matrix's columns first .. last - 1,
+        and the places of these columns in it."""
+        if self.stored is None:
+            low, high = self.first + first, self.first + last
+        else:
+            wanted = self.stored[first:last]
+            low, high = int(wanted.min()), int(wanted.max()) + 1
+        start = low // step * step
+        within = slice(start, -(-high // step) * step)
+        if self.stored is None:
+            return within, slice(low - start, high - start)
+        return within, wanted - start
 
 
 class RuntimeMatrix(Protocol):

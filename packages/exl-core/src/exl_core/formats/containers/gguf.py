@@ -15,6 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from exl_core.arch.fields import MAX_HEAD_DIM
+from exl_core.arch.gguf_config import ROPE_FACTORS
 from exl_core.errors import UnsupportedModelError, WeightFileError, WeightShapeError
 from exl_core.formats.codecs.ggml.layout import PLAIN_DTYPES, decode, row_bytes
 from exl_core.formats.containers.mapped import MappedFile
@@ -98,19 +99,20 @@ def _declared(path: Path, header: GgufHeader, info: GgufTensorInfo) -> StoredTen
     return StoredTensor(info.name, shape, kind.name, size, path)
 
 
-def rope_factors(source: GgufSource) -> tuple[float, ...]:
-    """Divisors of the RoPE frequencies, which Llama 3 files store as a tensor; () if there are
-    none."""
-    tensor = source.tensors.get("rope_freqs.weight")
-    if tensor is None:
-        return ()
+def rope_factors(source: GgufSource) -> dict[str, tuple[float, ...]]:
+    """Divisors of the RoPE frequencies, which some files store as tensors, by tensor name."""
+    return {name: _factors(source, name) for name in ROPE_FACTORS if name in source.tensors}
+
+
+def _factors(source: GgufSource, name: str) -> tuple[float, ...]:
+    tensor = source.tensors[name]
     is_list = len(tensor.shape) == 1 and tensor.storage == "F32"
     if not is_list or tensor.shape[0] > MAX_HEAD_DIM // 2:
         raise WeightShapeError(
-            "tensor 'rope_freqs.weight' is no list of factors",
+            f"tensor {name!r} is no list of factors",
             where=tensor.file,
             expected=f"one dimension of at most {MAX_HEAD_DIM // 2}, F32",
             got=f"{list(tensor.shape)}, {tensor.storage}",
         )
-    values = source.read("rope_freqs.weight", slice(None)).to(torch.float32)
+    values = source.read(name, slice(None)).to(torch.float32)
     return tuple(values.tolist())

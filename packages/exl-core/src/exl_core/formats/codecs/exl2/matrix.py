@@ -15,12 +15,13 @@ from torch import Tensor
 
 from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.formats.codecs.exl2.layout import COLUMN_STEP, Exl2Group, Exl2Linear
-from exl_core.formats.codecs.runtime import Move, stay
+from exl_core.formats.codecs.runtime import ColumnOrder, Move, stay
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
 
 
 class Exl2Matrix:
-    """Columns of a layer: `out_features` of them, from `first_column` on."""
+    """Columns of a layer: `out_features` of them, from `first_column` on or as `order` lists
+    them."""
 
     def __init__(
         self,
@@ -28,10 +29,11 @@ class Exl2Matrix:
         out_features: int,
         *,
         first_column: int = 0,
+        order: Tensor | None = None,
         prescale: float = 1.0,
     ) -> None:
         self._linear = linear
-        self._first = first_column
+        self._order = ColumnOrder(first_column, order)
         self._prescale = prescale
         self.layout = QuantLayout(
             out_features=out_features,
@@ -43,28 +45,27 @@ class Exl2Matrix:
         )
 
     def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
-        part, inner = _slice(self._linear, self._first + first, self._first + last)
+        part, inner = self._part(first, last)
         scales = exl2.unpack_scales(part, prescale=self._prescale, move=move)[:, inner]
         return QuantColumns("words", move(part.q_weight[:, inner]), scales=scales.contiguous())
 
     def dense(self, first: int, last: int) -> Tensor:
-        part, inner = _slice(self._linear, self._first + first, self._first + last)
+        part, inner = self._part(first, last)
         return exl2.dequantize(part, prescale=self._prescale)[:, inner].T.contiguous()
 
-
-def _slice(linear: Exl2Linear, first: int, last: int) -> tuple[Exl2Linear, slice]:
-    """A layer of the columns first .. last - 1, extended to whole words of scale codes, and their
-    position in it."""
-    start = first // COLUMN_STEP * COLUMN_STEP
-    stop = -(-last // COLUMN_STEP) * COLUMN_STEP
-    part = Exl2Linear(
-        q_weight=linear.q_weight[:, start:stop],
-        q_scale=linear.q_scale[:, start // 8 : stop // 8],
-        q_scale_max=linear.q_scale_max,
-        q_groups=linear.q_groups,
-        q_invperm=linear.q_invperm,
-    )
-    return part, slice(first - start, last - start)
+    def _part(self, first: int, last: int) -> tuple[Exl2Linear, slice | Tensor]:
+        """A layer that has the columns first .. last - 1, extended to whole words of scale codes,
+        and their places in it."""
+        linear = self._linear
+        stored, inner = self._order.place(first, last, COLUMN_STEP)
+        part = Exl2Linear(
+            q_weight=linear.q_weight[:, stored],
+            q_scale=linear.q_scale[:, stored.start // 8 : stored.stop // 8],
+            q_scale_max=linear.q_scale_max,
+            q_groups=linear.q_groups,
+            q_invperm=linear.q_invperm,
+        )
+        return part, inner
 
 
 def runs_of(groups: tuple[Exl2Group, ...]) -> tuple[GroupRun, ...]:

@@ -13,18 +13,26 @@ from torch import Tensor
 
 from exl_core.formats.codecs.gptq import layout as gptq
 from exl_core.formats.codecs.gptq.layout import GptqLinear
-from exl_core.formats.codecs.runtime import Move, stay
+from exl_core.formats.codecs.runtime import ColumnOrder, Move, stay
 from exl_core.ops.quantized import GroupRun, Offset, QuantColumns, QuantLayout
 
 COLUMN_STEP = 32  # zero points of this many columns fill whole words, at any width
 
 
 class GptqMatrix:
-    """Columns of a layer: `out_features` of them, from `first_column` on."""
+    """Columns of a layer: `out_features` of them, from `first_column` on or as `order` lists
+    them."""
 
-    def __init__(self, linear: GptqLinear, out_features: int, *, first_column: int = 0) -> None:
+    def __init__(
+        self,
+        linear: GptqLinear,
+        out_features: int,
+        *,
+        first_column: int = 0,
+        order: Tensor | None = None,
+    ) -> None:
         self._linear = linear
-        self._first = first_column
+        self._order = ColumnOrder(first_column, order)
         bits = linear.settings.bits
         zeros = gptq.unpack_zero_points(linear)
         is_middle = bool((zeros == 1 << (bits - 1)).all())
@@ -43,20 +51,20 @@ class GptqMatrix:
         )
 
     def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
-        wanted = slice(self._first + first, self._first + last)
+        stored, inner = self._order.place(first, last, 1)
+        zeros = None if self._zeros is None else self._zeros[:, stored][:, inner].contiguous()
         return QuantColumns(
             "words",
-            move(self._linear.qweight[:, wanted]),
+            move(self._linear.qweight[:, stored][:, inner]),
             source_rows=self._permutation,
-            scales=self._linear.scales[:, wanted].contiguous(),
-            offsets=None if self._zeros is None else self._zeros[:, wanted].contiguous(),
+            scales=self._linear.scales[:, stored][:, inner].contiguous(),
+            offsets=zeros,
         )
 
     def dense(self, first: int, last: int) -> Tensor:
         linear, bits = self._linear, self._linear.settings.bits
-        first, last = self._first + first, self._first + last
-        start = first // COLUMN_STEP * COLUMN_STEP
-        stop = min(-(-last // COLUMN_STEP) * COLUMN_STEP, linear.out_features)
+        stored, inner = self._order.place(first, last, COLUMN_STEP)
+        start, stop = stored.start, min(stored.stop, linear.out_features)
         part = GptqLinear(
             settings=linear.settings,
             qweight=linear.qweight[:, start:stop],
@@ -64,7 +72,7 @@ class GptqMatrix:
             scales=linear.scales[:, start:stop],
             g_idx=linear.g_idx,
         )
-        return gptq.dequantize(part)[:, first - start : last - start].T.contiguous()
+        return gptq.dequantize(part)[:, inner].T.contiguous()
 
 
 def group_runs(bits: int, rows: int, group_rows: int) -> tuple[GroupRun, ...]:

@@ -1,0 +1,25 @@
+"""Gemma 1 and CodeGemma: a gated MLP with tanh-GELU, scaled embeddings, norms stored minus one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from exl_core.arch.layers import Activation
+from exl_core.arch.names import GGUF, HF
+from exl_core.arch.spec import ArchSpec, EmbedScale
+
+GEMMA = ArchSpec(
+    name="gemma",
+    hf_names=("GemmaForCausalLM",),
+    gguf_names=("gemma",),
+    activation=Activation.GELU_TANH,
+    activation_aliases=("gelu",),  # the first files say so; the model always used tanh-GELU
+    embed_scale=EmbedScale.SQRT_HIDDEN,
+    tie_embeddings_default=True,
+    head_dim_default=256,
+    num_q_heads_default=16,
+    num_kv_heads_default=16,
+    vocab_size_default=256_000,
+    safetensors=replace(HF, norm_addend=1.0),
+    gguf=GGUF,
+)

@@ -1,0 +1,86 @@
+"""Checkpoints of families without a class in transformers: a Llama's tensors under their names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+
+
+def as_yi(folder: Path) -> Path:
+    """The oldest checkpoints of Yi, with their own names of the norms."""
+
+    def renamed(name: str) -> str:
+        return name.replace("input_layernorm", "ln1").replace("post_attention_layernorm", "ln2")
+
+    return _rewrite(
+        folder,
+        lambda tensors, _: {renamed(name): values for name, values in tensors.items()},
+        architectures=["YiForCausalLM"],
+        model_type="Yi",
+    )
+
+
+_INTERNLM2 = {
+    "embed_tokens": "tok_embeddings",
+    "lm_head": "output",
+    "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def as_internlm2(folder: Path) -> Path:
+    """q, k, v in one matrix: for each key head, its query heads, the key head, the value head."""
+
+    def rewritten(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+        found: Tensors = {}
+        groups, size = config["num_key_value_heads"], config["head_dim"]
+        for name, values in tensors.items():
+            if "self_attn.q_proj" in name:
+                parts = [tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+                split = [part.view(groups, -1, size, *part.shape[1:]) for part in parts]
+                fused = torch.cat(split, 1).reshape(-1, *values.shape[1:])
+                found[name.replace("self_attn.q_proj", "attention.wqkv")] = fused
+            elif not any(f"self_attn.{part}_proj" in name for part in "kv"):
+                found[_renamed(name, _INTERNLM2)] = values.clone()
+        return found
+
+    return _rewrite(
+        folder,
+        rewritten,
+        architectures=["InternLM2ForCausalLM"],
+        model_type="internlm2",
+        bias=False,
+        rope_parameters=...,
+        rope_scaling={"type": "dynamic", "factor": 2.0},
+        rope_theta=10000.0,
+    )
+
+
+def _renamed(name: str, parts: dict[str, str]) -> str:
+    for old, new in parts.items():
+        name = name.replace(old, new)
+    return name
+
+
+def _rewrite(
+    folder: Path, change: Callable[[Tensors, dict[str, Any]], Tensors], **settings: Any
+) -> Path:
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **settings}
+    config = {key: value for key, value in config.items() if value is not ...}
+    path.write_text(json.dumps(config))
+    weights = folder / "model.safetensors"
+    save_file(change(load_file(weights), config), weights)
+    return folder
