@@ -151,7 +151,12 @@ def tiny_pixtral() -> LlavaForConditionalGeneration:
 def tiny_qwen2_5_vl() -> Qwen2_5_VLForConditionalGeneration:
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
     text = {**_COMMON, "hidden_size": 96, "head_dim": 16, "rope_parameters": rope}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
+    vision: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "depth": 1,
+        "num_heads": 2,
+    }
     vision |= {"out_hidden_size": 96, "fullatt_block_indexes": [0]}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
     return _randomized(Qwen2_5_VLForConditionalGeneration(config))
@@ -160,7 +165,12 @@ def tiny_qwen2_5_vl() -> Qwen2_5_VLForConditionalGeneration:
 def tiny_qwen3_vl() -> Qwen3VLForConditionalGeneration:
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 3, 3]}
     text = {**_COMMON, "rope_parameters": {**rope, "mrope_interleaved": True}}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2}
+    vision: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "depth": 1,
+        "num_heads": 2,
+    }
     vision |= {"out_hidden_size": 72, "deepstack_visual_indexes": [0]}
     vision |= {"num_position_embeddings": 16}
     config = Qwen3VLConfig(text_config=text, vision_config=vision)

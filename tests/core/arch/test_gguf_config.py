@@ -74,7 +74,7 @@ LONGROPE: dict[str, Any] = {
     "llama.rope.scaling.original_context_length": 64,
     "llama.rope.scaling.attn_factor": 1.25,
 }
-FACTORS = {
+FACTORS: dict[str, tuple[float, ...]] = {
     "rope_factors_short.weight": (1.0,) * 8,
     "rope_factors_long.weight": (4.0,) * 8,
 }
