@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import huggingface_hub
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
 
 from exl_core.errors import ModelNotFoundError
-from exl_core.session import resolve
+from exl_core.session import hub, resolve
+from exl_core.session.names import HubName, parse_hub_name, quantization_label
 from exl_core.session.resolve import resolve_model
 
 
@@ -47,7 +45,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 def test_arguments_that_are_neither_path_nor_hub_id_do_not_reach_the_hub(
     spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr(hub, "download", refuse)
     with pytest.raises(ModelNotFoundError, match="no such model"):
         resolve_model(spec)
 
@@ -56,28 +54,76 @@ def refuse(*_: object, **__: object) -> str:
     raise AssertionError("the hub was contacted")
 
 
-def test_a_hub_id_is_downloaded_without_pickles(
+def test_a_folder_with_one_model_means_that_model(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_bytes(b"")
+    (tmp_path / "model-Q4_0.gguf").write_bytes(b"")
+    assert resolve_model(tmp_path) == tmp_path / "model-Q4_0.gguf"
+
+
+def test_a_folder_around_one_model_means_that_model(tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "config.json").write_bytes(b"{}")
+    (inner / "model.safetensors").write_bytes(b"")
+    assert resolve_model(tmp_path) == inner
+
+
+def test_a_folder_with_several_models_lists_them(tmp_path: Path) -> None:
+    for name in ("b-Q4_0.gguf", "a-Q8_0-00001-of-00002.gguf", "a-Q8_0-00002-of-00002.gguf"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(
+        ModelNotFoundError, match=r"several models \(got a-Q8_0-00001-of-00002\.gguf, b-Q4_0\.gguf"
+    ):
+        resolve_model(tmp_path)
+
+
+def test_the_environment_names_the_model_of_calls_that_name_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request: dict[str, Any] = {}
-
-    def download(repo: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        request.update(repo=repo, revision=revision, patterns=allow_patterns)
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert resolve_model("owner/name@v1.0") == tmp_path
-    assert (request["repo"], request["revision"]) == ("owner/name", "v1.0")
-    assert not any(pattern.endswith(("bin", "pt", "py", "*")) for pattern in request["patterns"])
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"")
+    monkeypatch.setenv("EXL_MODEL", str(path))
+    assert resolve_model(None) == path
 
 
-def test_an_unreachable_hub_gives_one_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(*_: object, **__: object) -> str:
-        raise LocalEntryNotFoundError("offline")
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("owner/name", HubName("owner/name")),
+        ("owner/name@v1.0", HubName("owner/name", None, "v1.0")),
+        ("owner/name:Q4_K_M", HubName("owner/name", "Q4_K_M")),
+        ("owner/name:4.0bpw", HubName("owner/name", "4.0bpw")),
+        ("hf.co/owner/name:Q8_0", HubName("owner/name", "Q8_0")),
+        ("https://huggingface.co/owner/name", HubName("owner/name")),
+        ("https://huggingface.co/owner/name/tree/4.0bpw", HubName("owner/name", None, "4.0bpw")),
+        (
+            "https://hf.co/owner/name/resolve/main/a/b.gguf?download=true",
+            HubName("owner/name", "a/b.gguf"),
+        ),
+        ("name", None),
+        ("a/b/c", None),
+        ("owner/model.gguf", None),
+        ("https://example.com/owner/name", None),
+    ],
+)
+def test_hub_names_and_links_are_parsed(text: str, expected: HubName | None) -> None:
+    assert parse_hub_name(text) == expected
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(ModelNotFoundError, match=r"owner/name.*offline.*Check the spelling"):
-        resolve_model("owner/name")
+
+@pytest.mark.parametrize(
+    ("file", "label"),
+    [
+        ("Llama-3.2-1B-Instruct-Q4_K_M.gguf", "Q4_K_M"),
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", "Q4_1"),
+        ("a/b/model-UD-IQ2_XXS-00001-of-00003.gguf", "UD-IQ2_XXS"),
+        ("gemma-3-bf16.gguf", "BF16"),
+        ("gpt-oss-20b-mxfp4.gguf", "MXFP4"),
+        ("ggml-model-f16.gguf", "F16"),
+        ("plain.gguf", "plain"),
+    ],
+)
+def test_the_quantization_is_read_from_the_name_of_a_file(file: str, label: str) -> None:
+    assert quantization_label(file) == label
 
 
 def test_the_error_for_a_missing_default_model_names_the_install_command(

@@ -16,8 +16,19 @@ from typing import Annotated, TextIO
 import typer
 from typer.main import get_command
 
-from exl_cli import options
-from exl_cli.commands import bench, chat, convert, doctor, generate, inspect, serve_lite, tokens
+from exl_cli.command import InspectGroup, register
+from exl_cli.commands import (
+    bench,
+    chat,
+    convert,
+    doctor,
+    generate,
+    inspect,
+    models,
+    run,
+    serve_lite,
+    tokens,
+)
 from exl_cli.commands.eval import (
     acceptance,
     compare,
@@ -52,7 +63,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 eval_app = typer.Typer(help="Measure the quality and speed of a model.", epilog=EXIT_CODES)
-inspect_app = typer.Typer(help="Show the contents of a model file without loading it.")
+inspect_app = typer.Typer(
+    cls=InspectGroup, help="Show the contents of a model file without loading it."
+)
 
 
 def _print_version(wanted: bool) -> None:
@@ -77,26 +90,29 @@ def _root(
     pass
 
 
-app.command("generate", epilog=options.examples(generate.EXAMPLES))(generate.generate)
-app.command("chat", epilog=options.examples(chat.EXAMPLES))(chat.chat)
-app.command("serve-lite", epilog=options.examples(serve_lite.EXAMPLES))(serve_lite.serve_lite)
-app.command("convert", epilog=options.examples(convert.EXAMPLES))(convert.convert)
+register(app, "generate", generate.generate, generate.EXAMPLES)
+register(app, "chat", chat.chat, chat.EXAMPLES)
+register(app, "run", run.run, run.EXAMPLES)
+register(app, "pull", models.pull, models.PULL_EXAMPLES)
+register(app, "list", models.list_models, models.LIST_EXAMPLES)
+register(app, "rm", models.rm, models.RM_EXAMPLES)
+register(app, "show", inspect.inspect_model, inspect.SHOW_EXAMPLES)
+register(app, "serve-lite", serve_lite.serve_lite, serve_lite.EXAMPLES)
+register(app, "convert", convert.convert, convert.EXAMPLES)
 app.add_typer(eval_app, name="eval")
-eval_app.command("perplexity", epilog=options.examples(perplexity.EXAMPLES))(perplexity.perplexity)
-eval_app.command("divergence", epilog=options.examples(divergence.EXAMPLES))(divergence.divergence)
-eval_app.command("compare", epilog=options.examples(compare.EXAMPLES))(compare.compare)
-eval_app.command("compare-layers", epilog=options.examples(compare_layers.EXAMPLES))(
-    compare_layers.compare_layers
-)
-eval_app.command("acceptance", epilog=options.examples(acceptance.EXAMPLES))(acceptance.acceptance)
-eval_app.command("throughput", epilog=options.examples(throughput.EXAMPLES))(throughput.throughput)
-eval_app.command("report", epilog=options.examples(report.EXAMPLES))(report.report)
-eval_app.command("tasks", epilog=options.examples(tasks.EXAMPLES))(tasks.tasks)
-app.command("bench", epilog=options.examples(bench.EXAMPLES))(bench.bench)
+register(eval_app, "perplexity", perplexity.perplexity, perplexity.EXAMPLES)
+register(eval_app, "divergence", divergence.divergence, divergence.EXAMPLES)
+register(eval_app, "compare", compare.compare, compare.EXAMPLES)
+register(eval_app, "compare-layers", compare_layers.compare_layers, compare_layers.EXAMPLES)
+register(eval_app, "acceptance", acceptance.acceptance, acceptance.EXAMPLES)
+register(eval_app, "throughput", throughput.throughput, throughput.EXAMPLES)
+register(eval_app, "report", report.report, report.EXAMPLES)
+register(eval_app, "tasks", tasks.tasks, tasks.EXAMPLES)
+register(app, "bench", bench.bench, bench.EXAMPLES)
 app.add_typer(inspect_app, name="inspect")
-inspect_app.command("model", epilog=options.examples(inspect.EXAMPLES))(inspect.inspect_model)
-inspect_app.command("tokens", epilog=options.examples(tokens.EXAMPLES))(tokens.inspect_tokens)
-app.command("doctor", epilog=options.examples(doctor.EXAMPLES))(doctor.doctor)
+register(inspect_app, "model", inspect.inspect_model, inspect.EXAMPLES)
+register(inspect_app, "tokens", tokens.inspect_tokens, tokens.EXAMPLES)
+register(app, "doctor", doctor.doctor, doctor.EXAMPLES)
 
 
 def main(args: Sequence[str]) -> int:

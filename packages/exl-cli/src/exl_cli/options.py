@@ -6,27 +6,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from exl_core.errors import RequestError
+from exl_core.session.names import HubName, parse_hub_name
+from exl_core.session.resolve import resolve_model
 from exl_core.settings import MAX_THREADS
 
 _RUNNING = "Running"
 
 
 MODEL_HELP = (
-    "Model directory, .gguf file, the name 'smollm2', or hub id owner/name@revision. "
-    "Default: smollm2."
+    "Model directory, .gguf file, hub name owner/name (:Q4_K_M, :4.0bpw or @revision selects one "
+    "of several), name or unique prefix of 'exl list', or 'smollm2'. Default: EXL_MODEL, or else "
+    "smollm2."
 )
 
+
+def complete_pulled(incomplete: str) -> list[str]:
+    """Names of models in the hub's cache, for the shell's completion."""
+    from exl_core.session.names import unique_prefix
+    from exl_core.session.pulled import pulled_models
+
+    return unique_prefix(incomplete, {model.name: model for model in pulled_models()})
+
+
 ModelArgument = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)
+    str | None,
+    typer.Argument(
+        metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=complete_pulled
+    ),
 ]
 ModelOption = Annotated[
     str | None,
-    typer.Option("-m", "--model", metavar="MODEL", help="The model, given as an option."),
+    typer.Option(
+        "-m",
+        "--model",
+        metavar="MODEL",
+        help="The model, given as an option.",
+        autocompletion=complete_pulled,
+    ),
 ]
 MaxTokens = Annotated[
     int,
@@ -125,14 +147,28 @@ Quiet = Annotated[
 
 
 def pick_model(argument: str | None, option: str | None) -> str | None:
-    """The model, from the argument or from the option. Two different ones are an error."""
+    """The model, from the argument or from the option. Two different ones are an error.
+
+    A hub name is downloaded if it is not on this machine, with a progress bar on a terminal.
+    """
     if argument is not None and option is not None and argument != option:
         raise RequestError(
             "two models are given",
             got=f"{argument!r} and --model {option!r}",
             next_step="Keep one; a prompt goes with -p.",
         )
-    return argument if option is None else option
+    spec = argument if option is None else option
+    if spec is not None and parse_hub_name(spec) is not None:
+        return str(resolve_model(spec, _download))
+    return spec
+
+
+def _download(name: HubName) -> Path:
+    from exl_cli.render import bytes_progress
+    from exl_core.session.hub import download
+
+    with bytes_progress(f"pulling {name}", is_quiet=False) as progress:
+        return download(name, progress)
 
 
 def token_limit(max_tokens: int) -> int | None:

@@ -4,6 +4,7 @@ arguments."""
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,40 @@ def read_settings() -> Settings:
 def server_key() -> str | None:
     """`EXL_API_KEY`: API key that clients of the server must send, unless an option sets one."""
     return os.environ.get("EXL_API_KEY") or None
+
+
+def default_model() -> str | None:
+    """`EXL_MODEL`: the model of commands and functions that name none."""
+    return os.environ.get("EXL_MODEL") or None
+
+
+def set_default_model(spec: str) -> None:
+    """Sets `EXL_MODEL` for this process, unless the caller's environment has it already."""
+    os.environ.setdefault("EXL_MODEL", spec)
+
+
+def is_offline() -> bool:
+    """`HF_HUB_OFFLINE`: use no network. The variable is that of huggingface_hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def set_offline() -> None:
+    """Sets `HF_HUB_OFFLINE` for this process and its children, before huggingface_hub is
+    imported."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def config_file() -> Path:
+    """`EXL_CONFIG`: the file of `exl config`; by default below `XDG_CONFIG_HOME` or the platform's
+    folder for configurations."""
+    chosen = os.environ.get("EXL_CONFIG")
+    if chosen:
+        return Path(chosen)
+    base = Path(os.environ.get("XDG_CONFIG_HOME") or "")
+    if not base.is_absolute():
+        home = "~/Library/Application Support" if sys.platform == "darwin" else "~/.config"
+        base = Path(os.path.expanduser(home))  # noqa: PTH111 - never raises
+    return base / "exl" / "config.toml"
 
 
 def state_folder() -> Path:

@@ -21,10 +21,14 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     ("exl inspect model", "the default model"),
+    ("exl inspect model.gguf", "the word 'model' may be left out"),
     ("exl inspect model model.gguf --tensors", "every tensor, with shape and type"),
     ("exl inspect model path/to/model --verify", "check all weights; exit code 3 if damaged"),
     ("exl inspect model path/to/model --ctx 32768 --json", "memory at a context, as JSON"),
     ("exl inspect model path/to/model --fit", "which devices have enough memory"),
+)
+SHOW_EXAMPLES = tuple(
+    (command.replace("inspect model", "show"), what) for command, what in EXAMPLES
 )
 SCHEMA_VERSION = 1
 _TABLE_CTX = (2048, 4096, 8192, 32768, 131072)

@@ -89,7 +89,14 @@ def gguf_fields(source: TensorSource) -> Mapping[str, object] | None:
 
 
 def model_name(path: Path) -> str:
-    return path.resolve().name if path.is_dir() else path.stem
+    """Name of a model: of its folder or file, or of its repository in the hub's cache."""
+    if not path.is_dir():
+        return path.stem
+    folder = path.resolve()
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.split("--")[-1]
+    return folder.name
 
 
 def stop_ids(tokenizer: Tokenizer, config: ModelConfig) -> frozenset[int]:

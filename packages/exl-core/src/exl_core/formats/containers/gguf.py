@@ -1,4 +1,4 @@
-"""A GGUF file as a memory-mapped source of tensors.
+"""A GGUF model as a memory-mapped source of tensors: one file, or all parts of a split one.
 
 The header comes from `tokenizer/gguf_fields.py`. This module checks that every tensor is inside the
 file, and returns rows, decoded or as stored. It reverses shapes: the file lists the fastest
@@ -8,6 +8,7 @@ dimension first, all other modules expect rows first.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import torch
@@ -22,21 +23,43 @@ from exl_core.formats.containers.mapped import MappedFile
 from exl_core.formats.containers.source import StoredTensor, TensorSource
 from exl_core.tokenizer.gguf_fields import GgufHeader, GgufTensorInfo, read_gguf_header
 
+_SPLIT_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<ending>\.gguf)", re.IGNORECASE)
+
 
 class GgufSource(TensorSource):
-    """One GGUF file; `metadata` are its fields as plain values."""
+    """One GGUF model; `metadata` are the fields of its first file as plain values.
+
+    Any part of a split model may be named. Parts are found by llama.cpp's names, as in
+    `model-00001-of-00003.gguf`, in one folder.
+    """
 
     format = "gguf"
 
     def __init__(self, path: Path) -> None:
-        header = read_gguf_header(path)
-        self.metadata = header.fields
-        self._path = path
-        self._infos = {info.name: info for info in header.tensors}
-        if len(self._infos) != len(header.tensors):
-            raise WeightFileError("a tensor's name appears twice", where=path)
-        self.tensors = {info.name: _declared(path, header, info) for info in header.tensors}
-        self._data = MappedFile(path)
+        parts = _parts(path)
+        headers = [read_gguf_header(part) for part in parts]
+        self.metadata = headers[0].fields
+        self._path = parts[0]
+        self._infos: dict[str, GgufTensorInfo] = {}
+        self._files: dict[str, MappedFile] = {}
+        self.tensors = {}
+        for part, header in zip(parts, headers, strict=True):
+            file = MappedFile(part)
+            for info in header.tensors:
+                if info.name in self._infos:
+                    raise WeightFileError(
+                        f"a tensor's name appears twice: {info.name!r}", where=part
+                    )
+                self._infos[info.name], self._files[info.name] = info, file
+                self.tensors[info.name] = _declared(part, header, info)
+        expected = self.metadata.get("split.tensors.count")
+        if len(parts) > 1 and expected not in (None, len(self.tensors)):
+            raise WeightFileError(
+                "the parts of the split model do not belong together",
+                where=self._path,
+                expected=f"{expected} tensors",
+                got=len(self.tensors),
+            )
 
     def check_readable(self, name: str) -> None:
         kind = GGMLQuantizationType[self.tensors[name].storage]
@@ -51,7 +74,7 @@ class GgufSource(TensorSource):
     def read_raw(self, name: str) -> Tensor:
         tensor = self.tensors[name]
         dtype = PLAIN_DTYPES.get(GGMLQuantizationType[tensor.storage], torch.uint8)
-        raw = self._data.view(self._infos[name].offset, tensor.size_bytes, dtype)
+        raw = self._files[name].view(self._infos[name].offset, tensor.size_bytes, dtype)
         return raw.view(math.prod(tensor.shape[:-1]), -1)
 
     def read(self, name: str, rows: slice | Tensor) -> Tensor:
@@ -64,7 +87,29 @@ class GgufSource(TensorSource):
         return values.view(-1)[rows] if is_vector else values.view(-1, *tensor.shape[1:])
 
     def _location(self, name: str) -> tuple[MappedFile, int]:
-        return self._data, self._infos[name].offset
+        return self._files[name], self._infos[name].offset
+
+
+def _parts(path: Path) -> list[Path]:
+    """All files of the model that `path` is, or is a part of."""
+    match = _SPLIT_NAME.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    names = [
+        f"{match['stem']}-{n:05d}-of-{match['count']}{match['ending']}" for n in range(1, count + 1)
+    ]
+    parts = [path.with_name(name) for name in names]
+    missing = [part.name for part in parts if not part.exists()]
+    if missing:
+        raise WeightFileError(
+            "parts of the split model are missing",
+            where=path,
+            expected=f"{count} files in one folder",
+            got=f"no {', '.join(missing[:4])}",
+            next_step="Fetch all parts of the model.",
+        )
+    return parts
 
 
 def _declared(path: Path, header: GgufHeader, info: GgufTensorInfo) -> StoredTensor:
