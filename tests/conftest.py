@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from exl_core.session.load import LoadedModel, load_model
 from exl_core.settings import available_cpus
 from support import profiles, real_models
+from support.hub import Hub, hub_of_this_process
 
 profiles.register()
 gc.disable()  # until pytest has collected the tests: imported modules are no garbage
@@ -60,6 +62,13 @@ def gemma3_path(request: pytest.FixtureRequest) -> Path:
     folder = request.config.rootpath / ".pytest_cache" / "exl-models"
     folder.mkdir(parents=True, exist_ok=True)
     return real_models.gemma3_gguf(folder)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub on this machine with an empty cache, used by `huggingface_hub` in this process."""
+    with hub_of_this_process(tmp_path / "hub-cache", monkeypatch) as served:
+        yield served
 
 
 @pytest.fixture(scope="session")

@@ -79,3 +79,49 @@ def test_rope_factors_of_a_wrong_shape_are_refused(tmp_path: Path, shape: tuple[
     writer.close()
     with pytest.raises(ModelError, match=r"rope_freqs\.weight"):
         rope_factors(GgufSource(path))
+
+
+def write_split(folder: Path) -> list[Path]:
+    """A model of two files, in the names and fields of llama.cpp's gguf-split."""
+    paths = [folder / f"m-0000{n}-of-00002.gguf" for n in (1, 2)]
+    for number, path in enumerate(paths):
+        writer = GGUFWriter(path, "llama")
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 2)
+        writer.add_int32("split.tensors.count", 2)
+        writer.add_tensor(f"w{number}", np.full((2, 32), number + 1, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return paths
+
+
+@pytest.mark.parametrize("named", [0, 1])
+def test_all_parts_of_a_split_model_are_read_whichever_is_named(tmp_path: Path, named: int) -> None:
+    source = GgufSource(write_split(tmp_path)[named])
+    assert source.metadata["split.no"] == 0
+    for number in (0, 1):
+        assert torch.equal(
+            source.read(f"w{number}", slice(None)), torch.full((2, 32), number + 1.0)
+        )
+
+
+def test_a_missing_part_of_a_split_model_is_named(tmp_path: Path) -> None:
+    first, second = write_split(tmp_path)
+    second.unlink()
+    with pytest.raises(WeightFileError, match=r"no m-00002-of-00002\.gguf.*Fetch all parts"):
+        GgufSource(first)
+
+
+def test_parts_of_two_models_are_refused(tmp_path: Path) -> None:
+    first, second = write_split(tmp_path)
+    writer = GGUFWriter(second, "llama")
+    writer.add_tensor("w1", np.zeros((2, 32), np.float32))
+    writer.add_tensor("w2", np.zeros((2, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(WeightFileError, match="do not belong together"):
+        GgufSource(first)

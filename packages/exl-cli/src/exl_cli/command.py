@@ -28,7 +28,6 @@ Offline = Annotated[
         "--offline",
         callback=_go_offline,
         is_eager=True,
-        expose_value=False,
         help="Use no network: models are files, or in the hub's cache. Also HF_HUB_OFFLINE=1.",
     ),
 ]
@@ -59,7 +58,7 @@ def _with_shared_options(verb: Callable[..., None]) -> Callable[..., None]:
         return verb
 
     def command(**given: Any) -> None:
-        verb(**given)
+        verb(**{name: value for name, value in given.items() if name not in _SHARED})
 
     added = [
         inspect.Parameter(

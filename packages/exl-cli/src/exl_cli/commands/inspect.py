@@ -27,8 +27,9 @@ EXAMPLES = (
     ("exl inspect model path/to/model --ctx 32768 --json", "memory at a context, as JSON"),
     ("exl inspect model path/to/model --fit", "which devices have enough memory"),
 )
-SHOW_EXAMPLES = tuple(
-    (command.replace("inspect model", "show"), what) for command, what in EXAMPLES
+SHOW_EXAMPLES = (
+    ("exl show owner/name", "a model of 'exl list', or any other model"),
+    ("exl show model.gguf --tensors", "every tensor, with shape and type"),
 )
 SCHEMA_VERSION = 1
 _TABLE_CTX = (2048, 4096, 8192, 32768, 131072)

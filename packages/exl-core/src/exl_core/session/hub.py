@@ -70,7 +70,6 @@ def download(name: HubName, progress: Progress | None = None) -> Path:
     WeightFileError for contents that differ from the hub's hash.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.tqdm import silent_tqdm
 
     if is_offline():
         raise ModelNotFoundError(
@@ -84,9 +83,8 @@ def download(name: HubName, progress: Progress | None = None) -> Path:
         files = [file for file in _files(info) if file.name in chosen.files]
         _fetch_blobs(name.repo, info.sha, files, progress)
         patterns = [escape(file.name) for file in files]
-        silent: Any = silent_tqdm
         folder = snapshot_download(
-            name.repo, revision=branch, allow_patterns=patterns, tqdm_class=silent
+            name.repo, revision=branch, allow_patterns=patterns, tqdm_class=_no_bar()
         )
     return Path(folder, chosen.files[0]) if chosen.is_gguf else Path(folder)
 
@@ -206,7 +204,6 @@ def _fetch_blob(repo: str, commit: str, file: HubFile, folder: Path, count: _Cou
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils._fixes import WeakFileLock
     from huggingface_hub.utils._headers import build_hf_headers
-    from huggingface_hub.utils.tqdm import silent_tqdm
 
     if file.size_bytes > constants.MAX_HTTP_DOWNLOAD_SIZE:
         return  # only the hub's own protocol transfers such a file; snapshot_download uses it
@@ -228,7 +225,7 @@ def _fetch_blob(repo: str, commit: str, file: HubFile, folder: Path, count: _Cou
                 headers=build_hf_headers(),
                 expected_size=file.size_bytes,
                 displayed_filename=file.name,
-                tqdm_class=silent_tqdm,  # type: ignore[arg-type]
+                tqdm_class=_no_bar(),
             )
         _verify(part, file, repo)
         part.rename(blob)
@@ -264,6 +261,17 @@ def _verify(part: Path, file: HubFile, repo: str) -> None:
             got=digest.hexdigest(),
             next_step="Run the same command again; a proxy or a cache may have damaged the file.",
         )
+
+
+def _no_bar() -> Any:
+    """Class of progress bars that are never shown: progress goes to the caller."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class NoBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+
+    return NoBar
 
 
 class _Count:
