@@ -37,9 +37,9 @@ class HubName:
 
     repo: str
     tag: str | None = None
-    """What follows the colon: a quantization (`Q4_K_M`), a GGUF file, or a branch (`4.0bpw`)."""
+    """Text after the colon: a quantization (`Q4_K_M`), a GGUF file, or a branch (`4.0bpw`)."""
     revision: str | None = None
-    """What follows the @: a branch, a tag or a commit."""
+    """Text after the @: a branch, a tag or a commit."""
 
     def __str__(self) -> str:
         tag = "" if self.tag is None else f":{self.tag}"

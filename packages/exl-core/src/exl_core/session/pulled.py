@@ -33,7 +33,7 @@ class PulledModel:
     name: str
     """`owner/name`, `owner/name:TAG` or `owner/name@REVISION`."""
     path: Path
-    """What a loader takes: a folder, or the first GGUF file."""
+    """Folder or first GGUF file, for a loader."""
     files: tuple[Path, ...]
     """Its links in the snapshot folder."""
     size_bytes: int
