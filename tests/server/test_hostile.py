@@ -61,6 +61,8 @@ def _valid(schema: dict[str, Any]) -> SearchStrategy[Any]:
         return st.one_of([values(member) for member in members])
     if "enum" in schema or "const" in schema:
         return st.sampled_from(schema.get("enum") or [schema["const"]])
+    if "type" not in schema:
+        return JUNK
     low, high, kind = schema.get("minimum"), schema.get("maximum"), schema["type"]
     if kind in ("object", "array"):
         return _objects(schema) if kind == "object" else _lists(schema)
@@ -74,7 +76,7 @@ def _valid(schema: dict[str, Any]) -> SearchStrategy[Any]:
 
 
 def _lists(schema: dict[str, Any]) -> SearchStrategy[Any]:
-    return st.lists(values(schema["items"]), min_size=schema.get("minItems", 0), max_size=3)
+    return st.lists(values(schema.get("items", {})), min_size=schema.get("minItems", 0), max_size=3)
 
 
 def _objects(schema: dict[str, Any]) -> SearchStrategy[Any]:

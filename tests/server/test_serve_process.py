@@ -24,7 +24,10 @@ from exl_cli.main import main
 from support import tiny_models
 from support.schemas import SLOW_SCHEMA
 
-COMMAND = (sys.executable, "-m", "exl_cli", "serve-lite", "--port", "0", "--threads", "1")
+COMMAND = (
+    *(sys.executable, "-m", "exl_cli", "serve-lite", "--port", "0", "--threads", "1"),
+    *("--log-level", "warning"),  # so that stderr has only what a test expects
+)
 WAIT_S = 60.0
 LONG = {
     "prompt": "Once upon a time",

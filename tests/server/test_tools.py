@@ -215,7 +215,6 @@ def test_invalid_tools_are_refused() -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "zzz"}}}, "no tool 'zzz'"),
         ({"tools": [], "tool_choice": "required"}, "without tools"),
         ({"response_format": {"type": "json_object"}}, "contradict"),
-        ({"tools": [], "parallel_tool_calls": True}, "without tools"),
         ({"tools": [strict]}, "where a call is required"),
         ({"tools": nested, "tool_choice": "required"}, "ecursion|deep"),
     ]

@@ -130,11 +130,13 @@ def running(
     limits: Limits | None = None,
     access: Access | None = None,
     port: int = 0,
+    **options: Any,
 ) -> Iterator[Running]:
+    """`options`: further arguments of `create_app`."""
     host = served if isinstance(served, ModelHost) else ModelHost(served)
     limits = limits or Limits()
     listening = listen("127.0.0.1", port)
-    server = make_server(create_app(host, limits=limits, access=access), limits)
+    server = make_server(create_app(host, limits=limits, access=access, **options), limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -17,7 +17,7 @@ from exl_core.files import read_text_file
 from exl_core.settings import server_key
 
 if TYPE_CHECKING:
-    from socket import socket
+    from fastapi import FastAPI
 
     from exl_cli.server.limits import Limits
     from exl_cli.server.models import ModelHost
@@ -33,6 +33,7 @@ DEFAULT_CACHE_TOKENS = 32768
 KEY_FILE_LIMIT_BYTES = 2**20
 _SERVER = "Server"
 _LIMITS = "Limits"
+_LOG = "Log"
 
 ModelOption = Annotated[
     str | None, typer.Option("-m", "--model", metavar="MODEL", help=options.MODEL_HELP)
@@ -103,6 +104,35 @@ AllowSpecial = Annotated[
         "imitate other roles. A request chooses for itself with its field allow_special.",
         rich_help_panel=_SERVER,
     ),
+]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        help="Refuse unknown request fields and model names, instead of ignoring the fields and "
+        "serving the model under any name.",
+        rich_help_panel=_SERVER,
+    ),
+]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    typer.Option(
+        "--log-level",
+        help="Least severe lines of the log on stderr. info: one line per request.",
+        rich_help_panel=_LOG,
+    ),
+]
+LogFormat = Annotated[
+    Literal["text", "json"],
+    typer.Option(
+        "--log-format",
+        help="Form of the log: text, or one JSON object per line.",
+        rich_help_panel=_LOG,
+    ),
+]
+LogPrompts = Annotated[
+    bool,
+    typer.Option("--log-prompts", help="Log the prompts too.", rich_help_panel=_LOG),
 ]
 MaxBatch = Annotated[
     int,
@@ -182,6 +212,16 @@ class ServerOptions:
     served_model_name: ServedName = None
     models_dir: ModelsDir = None
     allow_special: AllowSpecial = False
+    strict: Strict = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogOptions:
+    """Level, form and contents of the log."""
+
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
+    log_prompts: LogPrompts = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,13 +242,15 @@ def serve_lite(
     server: ServerOptions,
     quiet: options.Quiet = False,
     limits: LimitOptions,
+    log: LogOptions,
     running: RunningOptions,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API, with a chat page at /.
 
     Ctrl-C or SIGTERM stops the server after the running replies are complete; a second signal
-    stops it at once. A request field that the server does not support is an error that names the
-    field; it is never ignored. There is no TLS: on an untrusted network, use a reverse proxy.
+    stops it at once. The log has one line per request. Request fields that the server does not know
+    are ignored, and named in the response header x-exl-ignored and in the log. There is no TLS: on
+    an untrusted network, use a reverse proxy.
     """
     choices = running.choices()
     if server.models_dir is not None and (choices.loras or choices.draft_model):
@@ -221,7 +263,7 @@ def serve_lite(
     with exits_at_once():
         from exl_cli.server.limits import Limits, check_bind
         from exl_cli.server.models import ModelHost, models_in
-        from exl_cli.server.run import listen
+        from exl_cli.server.run import listen, make_server, url_of
 
     def opener(path: Path | str | None, *, is_quiet: bool = True) -> Runtime:
         runtime = running.open(
@@ -252,36 +294,42 @@ def serve_lite(
             reply_s=limits.reply_seconds,
             stall_s=limits.stall_seconds,
         )
-        host = ModelHost(runtime, name=name, others=others, opener=opener)
-        _serve(host, listening, known, keys, server, is_quiet=quiet)
+        host = ModelHost(runtime, name=name, others=others, opener=opener, is_strict=server.strict)
+        app = _app(host, known, keys, server, log)
+        _start_log(log, is_quiet=quiet)
+
+        def announce() -> None:
+            if not quiet:
+                typer.echo(f"{printable(host.default)} at {url_of(listening)}", err=True)
+
+        make_server(app, known, announce).run(sockets=[listening])
 
 
-def _serve(
+def _app(
     host: ModelHost,
-    listening: socket,
     limits: Limits,
     keys: frozenset[str],
     server: ServerOptions,
-    *,
-    is_quiet: bool,
-) -> None:
-    """Serve until a signal ends the process."""
+    log: LogOptions,
+) -> FastAPI:
     with exits_at_once():
         from exl_cli.server.app import Access, create_app
         from exl_cli.server.limits import hosts_of
-        from exl_cli.server.run import make_server, url_of
-    app = create_app(
+    return create_app(
         host,
         limits=limits,
         access=Access(keys, hosts_of(server.host, keys)),
         allow_special=server.allow_special,
+        is_strict=server.strict,
+        logs_prompts=log.log_prompts,
     )
 
-    def announce() -> None:
-        if not is_quiet:
-            typer.echo(f"{printable(host.default)} at {url_of(listening)}", err=True)
 
-    make_server(app, limits, announce).run(sockets=[listening])
+def _start_log(log: LogOptions, *, is_quiet: bool) -> None:
+    from exl_cli.server.record import set_up_log
+
+    level = "error" if is_quiet and log.log_level == "info" else log.log_level
+    set_up_log(level, as_json=log.log_format == "json")
 
 
 def _keys(api_key: str | None, api_key_file: str | None) -> frozenset[str]:

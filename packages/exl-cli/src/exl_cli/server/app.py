@@ -26,7 +26,8 @@ from exl_cli.server.completions import Completion
 from exl_cli.server.errors import ApiError, install_handlers, json_reply
 from exl_cli.server.limits import Gate, Limits
 from exl_cli.server.models import ModelHost
-from exl_cli.server.schema import ChatBody, CompletionBody
+from exl_cli.server.record import RequestLog, record_of
+from exl_cli.server.schema import ChatBody, CompletionBody, GenerationBody
 from exl_cli.server.service import Service
 from exl_cli.server.streaming import (
     ClientGoneError,
@@ -77,9 +78,17 @@ def create_app(
     limits: Limits | None = None,
     access: Access | None = None,
     allow_special: bool = False,
+    is_strict: bool = False,
+    logs_prompts: bool = False,
 ) -> FastAPI:
     limits, access = limits or Limits(), access or Access()
-    service = Service(host, limits, allow_special=allow_special)
+    service = Service(
+        host,
+        limits,
+        allow_special=allow_special,
+        is_strict=is_strict,
+        logs_prompts=logs_prompts,
+    )
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -107,6 +116,7 @@ def create_app(
     paths = frozenset(getattr(route, "path", "") for route in app.routes)
     app.add_middleware(Gate, limits=limits, api_keys=access.api_keys, hosts=access.hosts)
     app.add_middleware(metrics.CountAnswers, metrics=service.metrics, paths=paths)
+    app.add_middleware(RequestLog)
     return app
 
 
@@ -114,10 +124,11 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def open_stream(work: Chat | Completion, stack: AsyncExitStack) -> EventStream:
         return await work.stream(stack)
 
-    async def answer(work: Chat | Completion, request: Request, *, is_stream: bool) -> Response:
+    async def answer(work: Chat | Completion, body: GenerationBody, request: Request) -> Response:
+        work.record = record_of(request.scope)
         stack = AsyncExitStack()
         try:
-            if is_stream:
+            if body.stream:
                 opening = closing(stack, lambda: open_stream(work, stack))
                 return EventStreamResponse(await unless_gone(request, opening), stack)
             async with stack:
@@ -128,12 +139,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", tags=["generation"], responses=_ANSWERS)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue one or several texts."""
-        return await answer(Completion(service, body), request, is_stream=bool(body.stream))
+        service.accept(body, record_of(request.scope))
+        return await answer(Completion(service, body), body, request)
 
     @app.post("/v1/chat/completions", tags=["generation"], responses=_ANSWERS)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer the last message of a conversation."""
-        return await answer(Chat(service, body), request, is_stream=bool(body.stream))
+        service.accept(body, record_of(request.scope))
+        return await answer(Chat(service, body), body, request)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

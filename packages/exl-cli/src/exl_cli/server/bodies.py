@@ -28,8 +28,8 @@ MAX_CONTAINERS = 8 * 1024
 """Maximum number of lists and objects. A message takes 5 us."""
 MAX_KEYS = 16 * 1024
 """Maximum number of fields in all objects together. An unknown field takes 5 us."""
-MAX_FIELDS = 64
-"""Maximum number of fields of the body itself. Validation reports every unknown one."""
+MAX_FIELDS = 256
+"""Maximum number of fields of the body itself."""
 
 _STEP_BYTES = 64 * 1024
 _CODE = "request_too_large"

@@ -9,16 +9,15 @@ from contextlib import AsyncExitStack
 
 from exl_cli.server.completions import END_REASONS
 from exl_cli.server.conversation import ChatPrompt, chat_prompt, num_chars
+from exl_cli.server.engine_request import Wanted, refusing_long_prompts
 from exl_cli.server.errors import ApiError
 from exl_cli.server.logprobs import chat_entry, tokens_of_text
+from exl_cli.server.record import Record
 from exl_cli.server.schema import ChatBody
 from exl_cli.server.service import (
     Service,
-    check_stream,
     extra_fields,
     figures_of,
-    make_requests,
-    refusing_long_prompts,
     results_of,
     timings_of,
     wants_usage_chunk,
@@ -41,25 +40,20 @@ class Chat:
     """One chat request: validates the body, starts its replies, collects the choices."""
 
     def __init__(self, service: Service, body: ChatBody) -> None:
-        if body.top_logprobs is not None and not body.logprobs:
+        settings = body.settings
+        if settings.top_logprobs and not settings.logprobs:
             raise ApiError(400, "top_logprobs without logprobs", param="top_logprobs")
-        check_stream(body)
-        if None not in (body.max_tokens, body.max_completion_tokens):
-            raise ApiError(
-                400,
-                "max_tokens and max_completion_tokens are the same; send one",
-                param="max_tokens",
-            )
+        self.record = Record()
         self._service = service
         self._body = body
-        self._n = body.n or 1
+        self._n = settings.n
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = ""
 
     async def start(self, stack: AsyncExitStack) -> list[_Choice]:
         """Start the replies. They run until the stack is closed."""
-        body = self._body
+        body, settings = self._body, self._body.settings
         resident = await self._service.enter(stack, body.model, self._n)
         self._model = resident.name
         loaded = resident.runtime.loaded
@@ -71,19 +65,23 @@ class Chat:
                 ),
                 num_chars(body),
             )
-        num_top = (body.top_logprobs or 0) if body.logprobs else None
-        requests = make_requests(
+        num_top = (settings.top_logprobs or 0) if settings.logprobs else None
+        jobs = await self._service.submit(
+            stack,
             resident,
-            body,
+            settings,
             [prompt.token_ids],
-            max_tokens=body.max_completion_tokens or body.max_tokens,
-            max_time_s=self._service.limits.reply_s,
-            report=Report(log_probs=num_top),
-            constraints=prompt.constraints,
-            show_special=prompt.tool_format is not None  # its markers may be special tokens
-            or any(tag in loaded.tokenizer.special_tokens for tag in prompt.tags),
+            Wanted(
+                param="messages",
+                max_tokens=settings.max_tokens,
+                max_time_s=self._service.limits.reply_s,
+                report=Report(log_probs=num_top),
+                negative_ids=prompt.negative_ids,
+                constraints=prompt.constraints,
+                show_special=prompt.tool_format is not None  # its markers may be special tokens
+                or any(tag in loaded.tokenizer.special_tokens for tag in prompt.tags),
+            ),
         )
-        jobs = await self._service.submit(stack, resident, requests)
         only_one = body.parallel_tool_calls is False
         return [
             _Choice(i, job, prompt, loaded.tokenizer, num_top, only_one=only_one)
@@ -105,7 +103,9 @@ class Chat:
         return _ChatStream(self, self._body, await self.start(stack))
 
     def ends(self, choices: Sequence[_Choice]) -> list[FinishEvent]:
-        return self._service.ends_of([choice.end for choice in choices])
+        ends = self._service.ends_of([choice.end for choice in choices])
+        self.record.ends = ends
+        return ends
 
     def figures(self, choices: Sequence[_Choice]) -> dict[str, object]:
         return figures_of(self.ends(choices), self._n)
@@ -125,7 +125,7 @@ class _ChatStream:
         self._left = len(choices)
         self._wants_usage = wants_usage_chunk(body)
         self._extra = extra_fields(body, self.jobs)
-        self._uses_templates = not body.logprobs and not self._extra()
+        self._uses_templates = not body.settings.logprobs and not self._extra()
         self._templates: list[dict[str, TextEvents]] = []
 
     def begin(self) -> Iterable[Event]:

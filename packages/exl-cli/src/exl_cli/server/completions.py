@@ -9,21 +9,27 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from exl_cli.server.engine_request import (
+    Wanted,
+    constraints_of,
+    refusing_long_prompts,
+    uses_guidance,
+)
 from exl_cli.server.errors import ApiError
 from exl_cli.server.logprobs import LegacyLogprobs
+from exl_cli.server.record import Record
 from exl_cli.server.schema import CompletionBody
 from exl_cli.server.service import (
     Service,
-    check_stream,
     extra_fields,
     figures_of,
-    make_requests,
-    refusing_long_prompts,
     results_of,
     timings_of,
     wants_usage_chunk,
 )
+from exl_cli.server.settings import Settings
 from exl_cli.server.streaming import Event, TextEvents
+from exl_core.constrain.filter import Constraint
 from exl_core.engine.events import FinishEvent, FinishReason
 from exl_core.engine.request import Report
 from exl_core.errors import ContextLengthError
@@ -40,6 +46,17 @@ END_REASONS = {
     FinishReason.CANCELLED: "stop",
 }
 
+FILL_IN_ORDERS = (
+    ("<|fim_prefix|>", "before", "<|fim_suffix|>", "after", "<|fim_middle|>"),  # Qwen, Granite
+    ("<fim_prefix>", "before", "<fim_suffix>", "after", "<fim_middle>"),  # StarCoder
+    ("<｜fim▁begin｜>", "before", "<｜fim▁hole｜>", "after", "<｜fim▁end｜>"),  # noqa: RUF001 - DeepSeek
+    ("▁<PRE>", "before", "▁<SUF>", "after", "▁<MID>"),  # Code Llama
+    ("<PRE>", "before", "<SUF>", "after", "<MID>"),
+    ("[SUFFIX]", "after", "[PREFIX]", "before"),  # Codestral
+    ("<|code_prefix|>", "before", "<|code_suffix|>", "after", "<|code_middle|>"),  # GLM
+)
+"""Special tokens around the text before a gap and the text after it, in order."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -55,32 +72,43 @@ class Completion:
     """One completion request: validates the body, starts its replies, collects the choices."""
 
     def __init__(self, service: Service, body: CompletionBody) -> None:
-        check_stream(body)
+        self.record = Record()
         self._service = service
         self._body = body
-        self._n = body.n or 1
+        self._settings = body.settings
+        self._n = self._settings.n
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = ""
         self._prompts: list[Prompt] = []
-        self._scores_only = _is_scores_only(body)
+        self._scores_only = _is_scores_only(body.settings)
 
     async def start(self, stack: AsyncExitStack) -> list[_Choice]:
         """Start the replies. They run until the stack is closed."""
-        body = self._body
+        body, settings = self._body, self._settings
         given = _listed(body)
         resident = await self._service.enter(stack, body.model, len(given) * self._n)
         self._model = resident.name
         tokenizer = resident.runtime.loaded.tokenizer
-        add_bos = None if body.add_special_tokens else False
-        ctx_size = resident.runtime.ctx_size
-        with refusing_long_prompts(ctx_size, "prompt"):
-            self._prompts = await self._service.in_thread(
-                lambda: [
-                    as_prompt(tokenizer, one, add_bos=add_bos, max_tokens=ctx_size - 1)
-                    for one in given
-                ],
-                sum(map(len, given)),
+        most = resident.runtime.ctx_size - 1
+
+        def encode() -> tuple[list[Prompt], list[int] | None, tuple[Constraint, ...]]:
+            prompts = [
+                fill_in(tokenizer, one, body.suffix, max_tokens=most)
+                if isinstance(one, str) and body.suffix
+                else as_prompt(tokenizer, one, add_bos=settings.add_bos, max_tokens=most)
+                for one in given
+            ]
+            negative = None
+            if uses_guidance(settings):
+                text = settings.negative_prompt
+                negative = as_prompt(tokenizer, text, add_bos=settings.add_bos, max_tokens=most)
+            ids = None if negative is None else negative.token_ids
+            return prompts, ids, constraints_of(settings)
+
+        with refusing_long_prompts(most + 1, "prompt"):
+            self._prompts, negative_ids, constraints = await self._service.in_thread(
+                encode, sum(map(len, given))
             )
         vocab_size = resident.runtime.engine.vocab_size
         for prompt in self._prompts:
@@ -91,21 +119,31 @@ class Completion:
                     param="prompt",
                     code="invalid_value",
                 )
-        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        is_echoed = bool(body.echo) and body.logprobs is not None
-        requests = make_requests(
+        jobs = await self._service.submit(
+            stack,
             resident,
-            body,
+            settings,
             [prompt.token_ids for prompt in self._prompts],
-            max_tokens=1 if self._scores_only else max_tokens,
-            max_time_s=self._service.limits.reply_s,
-            report=Report(log_probs=body.logprobs, prompt=is_echoed),
+            Wanted(
+                param="prompt",
+                max_tokens=1 if self._scores_only else self._max_tokens(),
+                max_time_s=self._service.limits.reply_s,
+                report=Report(
+                    log_probs=settings.logprobs,
+                    prompt=settings.echo and settings.logprobs is not None,
+                ),
+                negative_ids=negative_ids,
+                constraints=constraints,
+            ),
         )
-        jobs = await self._service.submit(stack, resident, requests)
         return [
-            _Choice(i, job, self._prompts[i // self._n], body, tokenizer)
+            _Choice(i, job, self._prompts[i // self._n], settings, tokenizer)
             for i, job in enumerate(jobs)
         ]
+
+    def _max_tokens(self) -> int:
+        limit = self._settings.max_tokens
+        return DEFAULT_MAX_TOKENS if limit is None else limit
 
     async def whole(self, stack: AsyncExitStack) -> dict[str, object]:
         choices = await self.start(stack)
@@ -125,7 +163,9 @@ class Completion:
         return figures_of(self.ends(choices), self._n, no_reply=self._scores_only)
 
     def ends(self, choices: Sequence[_Choice]) -> list[FinishEvent]:
-        return self._service.ends_of([choice.end for choice in choices])
+        ends = self._service.ends_of([choice.end for choice in choices])
+        self.record.ends = ends
+        return ends
 
     def head(self) -> dict[str, object]:
         return {
@@ -149,7 +189,7 @@ class _CompletionStream:
         self._wants_usage = wants_usage_chunk(body)
         self._extra = extra_fields(body, self.jobs)
         self._templates: list[TextEvents] = []
-        if body.logprobs is None and not self._extra():
+        if body.settings.logprobs is None and not self._extra():
             self._templates = [TextEvents(partial(self._chunk, choice)) for choice in choices]
 
     def begin(self) -> Iterable[Event]:
@@ -187,18 +227,18 @@ class _Choice:
         index: int,
         job: AsyncJob,
         prompt: Prompt,
-        body: CompletionBody,
+        settings: Settings,
         tokenizer: Tokenizer,
     ) -> None:
         self.job = job
         self.end: FinishEvent | None = None
         self._index = index
-        self._text = prompt.text if body.echo else ""
-        self._scores_only = _is_scores_only(body)
+        self._text = prompt.text if settings.echo else ""
+        self._scores_only = _is_scores_only(settings)
         self._logprobs: LegacyLogprobs | None = None
-        if body.logprobs is not None:
-            self._logprobs = LegacyLogprobs(tokenizer, body.logprobs, prompt.token_ids)
-            if body.echo:
+        if settings.logprobs is not None:
+            self._logprobs = LegacyLogprobs(tokenizer, settings.logprobs, prompt.token_ids)
+            if settings.echo:
                 self._logprobs.begin_echo(is_hidden=prompt.hides_bos)
 
     @property
@@ -253,10 +293,38 @@ def as_prompt(
     return Prompt([bos, *ids], given, hides_bos=True)
 
 
-def _is_scores_only(body: CompletionBody) -> bool:
+def fill_in(tokenizer: Tokenizer, before: str, after: str, *, max_tokens: int) -> Prompt:
+    """Prompt for the text between two others, with the tokens that the model was trained on.
+
+    Neither text becomes a special token. Raises ApiError if the tokenizer has no such tokens.
+    """
+    special = tokenizer.special_tokens
+    for order in FILL_IN_ORDERS:
+        if all(mark in special for mark in order if mark not in ("before", "after")):
+            break
+    else:
+        raise ApiError(
+            400,
+            "suffix: the tokenizer of this model has no tokens for filling in text",
+            param="suffix",
+            code="unsupported_parameter",
+        )
+    texts = {"before": before, "after": after}
+    ids = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
+    for part in order:
+        if part in texts:
+            ids += tokenizer.encode(texts[part], add_bos=False, max_tokens=max_tokens)
+        else:
+            ids.append(special[part])
+    if len(ids) > max_tokens:
+        raise ContextLengthError(len(ids), max_tokens)
+    return Prompt(ids, before)
+
+
+def _is_scores_only(settings: Settings) -> bool:
     """Does the request want only log probabilities of its prompt? One token is generated for it,
     because the engine scores a prompt only together with a reply. The token is not shown."""
-    return body.max_tokens == 0 and bool(body.echo) and body.logprobs is not None
+    return settings.max_tokens == 0 and settings.echo and settings.logprobs is not None
 
 
 def _listed(body: CompletionBody) -> list[str] | list[list[int]]:

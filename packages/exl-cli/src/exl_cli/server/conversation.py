@@ -6,28 +6,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from exl_cli.server.bodies import LONG_BYTES, check_structure
+from exl_cli.server.engine_request import constraints_of, uses_guidance
 from exl_cli.server.errors import ApiError
-from exl_cli.server.schema import (
-    ChatBody,
-    Function,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    Message,
-    NamedTool,
-    TextPart,
-)
+from exl_cli.server.schema import ChatBody, Function, Message, NamedTool, TextPart, Tool
+from exl_cli.server.settings import Settings
 from exl_cli.server.tools import ToolFormat, call_schema, format_of
 from exl_core.constrain.filter import Constraint
 from exl_core.constrain.json_schema import JsonSchema
 from exl_core.prompt.reasoning import ends_inside, find_tags
 from exl_core.prompt.template import ChatTemplate
-from exl_core.prompt.tracked import template_text
+from exl_core.prompt.tracked import TrackedText, template_text
 from exl_core.session.load import LoadedModel
 from exl_core.tokenizer.special_text import Trust
 
-_RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+_ROLES = {"developer": "system", "function": "tool"}
+_UNSEEN_PARTS = frozenset({"thinking", "redacted_thinking", "refusal"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +34,8 @@ class ChatPrompt:
     is_call         the reply is constrained to a tool call
     tags            opening and closing tag of reasoning
     begins_inside   the prompt ends inside an opened reasoning
-    is_constrained  the whole reply is JSON
+    constraints     rules that the whole reply matches
+    negative_ids    prompt that guidance steers away from
     """
 
     token_ids: list[int]
@@ -48,6 +45,7 @@ class ChatPrompt:
     is_call: bool = False
     begins_inside: bool = False
     constraints: tuple[Constraint, ...] = ()
+    negative_ids: list[int] | None = None
 
     @property
     def is_constrained(self) -> bool:
@@ -58,8 +56,8 @@ def num_chars(body: ChatBody) -> int:
     """Number of characters in the messages."""
     return sum(
         len(_text_of(message.content))
-        + len(message.reasoning_content or "")
-        + sum(len(call.function.arguments) for call in message.tool_calls or ())
+        + len(message.reasoned or "")
+        + sum(len(call.function.arguments or "") for call in message.tool_calls or ())
         for message in body.messages
     )
 
@@ -79,30 +77,22 @@ def chat_prompt(
             param="messages",
             code="no_chat_template",
         )
-    extra = body.chat_template_kwargs or {}
-    for name in _RESERVED:
-        if name in extra:
-            raise ApiError(
-                400, f"chat_template_kwargs may not set {name}", param="chat_template_kwargs"
-            )
     offered, is_call = _offered(body)
     tool_format = _tool_format(loaded.template, body) if body.tools else None
     _check_last_message(loaded, body, max_tokens)
-    text = loaded.template.render(
-        [as_message(message) for message in body.messages],
-        add_generation_prompt=True,
-        tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-        if offered
-        else None,
-        **extra,
-    )
-    constraints = _format_constraints(body, has_tools=bool(offered))
+    text = _rendered(loaded.template, body, offered)
+    constraints = constraints_of(body.settings)
+    if constraints and offered:
+        raise ApiError(
+            400,
+            "response_format and tools contradict each other; tool_choice 'none' turns tools off",
+            param="response_format",
+        )
     if is_call:
         assert tool_format is not None, "tools are offered"
         functions = [one.model_dump(exclude_none=True) for one in offered]
         only_one = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
-        schema = call_schema(functions, tool_format, only_one=only_one)
-        constraints = (JsonSchema(schema),)
+        constraints = (JsonSchema(call_schema(functions, tool_format, only_one=only_one)),)
     tags = find_tags(loaded.template.source)
     begins_inside = ends_inside(text, tags[0])
     if begins_inside and constraints:  # the constrained JSON comes after it
@@ -110,18 +100,73 @@ def chat_prompt(
     if is_call and tool_format is not None:
         text += template_text(tool_format.opening)
     trusts_all = allow_special if body.allow_special is None else body.allow_special
-    trust = None if trusts_all else Trust(text.trusted, loaded.template.source)
-    return ChatPrompt(
-        loaded.tokenizer.encode(
+
+    def encode(text: TrackedText) -> list[int]:
+        trust = None if trusts_all else Trust(text.trusted, template.source)
+        return loaded.tokenizer.encode(
             text, allow_special=True, add_bos=False, max_tokens=max_tokens, trust=trust
-        ),
+        )
+
+    template = loaded.template
+    negative_ids = None
+    if uses_guidance(body.settings):
+        negative_ids = encode(_rendered(template, _with_negative_system(body), offered))
+    return ChatPrompt(
+        encode(text),
         tags,
         tool_format=tool_format if offered else None,
         tools=tuple(one.name for one in offered),
         is_call=is_call,
         begins_inside=begins_inside,
         constraints=constraints,
+        negative_ids=negative_ids,
     )
+
+
+def _rendered(template: ChatTemplate, body: ChatBody, offered: Sequence[Function]) -> TrackedText:
+    """The conversation as text, up to the place of the reply.
+
+    A last message that the reply continues is written after the opening of a reply, without the
+    template's end of a turn.
+    """
+    settings, messages = body.settings, body.messages
+    begun = settings.prefix
+    is_begun = settings.continues or bool(messages[-1].prefix)
+    if is_begun and messages[-1].role == "assistant":
+        messages, begun = messages[:-1], _text_of(messages[-1].content) + begun
+    elif is_begun:
+        raise ApiError(400, "only a message of the assistant can be continued", param="messages")
+    if not messages:
+        raise ApiError(400, "there is no message before the reply", param="messages")
+    text = template.render(
+        [as_message(message) for message in messages],
+        add_generation_prompt=settings.adds_turn or is_begun,
+        tools=[_as_tool(tool) for tool in body.tools or ()] if offered else None,
+        **_variables(settings),
+    )
+    return text + begun if begun else text
+
+
+def _variables(settings: Settings) -> dict[str, Any]:
+    """Variables of the template. Without effort there is no thinking, unless a request says so."""
+    variables = {**settings.template, **settings.variables}
+    if variables.get("reasoning_effort") == "none":
+        variables.setdefault("enable_thinking", False)
+    return variables
+
+
+def _as_tool(tool: Tool) -> dict[str, object]:
+    function = tool.function.model_dump(
+        exclude_none=True, exclude=set(tool.function.model_extra or ())
+    )
+    return {"type": "function", "function": function}
+
+
+def _with_negative_system(body: ChatBody) -> ChatBody:
+    """The conversation with the negative prompt as its system prompt, as in `exl chat`."""
+    system = Message.model_validate({"role": "system", "content": body.settings.negative_prompt})
+    turns = [one for one in body.messages if one.role not in ("system", "developer")]
+    return body.model_copy(update={"messages": [system, *turns]})
 
 
 def _check_last_message(loaded: LoadedModel, body: ChatBody, max_tokens: int) -> None:
@@ -138,13 +183,15 @@ def _check_last_message(loaded: LoadedModel, body: ChatBody, max_tokens: int) ->
 def as_message(message: Message) -> dict[str, object]:
     """A message as templates expect it: its text as one string, arguments of calls as values."""
     fields: dict[str, object] = {
-        "role": "system" if message.role == "developer" else message.role,
+        "role": _ROLES.get(message.role, message.role),
         "content": _text_of(message.content),
     }
-    for name in ("name", "reasoning_content", "tool_call_id"):
-        value = getattr(message, name)
-        if value is not None:
-            fields[name] = value
+    optional = {
+        "name": message.name,
+        "reasoning_content": message.reasoned,
+        "tool_call_id": message.tool_call_id,
+    }
+    fields |= {name: value for name, value in optional.items() if value is not None}
     if message.tool_calls:
         fields["tool_calls"] = [
             {
@@ -163,14 +210,17 @@ def as_message(message: Message) -> dict[str, object]:
 def _text_of(content: str | Sequence[TextPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(part.text for part in content)
+    return "".join(part.text for part in content if part.type not in _UNSEEN_PARTS)
 
 
-def _arguments(text: str) -> object:
+def _arguments(text: str | dict[str, Any] | None) -> object:
+    if isinstance(text, dict):
+        return text
+    text = text or "{}"
     if len(text) > LONG_BYTES:
         check_structure(text.encode("utf-8", "surrogatepass"), 0)
     try:
-        value = json.loads(text or "{}")
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ApiError(
             400, "arguments of a tool call are not JSON", param="messages", code="invalid_value"
@@ -183,10 +233,8 @@ def _offered(body: ChatBody) -> tuple[list[Function], bool]:
     choice = body.tool_choice
     functions = [tool.function for tool in body.tools or ()]
     if not functions:
-        if choice not in (None, "none"):
+        if choice not in (None, "none", "auto"):
             raise ApiError(400, "tool_choice without tools", param="tool_choice")
-        if body.parallel_tool_calls is not None:
-            raise ApiError(400, "parallel_tool_calls without tools", param="parallel_tool_calls")
         return [], False
     if choice == "none":
         return [], False
@@ -221,18 +269,3 @@ def _tool_format(template: ChatTemplate, body: ChatBody) -> ToolFormat | None:
             code="unsupported_parameter",
         )
     return found
-
-
-def _format_constraints(body: ChatBody, *, has_tools: bool) -> tuple[Constraint, ...]:
-    wanted = body.response_format
-    if not isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
-        return ()
-    if has_tools:
-        raise ApiError(
-            400,
-            "response_format and tools contradict each other; tool_choice 'none' turns tools off",
-            param="response_format",
-        )
-    if isinstance(wanted, JsonObjectFormat):
-        return (JsonSchema({"type": "object"}),)
-    return (JsonSchema(wanted.json_schema.json_schema),)

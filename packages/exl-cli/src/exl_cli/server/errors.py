@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from exl_cli.server.record import record_of
 from exl_core.constrain.trial import TrialStoppedError
 from exl_core.errors import (
     ContextLengthError,
@@ -94,30 +95,37 @@ def api_error_of(error: ExlError) -> ApiError:
 
 def install_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def _api(_request: Request, error: ApiError) -> Response:
-        return error.response()
+    async def _api(request: Request, error: ApiError) -> Response:
+        return _answer(request, error)
 
     @app.exception_handler(ExlError)
-    async def _exl(_request: Request, error: ExlError) -> Response:
-        return api_error_of(error).response()
+    async def _exl(request: Request, error: ExlError) -> Response:
+        return _answer(request, api_error_of(error))
 
     @app.exception_handler(RequestValidationError)
-    async def _invalid(_request: Request, error: RequestValidationError) -> Response:
-        return _refusal(error.errors()).response()
+    async def _invalid(request: Request, error: RequestValidationError) -> Response:
+        return _answer(request, refusal(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
-        return _http_error(request, error).response()
+        return _answer(request, _http_error(request, error))
 
     @app.exception_handler(RecursionError)
-    async def _deep(_request: Request, _error: RecursionError) -> Response:
-        return ApiError(400, "the body is nested too deeply", code="invalid_json").response()
+    async def _deep(request: Request, _error: RecursionError) -> Response:
+        error = ApiError(400, "the body is nested too deeply", code="invalid_json")
+        return _answer(request, error)
 
     @app.exception_handler(Exception)
-    async def _bug(_request: Request, _error: Exception) -> Response:
+    async def _bug(request: Request, _error: Exception) -> Response:
         # uvicorn closes the connection after an exception; the header announces it to the client.
         headers = {"Connection": "close"}
-        return ApiError(500, "internal error", kind="server_error", headers=headers).response()
+        error = ApiError(500, "internal error", kind="server_error", headers=headers)
+        return _answer(request, error)
+
+
+def _answer(request: Request, error: ApiError) -> Response:
+    record_of(request.scope).reason = error.message
+    return error.response()
 
 
 def _http_error(request: Request, error: HTTPException) -> ApiError:
@@ -129,7 +137,7 @@ def _http_error(request: Request, error: HTTPException) -> ApiError:
     return ApiError(error.status_code, message, headers=error.headers)
 
 
-def _refusal(problems: Sequence[Any]) -> ApiError:
+def refusal(problems: Sequence[Any]) -> ApiError:
     """The error of the first invalid field.
 
     A field of a union type has one problem for each member of the union. The common prefix of
@@ -147,10 +155,6 @@ def _refusal(problems: Sequence[Any]) -> ApiError:
     for one in same[1:]:
         shared = tuple(a for a, b in zip(shared, one["loc"][1:], strict=False) if a == b)
     param = ".".join(map(str, shared))[:200]
-    if kind == "extra_forbidden" and len(same) == 1:
-        return ApiError(
-            400, f"unsupported parameter: {param}", param=param, code="unsupported_parameter"
-        )
     kinds = [one for one in same if one["type"] == "literal_error" and one["loc"][-1] == "type"]
     if len(kinds) == 1:  # an unknown `type` is the cause of all other problems of the field
         text = f"{param}: {str(kinds[0]['input'])[:100]!r} is not supported: {kinds[0]['msg']}"

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from exl_cli.server import memory
 from exl_cli.server.errors import ApiError
+from exl_cli.server.record import record_of
 from exl_core.errors import RequestError
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -84,6 +85,7 @@ class Gate:
             _check_head(scope, headers)
             body = await self._body(scope, headers, receive)
         except ApiError as error:
+            record_of(scope).reason = error.message
             await error.response()(scope, receive, send)
             return
         if body is None:  # the client has disconnected

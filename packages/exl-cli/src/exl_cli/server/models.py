@@ -17,11 +17,13 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from exl_cli.server.errors import ApiError, api_error_of
 from exl_core.errors import ExlError, ModelNotFoundError, RequestError
 from exl_core.generate.asynchronous import AsyncGenerator
 from exl_core.generate.dynamic import DynamicGenerator
+from exl_core.model.adapters import AdapterUse
 from exl_core.session.open import model_name
 from exl_core.session.runtime import Runtime
 
@@ -31,13 +33,23 @@ Opener = Callable[[Path], Runtime]
 
 @dataclass(eq=False)
 class Resident:
-    """The loaded model with its generator."""
+    """The loaded model with its generator.
+
+    adapters   LoRA adapters by name, with their scales
+    defaults   sampler settings of requests that do not choose
+    """
 
     name: str
     runtime: Runtime
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     jobs: AsyncGenerator = field(init=False)
+    adapters: dict[str, AdapterUse] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.adapters = {}
+        for number, use in enumerate(self.runtime.adapters):
+            name = str(getattr(use.adapter, "name", number))
+            self.adapters[name if name not in self.adapters else f"{name}-{number}"] = use
         loaded, engine = self.runtime.loaded, self.runtime.engine
         self.jobs = AsyncGenerator(DynamicGenerator(loaded, engine=engine))
 
@@ -53,8 +65,12 @@ class _Waiter:
 
 
 class ModelHost:
-    """Owns the resident model. `others`: models by name that `opener` can load instead of the
-    first."""
+    """Owns the resident model.
+
+    others     models by name that `opener` can load instead of the first
+    aliases    further names of models
+    is_strict  a server of one model refuses other names too
+    """
 
     def __init__(
         self,
@@ -63,7 +79,11 @@ class ModelHost:
         name: str | None = None,
         others: Mapping[str, Path] | None = None,
         opener: Opener | None = None,
+        aliases: Mapping[str, str] | None = None,
+        is_strict: bool = False,
     ) -> None:
+        self.aliases = dict(aliases or {})
+        self._is_strict = is_strict
         self.created = int(time.time())
         self.default = name or first.name
         self.others = dict(others or {})
@@ -103,16 +123,30 @@ class ModelHost:
             await self._resident.jobs.close()
 
     def _known(self, name: str | None) -> str:
+        """The model that a request names. A server of one model serves every name. Among several,
+        a unique beginning of a name suffices."""
         if name is None:
             return self.default if self._resident is None else self._resident.name
-        if name not in self.others and name != self.default:
-            raise ApiError(
-                404,
-                f"no model {name[:200]!r}; /v1/models lists the models",
-                param="model",
-                code="model_not_found",
-            )
-        return name
+        if name in self.aliases:
+            return self.aliases[name]
+        if name in self.others or name == self.default:
+            return name
+        if not self.others and not self._is_strict:
+            return self.default
+        begun = [one for one in self.names if name and one.startswith(name)]
+        if len(begun) == 1:
+            return begun[0]
+        said = (
+            f"{len(begun)} models begin with {name[:200]!r}"
+            if begun
+            else f"no model {name[:200]!r}"
+        )
+        raise ApiError(
+            404,
+            f"{said}; /v1/models lists the models",
+            param="model",
+            code="model_not_found",
+        )
 
     async def _acquire(self, name: str) -> Resident:
         waiter = _Waiter(name, asyncio.get_running_loop().create_future())

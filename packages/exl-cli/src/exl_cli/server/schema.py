@@ -1,98 +1,152 @@
-"""Request bodies, field by field. An unknown field is refused by its name."""
+"""Request bodies: their structured fields. `settings.py` has the settings of generation.
+
+Unknown fields are kept in `model_extra`, so that the server can name them.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
-MAX_CHOICES = 16
+from exl_cli.server.fields import Table
+from exl_cli.server.settings import CHAT, COMPLETION, Settings, read_settings
+
 MAX_PROMPTS = 1024
-MAX_TOP_LOGPROBS = 20
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class Body(BaseModel):
     # strict: no type conversion. Lists use fail_fast: a million wrong elements are one error.
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    inert: ClassVar[frozenset[str]] = frozenset()
+    """Names of known fields that have no effect here."""
+
+    def unknown_fields(self, prefix: str = "") -> Iterator[str]:
+        """Names of the fields that this server does not know, with their path."""
+        for name, value in (self.model_extra or {}).items():
+            if name not in self.inert and value is not None:
+                yield prefix + name
+        for name in self.model_fields_set:
+            value = getattr(self, name, None)
+            if isinstance(value, Body):
+                yield from value.unknown_fields(f"{prefix}{name}.")
+            elif isinstance(value, list) and value and isinstance(value[0], Body):
+                for one in value:
+                    yield from one.unknown_fields(f"{prefix}{name}[].")
 
 
 class StreamOptions(Body):
+    inert = frozenset({"include_obfuscation"})
+
     include_usage: bool = False
     continuous_usage_stats: bool = Field(
         False, description="Send the usage so far with every event, for clients that stop early."
     )
 
 
-class SamplingFields(Body):
-    """Fields that completions and chat share. A missing field has OpenAI's default, so that the
-    sampler uses the model's unchanged distribution."""
+def _with_settings(schema: dict[str, Any], body: type[GenerationBody]) -> None:
+    """Adds the settings to the OpenAPI document of a body."""
+    schema["properties"] = {**schema["properties"], **body.table.properties()}
+
+
+class GenerationBody(Body):
+    """Fields that completions and chat share. A missing setting has the server's default."""
+
+    model_config = ConfigDict(json_schema_extra=_with_settings)
+    table: ClassVar[Table] = Table()
 
     model: str | None = None
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    frequency_penalty: float | None = Field(None, ge=-100, le=100)
-    presence_penalty: float | None = Field(None, ge=-100, le=100)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, max_length=2048
-    )
-    stop: StopText | Annotated[list[StopText], Field(max_length=64, fail_fast=True)] | None = None
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Has no effect: the server does not track users.")
+    settings: SkipJsonSchema[SkipValidation[Settings]] = Field(Settings(), alias="exl.settings")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_settings(cls, body: object) -> object:
+        if not isinstance(body, Mapping):
+            return body
+        settings, others = read_settings(cls.table, body)
+        return {
+            **{name: value for name, value in others.items() if value is not None},
+            "exl.settings": settings,
+        }
 
 
-class CompletionBody(SamplingFields):
+class CompletionBody(GenerationBody):
+    table = COMPLETION
+
     prompt: (
         str
         | Annotated[Texts, Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[TokenIds, Field(min_length=1)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
-    max_tokens: int | None = Field(None, ge=0, description="Default: 16, as in OpenAI's API.")
-    echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    best_of: Literal[1] | None = None
-    add_special_tokens: bool = Field(
-        True, description="Add BOS to a text if the tokenizer adds it by default."
+    suffix: str | None = Field(
+        None, description="Text after the reply: the model fills the gap, if its tokenizer can."
     )
 
 
 class TextPart(Body):
-    type: Literal["text"]
-    text: str
+    inert = frozenset(
+        {"cache_control", "annotations", "logprobs", "citations", "signature", "data", "id"}
+    )
+
+    type: Literal["text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking"]
+    text: str = ""
 
 
 class CalledFunction(Body):
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCallField(Body):
-    id: str
+    inert = frozenset({"index", "cache_control", "extra_content"})
+
+    id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """A message, in the shapes that clients send back as history."""
+
+    inert = frozenset(
+        {"annotations", "audio", "refusal", "cache_control", "reasoning_details", "id", "status"}
+        | {"metadata", "provider_specific_fields", "timestamp", "function_call"}
+    )
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
     tool_calls: list[ToolCallField] | None = None
     tool_call_id: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
+    prefix: bool | None = Field(None, description="The reply continues this last message.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_function_call(cls, message: object) -> object:
+        """The call of a function as it was before tools."""
+        if not isinstance(message, dict):
+            return message
+        called = message.get("function_call")
+        if isinstance(called, dict) and not message.get("tool_calls"):
+            return {**message, "tool_calls": [{"function": called}]}
+        return message
+
+    @property
+    def reasoned(self) -> str | None:
+        return self.reasoning_content or self.reasoning or self.thinking
 
 
 class Function(Body):
@@ -103,6 +157,8 @@ class Function(Body):
 
 
 class Tool(Body):
+    inert = frozenset({"cache_control"})
+
     type: Literal["function"]
     function: Function
 
@@ -116,44 +172,13 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-class TextFormat(Body):
-    type: Literal["text"]
+class ChatBody(GenerationBody):
+    table = CHAT
 
-
-class JsonObjectFormat(Body):
-    type: Literal["json_object"]
-
-
-class NamedSchema(Body):
-    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
-
-    name: str
-    description: str | None = None
-    json_schema: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-
-
-class JsonSchemaFormat(Body):
-    type: Literal["json_schema"]
-    json_schema: NamedSchema
-
-
-ResponseFormat = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
-]
-
-
-class ChatBody(SamplingFields):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     allow_special: bool | None = Field(
         None,
         description="Whether text of messages that spells special tokens becomes these tokens. "

@@ -10,34 +10,57 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from typing import TypeVar
 
+from exl_cli.server.engine_request import Wanted, dry_breakers, make_requests
 from exl_cli.server.errors import ApiError, api_error_of
 from exl_cli.server.limits import Limits
 from exl_cli.server.metrics import Metrics
 from exl_cli.server.models import ModelHost, Resident
-from exl_cli.server.schema import SamplingFields
-from exl_core.constrain.filter import Constraint
+from exl_cli.server.record import LOG, Record, shown_names
+from exl_cli.server.schema import Body, GenerationBody
+from exl_cli.server.settings import Settings
 from exl_core.engine.events import FinishEvent, FinishReason
-from exl_core.engine.request import Report, Request
-from exl_core.errors import ContextLengthError, ExlError, RequestError
+from exl_core.errors import ExlError, printable
 from exl_core.generate.asynchronous import AsyncJob
 from exl_core.generate.dynamic import Result
-from exl_core.sampling.params import SamplerParams, TokenBias
 
 T = TypeVar("T")
 LONG_CHARS = 64 * 1024
 
 
 class Service:
-    """`allow_special`: texts of messages may spell special tokens, unless a request says no."""
+    """allow_special  texts of messages may spell special tokens, unless a request says no
+    is_strict      an unknown field is an error
+    logs_prompts   prompts are logged
+    """
 
-    def __init__(self, host: ModelHost, limits: Limits, *, allow_special: bool = False) -> None:
+    def __init__(
+        self,
+        host: ModelHost,
+        limits: Limits,
+        *,
+        allow_special: bool = False,
+        is_strict: bool = False,
+        logs_prompts: bool = False,
+    ) -> None:
         self.host = host
         self.allow_special = allow_special
+        self.is_strict = is_strict
+        self.logs_prompts = logs_prompts
         self.limits = limits
         self.metrics = Metrics()
         self._admitted = 0  # replies that run, or wait for the engine or for their model
         self._mean_s = 1.0  # moving average of a request's duration
         self._long_work = ThreadPoolExecutor(1, thread_name_prefix="exl-long-text")
+
+    def accept(self, body: Body, record: Record) -> None:
+        """Note the fields of the body that the server does not know. In strict mode the first of
+        them is an error."""
+        record.ignored = shown_names(body.unknown_fields())
+        if self.is_strict and record.ignored:
+            param = record.ignored[0]
+            raise ApiError(
+                400, f"unsupported parameter: {param}", param=param, code="unsupported_parameter"
+            )
 
     @contextmanager
     def admit(self, count: int) -> Iterator[None]:
@@ -84,11 +107,21 @@ class Service:
         self._long_work.shutdown(wait=False, cancel_futures=True)
 
     async def submit(
-        self, stack: AsyncExitStack, resident: Resident, requests: Sequence[Request]
+        self,
+        stack: AsyncExitStack,
+        resident: Resident,
+        settings: Settings,
+        prompts: Sequence[Sequence[int]],
+        wanted: Wanted,
     ) -> list[AsyncJob]:
-        """Submit all requests. Closing the stack cancels those that still run."""
+        """Submit `n` requests for each prompt. Closing the stack cancels those that still run."""
+        tokenizer = resident.runtime.loaded.tokenizer
+        if settings.sampler.get("dry_multiplier") or resident.defaults.get("dry_multiplier"):
+            await in_thread(lambda: dry_breakers(tokenizer, settings))
         jobs = []
-        for request in requests:
+        for request in make_requests(resident, settings, prompts, wanted):
+            if self.logs_prompts:
+                LOG.info("prompt: %s", printable(tokenizer.decode(request.prompt_ids)))
             job = await resident.jobs.submit(request)
             stack.callback(self._drop, job)
             jobs.append(job)
@@ -122,74 +155,18 @@ class Service:
         self.metrics.pages_in_use.set(held)
 
 
-def make_requests(
-    resident: Resident,
-    fields: SamplingFields,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_tokens: int | None,
-    report: Report,
-    max_time_s: float,
-    constraints: tuple[Constraint, ...] = (),
-    show_special: bool = False,
-) -> list[Request]:
-    """`n` requests for each prompt, in order. Their token limits keep replies within the
-    context."""
-    runtime = resident.runtime
-    stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
-    requests: list[Request] = []
-    param = "messages" if "messages" in type(fields).model_fields else "prompt"
-    for prompt_ids in prompts:
-        if not prompt_ids:
-            raise ApiError(400, "the prompt is empty", param=param, code="invalid_value")
-        for _ in range(fields.n or 1):
-            with refusing_long_prompts(runtime.ctx_size, param):
-                request = runtime.request(
-                    prompt_ids,
-                    max_tokens=max_tokens,
-                    max_time_s=max_time_s,
-                    sampler=sampler_of(fields, len(requests), runtime.engine.vocab_size),
-                    stop=stops,
-                    constraints=constraints,
-                    report=report,
-                    show_special=show_special,
-                )
-            requests.append(request)
-    return requests
-
-
-@contextmanager
-def refusing_long_prompts(ctx_size: int, param: str) -> Iterator[None]:
-    """Answers 400 for a prompt that leaves no room for a reply, with the field's name."""
-    try:
-        yield
-    except ContextLengthError as error:
-        raise ApiError(
-            400,
-            f"the prompt has at least {error.num_tokens} tokens and the context {ctx_size}: "
-            "there is no room for a reply",
-            param=param,
-            code="context_length_exceeded",
-        ) from error
-
-
-def check_stream(fields: SamplingFields) -> None:
-    if fields.stream_options is not None and not fields.stream:
-        raise ApiError(400, "stream_options without stream", param="stream_options")
-
-
-def wants_usage_chunk(fields: SamplingFields) -> bool:
+def wants_usage_chunk(fields: GenerationBody) -> bool:
     return fields.stream_options is not None and fields.stream_options.include_usage
 
 
 def extra_fields(
-    fields: SamplingFields, jobs: Sequence[AsyncJob]
+    fields: GenerationBody, jobs: Sequence[AsyncJob]
 ) -> Callable[[], dict[str, object]]:
     """Function that returns further fields for each event of a stream: the usage so far, if the
     client requested it."""
     if fields.stream_options is None or not fields.stream_options.continuous_usage_stats:
         return dict
-    prompt = sum(len(job.job.request.prompt_ids) for job in jobs[:: fields.n or 1])
+    prompt = sum(len(job.job.request.prompt_ids) for job in jobs[:: fields.settings.n])
 
     def usage() -> dict[str, object]:
         reply = sum(job.job.num_tokens for job in jobs)
@@ -197,38 +174,6 @@ def extra_fields(
         return {"usage": {"prompt_tokens": prompt, **counts}}
 
     return usage
-
-
-def sampler_of(fields: SamplingFields, number: int, vocab_size: int) -> SamplerParams:
-    """Sampler settings of reply `number`. Its seed is the seed of the request plus `number`."""
-    given = {
-        name: getattr(fields, name)
-        for name in (
-            *("temperature", "top_p", "top_k", "min_p"),
-            *("repetition_penalty", "frequency_penalty", "presence_penalty"),
-        )
-    }
-    settings = {name: value for name, value in given.items() if value is not None}
-    if fields.seed is not None:
-        settings["seed"] = (fields.seed + number) % 2**63
-    return SamplerParams(**settings, token_bias=_token_bias(fields, vocab_size))
-
-
-def _token_bias(fields: SamplingFields, vocab_size: int) -> TokenBias:
-    """`logit_bias`, with ids checked here so that the refusal names the client's field."""
-    try:
-        bias = TokenBias.from_text(fields.logit_bias or {})
-        is_known = max(bias, default=0) < vocab_size
-    except RequestError:
-        is_known = False
-    if not is_known:
-        raise ApiError(
-            400,
-            f"logit_bias: keys are token ids from 0 to {vocab_size - 1}, in plain decimal digits",
-            param="logit_bias",
-            code="invalid_value",
-        )
-    return bias
 
 
 async def results_of(jobs: Sequence[AsyncJob]) -> AsyncIterator[tuple[int, Result]]:

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from exl_cli.server.errors import ApiError, to_json
 from exl_cli.server.limits import PIPE
+from exl_cli.server.record import record_of
 from exl_cli.server.service import failure_of
 from exl_core.errors import ExlError
 from exl_core.generate.asynchronous import AsyncJob
@@ -97,7 +98,9 @@ class EventStreamResponse(Response):
         try:
             await _StreamWriter(self._events, pipe).run()
         except Exception as error:  # noqa: BLE001 - sent to the client; a bug is raised again below
-            last = to_json(failure_of(error).body)
+            failure = failure_of(error)
+            record_of(scope).reason = failure.message
+            last = to_json(failure.body)
             bug = None if isinstance(error, ApiError | ExlError) else error
         await pipe.drain()
         await send({"type": "http.response.body", "body": _sse_event(last), "more_body": False})
