@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from exl_core.settings import server_key
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from exl_cli.engine_options import EngineChoices
     from exl_cli.server.limits import Limits
     from exl_cli.server.models import ModelHost
     from exl_core.session.runtime import Runtime
@@ -265,20 +267,7 @@ def serve_lite(
         from exl_cli.server.models import ModelHost, models_in
         from exl_cli.server.run import listen, make_server, url_of
 
-    def opener(path: Path | str | None, *, is_quiet: bool = True) -> Runtime:
-        runtime = running.open(
-            None if path is None else str(path),
-            choices,
-            is_quiet=is_quiet,
-            max_batch=limits.max_batch,
-            cache_tokens=limits.cache_tokens or DEFAULT_CACHE_TOKENS,
-        )
-        # Later these two would delay the replies that run.
-        runtime.engine.vocabulary.prepare()
-        if runtime.loaded.template is not None:
-            runtime.loaded.tokenizer.prepare_trust(runtime.loaded.template.source)
-        return runtime
-
+    opener = _opener(running, choices, limits)
     check_bind(server.host, has_key=bool(keys))
     others = {} if server.models_dir is None else models_in(Path(server.models_dir))
     spec, name = _initial_model(server.model, server.served_model_name, others)
@@ -303,6 +292,28 @@ def serve_lite(
                 typer.echo(f"{printable(host.default)} at {url_of(listening)}", err=True)
 
         make_server(app, known, announce).run(sockets=[listening])
+
+
+def _opener(
+    running: RunningOptions, choices: EngineChoices, limits: LimitOptions
+) -> Callable[..., Runtime]:
+    """Function that loads a model for the server."""
+
+    def opener(path: Path | str | None, *, is_quiet: bool = True) -> Runtime:
+        runtime = running.open(
+            None if path is None else str(path),
+            choices,
+            is_quiet=is_quiet,
+            max_batch=limits.max_batch,
+            cache_tokens=limits.cache_tokens or DEFAULT_CACHE_TOKENS,
+        )
+        # Later these two would delay the replies that run.
+        runtime.engine.vocabulary.prepare()
+        if runtime.loaded.template is not None:
+            runtime.loaded.tokenizer.prepare_trust(runtime.loaded.template.source)
+        return runtime
+
+    return opener
 
 
 def _app(
