@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from exl_core.cache.page_pool import PageCopy
 from exl_core.errors import RequestError
 from exl_core.model.runner import Runner
-from exl_core.model.segment import PageCopy, Segment
+from exl_core.model.segment import Segment
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from exl_eval import continuations
 from exl_eval.continuations import Pair, score_continuations

@@ -45,6 +45,7 @@ WITHOUT_TORCH = (
     "exl_core.arch.*",
     "exl_core.prompt.*",
     "exl_core.cache.page_pool",
+    "exl_core.cache.sequence_state",
     "exl_core.cache.format",
     "exl_core.sampling.params",
     "exl_core.engine.request",

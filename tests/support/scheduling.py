@@ -13,14 +13,14 @@ from itertools import pairwise
 from random import Random
 
 from exl_core.arch.spec import ModelConfig
-from exl_core.cache.page_pool import PageKey, PagePool, page_keys
+from exl_core.cache.page_pool import PageCopy, PageKey, PagePool, page_keys
 from exl_core.engine.plan import BatchPlan
 from exl_core.engine.request import Request
 from exl_core.engine.scheduler import Scheduler
-from exl_core.engine.sequence import SequenceState, root_key
+from exl_core.engine.sequence import RequestSequence, root_key
 from exl_core.errors import RequestError
 from exl_core.model.adapters import Adapter, AdapterUse
-from exl_core.model.segment import LogitRows, PageCopy, Segment
+from exl_core.model.segment import LogitRows, Segment
 
 PAGE = 4
 Values = dict[tuple[int, int], int]
@@ -52,10 +52,10 @@ def scheduler(pages: int, *, max_batch: int = 8, prefill_chunk: int = 8) -> Sche
 
 
 def sequence(
-    prompt: Iterable[int], more: int = 4, adapters: tuple[AdapterUse, ...] = ()
-) -> SequenceState:
-    ids = list(prompt)
-    return SequenceState(Request(tuple(ids), adapters=adapters), len(ids) + more, ids)
+    s: Scheduler, prompt: Iterable[int], more: int = 4, adapters: tuple[AdapterUse, ...] = ()
+) -> RequestSequence:
+    ids = tuple(prompt)
+    return s.new_sequence(Request(ids, adapters=adapters), ids, len(ids) + more)
 
 
 def shape(plan: BatchPlan) -> list[tuple[str, int, int, LogitRows]]:
@@ -114,15 +114,15 @@ class Memory:
         for runner, segment in pairs:
             past_len = segment.past_len
             last = (segment.page_ids[(past_len - 1) // PAGE], (past_len - 1) % PAGE)
-            before = self.values[last] if past_len else root_value(runner.key_root)
+            before = self.values[last] if past_len else root_value(runner.state.key_root)
             for i, value in enumerate(chain(before, segment.token_ids), start=past_len):
                 self.values[segment.page_ids[i // PAGE], i % PAGE] = value
         for runner, segment in pairs:
             self.check_past(runner, segment)
 
-    def check_past(self, runner: SequenceState, segment: Segment) -> None:
+    def check_past(self, runner: RequestSequence, segment: Segment) -> None:
         past = runner.token_ids[: segment.past_len]
-        for i, value in enumerate(chain(root_value(runner.key_root), past)):
+        for i, value in enumerate(chain(root_value(runner.state.key_root), past)):
             place = (segment.page_ids[i // PAGE], i % PAGE)
             assert self.values.get(place) == value, f"position {i} of {runner.request_id}"
 
@@ -142,7 +142,7 @@ class Simulation:
         self.s = scheduler(pages, max_batch=max_batch, prefill_chunk=prefill_chunk)
         self.max_draft = max_draft
         self.memory = Memory()
-        self.live: list[SequenceState] = []  # in order of arrival
+        self.live: list[RequestSequence] = []  # in order of arrival
         self.count = Counter[str]()
         self.value_of_key: dict[PageKey, int] = {}
 
@@ -155,10 +155,10 @@ class Simulation:
         self, prompt: list[int], more: int, serial: int, negative_ids: list[int] | None
     ) -> None:
         adapters = (use(serial),) if serial else ()
-        new = sequence(prompt, more, adapters)
+        new = sequence(self.s, prompt, more, adapters)
         negative = None
         if negative_ids is not None:
-            negative = SequenceState(new.request, len(negative_ids) + more, list(negative_ids))
+            negative = self.s.new_sequence(new.request, negative_ids, len(negative_ids) + more)
         try:
             negative_len = None if negative is None else negative.max_len
             self.s.check_fits(new.request_id, new.max_len, negative_len)
@@ -185,7 +185,7 @@ class Simulation:
         assert bool(plan.segments) == bool(self.live), "a plan is empty only without live sequences"
         self.check_plan(plan)
         self.memory.run(plan)
-        rewinds: list[tuple[SequenceState, int]] = []
+        rewinds: list[tuple[RequestSequence, int]] = []
         for runner, segment in zip(plan.sequences, plan.segments, strict=True):
             if segment.logit_rows is LogitRows.NONE or runner not in self.live:
                 continue
@@ -194,7 +194,7 @@ class Simulation:
             if random.random() < 0.06 and num_new:
                 rewinds.append((runner, random.randint(0, num_new)))
         for runner in plan.sequences:
-            root = runner.key_root
+            root = runner.state.key_root
             keys = page_keys(runner.token_ids, PAGE, root=root)
             values = chain(root_value(root), runner.token_ids)
             for i, key in enumerate(keys):
@@ -228,7 +228,7 @@ class Simulation:
             drafts[runner.request_id] = tuple(random.randint(0, 1) for _ in range(length))
         return drafts
 
-    def sample(self, runner: SequenceState, segment: Segment, random: Random) -> None:
+    def sample(self, runner: RequestSequence, segment: Segment, random: Random) -> None:
         """Accept drafted tokens as long as the sampled ones equal them."""
         draft = segment.token_ids[1:] if segment.logit_rows is LogitRows.ALL else ()
         for drafted in (*draft, None):
@@ -241,10 +241,10 @@ class Simulation:
             self.count["accepted"] += 1
         assert len(runner.token_ids) <= runner.max_len
 
-    def draft_room(self, member: SequenceState) -> int:
+    def draft_room(self, member: RequestSequence) -> int:
         return len(member.page_ids) * PAGE - len(member.token_ids)
 
-    def distrust(self, runner: SequenceState, rewinds: list[tuple[SequenceState, int]]) -> None:
+    def distrust(self, runner: RequestSequence, rewinds: list[tuple[RequestSequence, int]]) -> None:
         """Remove an untrusted sequence between the pass and `advance`."""
         page_ids = [page for member in runner.members for page in member.page_ids]
         self.s.remove(runner, is_trusted=False)
@@ -259,7 +259,7 @@ class Simulation:
         assert is_trusted or not any(self.s.pool.contents_of(page) for page in page_ids)
         self.count["cancellation"] += 1
 
-    def end(self, runner: SequenceState, *, is_trusted: bool) -> None:
+    def end(self, runner: RequestSequence, *, is_trusted: bool) -> None:
         self.s.remove(runner, is_trusted=is_trusted)
         self.live.remove(runner)
         self.check()
@@ -356,7 +356,7 @@ class Simulation:
         for member in members:
             assert len(set(member.page_ids)) == len(member.page_ids)
             past = member.token_ids[: member.past_len]
-            for i, value in enumerate(chain(root_value(member.key_root), past)):
+            for i, value in enumerate(chain(root_value(member.state.key_root), past)):
                 assert values.get((member.page_ids[i // PAGE], i % PAGE)) == value
         for page in everywhere:
             known = pool.contents_of(page)

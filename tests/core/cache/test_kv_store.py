@@ -18,9 +18,9 @@ from exl_core.cache.format import (
     parse_cache_type,
 )
 from exl_core.cache.memory import available_memory_bytes
+from exl_core.cache.page_pool import PageCopy
 from exl_core.cache.store import KVStore
 from exl_core.errors import OutOfMemoryError, RequestError
-from exl_core.model.segment import PageCopy
 from support.profiles import examples
 
 

@@ -10,7 +10,7 @@ import pytest
 from exl_core.engine.engine import Engine
 from exl_core.engine.events import FailEvent, FinishEvent, FinishReason
 from exl_core.engine.request import Report, Request
-from exl_core.engine.sequence import SequenceState
+from exl_core.engine.sequence import RequestSequence
 from exl_core.errors import OutOfMemoryError
 from exl_core.sampling.params import SamplerParams
 from support.async_steps import AsyncRunner, enable_async_steps
@@ -97,7 +97,7 @@ def test_cancel_while_the_next_pass_is_launched() -> None:
 
 def num_sequences() -> int:
     gc.collect()
-    return sum(isinstance(one, SequenceState) for one in gc.get_objects())
+    return sum(isinstance(one, RequestSequence) for one in gc.get_objects())
 
 
 def test_an_idle_engine_drops_the_launched_pass() -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from exl_core.cache.page_pool import PageCopy
 from exl_core.engine.scheduler import WORTH_WAITING
 from exl_core.errors import RequestError
-from exl_core.model.segment import LogitRows, PageCopy
+from exl_core.model.segment import LogitRows
 from support.scheduling import finish, run, scheduler, sequence, shape, use
 
 
 def test_a_long_prompt_is_computed_in_chunks_beside_decoding() -> None:
     s = scheduler(20, prefill_chunk=8)
-    first, second = sequence([1, 2, 3]), sequence(range(10, 30))
+    first, second = sequence(s, [1, 2, 3]), sequence(s, range(10, 30))
     s.add(first)
     s.add(second)
     a, b = first.request_id, second.request_id
@@ -31,7 +32,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decoding() -> None:
 def test_sequences_start_in_order_and_none_overtakes() -> None:
     s = scheduler(4)
     for prompt in ([1] * 4, [2] * 12, [3] * 2):
-        s.add(sequence(prompt))
+        s.add(sequence(s, prompt))
     s.plan()
     assert len(s.running) == 1, "the second does not fit, and the third does not overtake it"
     s.remove(s.running[0])
@@ -42,13 +43,13 @@ def test_sequences_start_in_order_and_none_overtakes() -> None:
 def test_at_most_max_batch_sequences_run() -> None:
     s = scheduler(20, max_batch=2)
     for i in range(3):
-        s.add(sequence([i]))
+        s.add(sequence(s, [i]))
     assert len(s.plan().segments) == 2
 
 
 def test_the_youngest_is_preempted_and_resumes_with_its_tokens() -> None:
     s = scheduler(4, prefill_chunk=16)
-    old, young = sequence([1] * 7, more=9), sequence([2] * 3, more=9)
+    old, young = sequence(s, [1] * 7, more=9), sequence(s, [2] * 3, more=9)
     s.add(old)
     s.add(young)
     run(s, 2)
@@ -66,7 +67,7 @@ def test_the_youngest_is_preempted_and_resumes_with_its_tokens() -> None:
 
 def test_only_the_last_token_of_a_cached_prompt_is_computed() -> None:
     s = scheduler(10, prefill_chunk=64)
-    first, same, longer = sequence(range(8)), sequence(range(8)), sequence(range(11))
+    first, same, longer = sequence(s, range(8)), sequence(s, range(8)), sequence(s, range(11))
     s.add(first)
     finish(s, s.plan(), token=77)
     s.add(same)
@@ -83,7 +84,7 @@ def test_only_the_last_token_of_a_cached_prompt_is_computed() -> None:
 def test_a_sequence_waits_for_a_prefix_that_is_being_computed() -> None:
     s = scheduler(400, prefill_chunk=80)
     prompts = [range(200), range(200), [*range(150), *range(500, 540)], range(300, 500)]
-    first, same, alike, other = map(sequence, prompts)
+    first, same, alike, other = (sequence(s, prompt) for prompt in prompts)
     for one in (first, same, alike, other):
         s.add(one)
     rows = 0
@@ -100,8 +101,8 @@ def test_a_sequence_waits_for_a_prefix_that_is_being_computed() -> None:
 def test_a_sequence_does_not_wait_for_a_short_prefix() -> None:
     s = scheduler(400, prefill_chunk=300)
     first, second = (
-        sequence([*range(60), *range(100, 200)]),
-        sequence([*range(60), *range(300, 400)]),
+        sequence(s, [*range(60), *range(100, 200)]),
+        sequence(s, [*range(60), *range(300, 400)]),
     )
     s.add(first)
     s.add(second)
@@ -110,7 +111,7 @@ def test_a_sequence_does_not_wait_for_a_short_prefix() -> None:
 
 def test_a_waiting_sequence_starts_if_the_computing_one_is_removed() -> None:
     s = scheduler(400, prefill_chunk=80)
-    first, same = sequence(range(200)), sequence(range(200))
+    first, same = sequence(s, range(200)), sequence(s, range(200))
     s.add(first)
     s.add(same)
     finish(s, s.plan())
@@ -137,7 +138,7 @@ def test_lengths_that_never_fit_are_refused_with_numbers() -> None:
 def test_a_failed_pass_frees_all_pages_and_keeps_waiting_sequences() -> None:
     s = scheduler(4)
     for prompt in ([1] * 8, [2] * 9):
-        s.add(sequence(prompt))
+        s.add(sequence(s, prompt))
     s.plan()
     (failed,) = s.fail_running()
     assert failed.token_ids == [1] * 8
@@ -154,13 +155,13 @@ def test_pages_of_other_adapters_are_not_reused() -> None:
     s = scheduler(20)
     one, half, two = (use(1),), (use(1, 0.5),), (use(1), use(2))
     for adapters in ((), one, half, two):
-        cold = sequence(range(8), adapters=adapters)
+        cold = sequence(s, range(8), adapters=adapters)
         s.add(cold)
         plan = s.plan()
         assert (cold.cached_tokens, plan.segments[0].adapters) == (0, adapters)
         finish(s, plan)
         s.remove(cold)
-        warm = sequence(range(8), adapters=adapters)
+        warm = sequence(s, range(8), adapters=adapters)
         s.add(warm)
         run(s)
         assert warm.cached_tokens == 7
@@ -169,13 +170,13 @@ def test_pages_of_other_adapters_are_not_reused() -> None:
 
 def test_an_incomplete_page_is_copied_for_the_next_turn() -> None:
     s = scheduler(10, prefill_chunk=64)
-    first = sequence([1, 2, 3, 4, 5], more=3)
+    first = sequence(s, [1, 2, 3, 4, 5], more=3)
     s.add(first)
     run(s, 3)
     assert first.token_ids == [1, 2, 3, 4, 5, 9, 9, 9]
     source = first.page_ids[1]
     s.remove(first)
-    second = sequence([1, 2, 3, 4, 5, 9, 9, 9, 7, 7])
+    second = sequence(s, [1, 2, 3, 4, 5, 9, 9, 9, 7, 7])
     s.add(second)
     plan = s.plan()
     assert plan.copies == (PageCopy(source, second.page_ids[1], 3),), "the last was not computed"
@@ -189,10 +190,10 @@ def test_an_incomplete_page_is_copied_for_the_next_turn() -> None:
 def test_the_longest_common_continuation_is_copied() -> None:
     s = scheduler(20)
     for tail in ([5, 5, 5, 5, 1], [5, 6, 7, 7, 1], [5, 6, 6, 6, 1]):
-        s.add(sequence([1, 2, 3, 4, *tail]))
+        s.add(sequence(s, [1, 2, 3, 4, *tail]))
         run(s)
         s.remove(s.running[0])
-    new = sequence([1, 2, 3, 4, 5, 6, 7, 8])
+    new = sequence(s, [1, 2, 3, 4, 5, 6, 7, 8])
     s.add(new)
     plan = s.plan()
     assert new.past_len == 7
@@ -201,7 +202,7 @@ def test_the_longest_common_continuation_is_copied() -> None:
     assert known is not None
     assert known.token_ids == (5, 6, 7, 7)
     finish(s, plan)
-    short = sequence([1, 2, 3, 4, 5, 8, 8])
+    short = sequence(s, [1, 2, 3, 4, 5, 8, 8])
     s.add(short)
     assert s.plan().copies == (), "one position is not worth a copy"
     assert short.past_len == 4
@@ -209,7 +210,7 @@ def test_the_longest_common_continuation_is_copied() -> None:
 
 def test_the_last_page_of_a_running_sequence_can_be_copied_from() -> None:
     s = scheduler(10)
-    first, second = sequence([1, 2, 3]), sequence([1, 2, 5])
+    first, second = sequence(s, [1, 2, 3]), sequence(s, [1, 2, 5])
     s.add(first)
     run(s)
     s.add(second)
@@ -220,24 +221,24 @@ def test_the_last_page_of_a_running_sequence_can_be_copied_from() -> None:
 
 def test_copies_wait_for_a_pass() -> None:
     s = scheduler(10)
-    s.add(sequence([1, 2, 3]))
+    s.add(sequence(s, [1, 2, 3]))
     run(s)
-    second = sequence([1, 2, 5])
+    second = sequence(s, [1, 2, 5])
     s.add(second)
     copies = s.plan().copies  # this plan never runs
     assert len(copies) == 1
     s.remove(second)
-    s.add(sequence([1, 2, 6]))
+    s.add(sequence(s, [1, 2, 6]))
     assert s.plan().copies[0] == copies[0], "the page of the second sequence may be the next source"
 
 
 def test_copies_are_in_order() -> None:
     s = scheduler(3)
     for token in (1, 2, 3):
-        s.add(sequence([token] * 3))
+        s.add(sequence(s, [token] * 3))
         run(s)
         s.remove(s.running[0])
-    x, y = sequence([1, 1, 9]), sequence([3, 3, 9])
+    x, y = sequence(s, [1, 1, 9]), sequence(s, [3, 3, 9])
     s.add(x)
     s.prepare()
     s.add(y)
@@ -248,7 +249,7 @@ def test_copies_are_in_order() -> None:
 
 def test_the_target_of_a_dropped_copy_is_forgotten() -> None:
     s = scheduler(4)
-    a, x = sequence([1, 2, 3]), sequence([1, 2, 9])
+    a, x = sequence(s, [1, 2, 3]), sequence(s, [1, 2, 9])
     s.add(a)
     run(s)
     s.add(x)
@@ -262,18 +263,18 @@ def test_the_target_of_a_dropped_copy_is_forgotten() -> None:
 
 def test_cached_pages_are_defragmented_when_idle() -> None:
     s = scheduler(8)
-    a, b = sequence([1] * 3, more=30), sequence([2] * 3, more=30)
+    a, b = sequence(s, [1] * 3, more=30), sequence(s, [2] * 3, more=30)
     s.add(a)
     s.add(b)
     run(s, 12)  # the two sequences allocate pages alternately
-    assert a.num_jumps > 0
+    assert a.state.num_jumps > 0
     assert s.defragment() == [], "not while they run"
     tokens = list(a.token_ids)
     s.remove(b)
     s.remove(a)
     assert s.defragment(), "all eight pages were allocated once"
     assert s.defragment() == [], "and not again, now"
-    again = sequence([*tokens, 5])
+    again = sequence(s, [*tokens, 5])
     s.add(again)
     plan = s.plan()
     assert again.page_ids[:3] == list(range(again.page_ids[0], again.page_ids[0] + 3))

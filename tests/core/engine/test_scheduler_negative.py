@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from exl_core.cache.page_pool import PageCopy
 from exl_core.engine.scheduler import Scheduler
-from exl_core.engine.sequence import SequenceState
-from exl_core.model.segment import LogitRows, PageCopy
+from exl_core.engine.sequence import RequestSequence
+from exl_core.model.segment import LogitRows
 from support.scheduling import finish, run, scheduler, sequence, shape
 
 
 def add_pair(
     s: Scheduler, prompt: list[int], negative: list[int], more: int = 8
-) -> tuple[SequenceState, SequenceState]:
-    one = sequence(prompt, more)
-    two = SequenceState(one.request, len(negative) + more, list(negative))
+) -> tuple[RequestSequence, RequestSequence]:
+    one = sequence(s, prompt, more)
+    two = s.new_sequence(one.request, negative, len(negative) + more)
     s.add(one, two)
     return one, two
 
@@ -39,10 +40,10 @@ def test_rows_with_logits_of_a_pair_are_in_one_pass(
 
 def test_a_pair_counts_as_two_and_starts_as_one() -> None:
     s = scheduler(20, max_batch=3)
-    s.add(sequence([1]))
+    s.add(sequence(s, [1]))
     one, _ = add_pair(s, [2], [3])
     other, _ = add_pair(s, [4], [5])
-    s.add(sequence([6]))
+    s.add(sequence(s, [6]))
     assert len(s.plan().segments) == 3
     assert next(iter(s.waiting)) is other, "and no sequence overtakes it"
     s.remove(one)
@@ -51,7 +52,7 @@ def test_a_pair_counts_as_two_and_starts_as_one() -> None:
 
 def test_a_pair_is_preempted_and_removed_as_one() -> None:
     s = scheduler(5, prefill_chunk=16)
-    old = sequence([1] * 7, more=9)
+    old = sequence(s, [1] * 7, more=9)
     s.add(old)
     one, two = add_pair(s, [2] * 3, [3] * 2)
     run(s, 2)
@@ -66,7 +67,7 @@ def test_a_pair_is_preempted_and_removed_as_one() -> None:
 
 def test_a_draft_follows_the_newest_token_and_rejected_tokens_are_dropped() -> None:
     s = scheduler(10)
-    a = sequence([1, 2, 3], more=20)
+    a = sequence(s, [1, 2, 3], more=20)
     s.add(a)
     assert s.drafting() == [], "its prompt is not computed yet"
     run(s)
@@ -76,13 +77,13 @@ def test_a_draft_follows_the_newest_token_and_rejected_tokens_are_dropped() -> N
     plan = s.plan({a.request_id: (5, 6, 7, 8, 8, 8)})
     assert shape(plan) == [(a.request_id, 3, 7, LogitRows.ALL)]
     assert plan.segments[0].token_ids == (9, 5, 6, 7, 8, 8, 8)
-    a.token_ids += [5, 6, 4]  # two accepted, then another token
+    a.token_ids.extend([5, 6, 4])  # two accepted, then another token
     s.advance(plan)
     assert a.past_len == 6
     assert len(a.page_ids) == 2, "pages that the draft did not fill are released"
     run(s, 2)
     s.remove(a)
-    warm = sequence([1, 2, 3, 9, 5, 6, 4, 9, 1], more=1)
+    warm = sequence(s, [1, 2, 3, 9, 5, 6, 4, 9, 1], more=1)
     s.add(warm)
     s.plan()
     assert warm.cached_tokens == 8, "the page after the draft is cached like any other"
@@ -90,7 +91,7 @@ def test_a_draft_follows_the_newest_token_and_rejected_tokens_are_dropped() -> N
 
 def test_a_draft_never_exceeds_max_len() -> None:
     s = scheduler(10)
-    a = sequence([1, 2, 3], more=4)
+    a = sequence(s, [1, 2, 3], more=4)
     s.add(a)
     run(s)
     assert s.reserve(a, 6) == 2, "room for two drafted tokens and the one that follows"
@@ -104,7 +105,7 @@ def test_a_draft_never_exceeds_max_len() -> None:
 
 def test_a_draft_takes_no_page_that_another_sequence_needs() -> None:
     s = scheduler(4)
-    a, b = sequence([1, 1], more=9), sequence([2] * 3, more=9)
+    a, b = sequence(s, [1, 1], more=9), sequence(s, [2] * 3, more=9)
     s.add(a)
     s.add(b)
     run(s)
@@ -118,7 +119,7 @@ def test_a_draft_takes_no_page_that_another_sequence_needs() -> None:
 
 def test_rewinding_within_a_page() -> None:
     s = scheduler(10)
-    a = sequence([1, 2], more=20)
+    a = sequence(s, [1, 2], more=20)
     s.add(a)
     run(s, 6)
     pages = list(a.page_ids)
@@ -131,7 +132,7 @@ def test_rewinding_within_a_page() -> None:
 
 def test_rewinding_over_a_page_border_forgets_the_cut_contents() -> None:
     s = scheduler(10)
-    a = sequence([1, 2], more=20)
+    a = sequence(s, [1, 2], more=20)
     s.add(a)
     run(s, 10)
     first = a.page_ids[0]
@@ -141,7 +142,7 @@ def test_rewinding_over_a_page_border_forgets_the_cut_contents() -> None:
     run(s, 3, token=5)
     assert a.token_ids == [1, 2, 9, 5, 5, 5]
     s.remove(a)
-    same = sequence([1, 2, 9, 5, 5, 5, 0], more=1)
+    same = sequence(s, [1, 2, 9, 5, 5, 5, 0], more=1)
     s.add(same)
     s.plan()
     assert same.cached_tokens == 4
@@ -149,10 +150,10 @@ def test_rewinding_over_a_page_border_forgets_the_cut_contents() -> None:
 
 def test_rewinding_into_a_shared_page_continues_in_a_copy() -> None:
     s = scheduler(10)
-    a = sequence([1, 2], more=20)
+    a = sequence(s, [1, 2], more=20)
     s.add(a)
     run(s, 5)
-    b = sequence(a.token_ids[:6])
+    b = sequence(s, a.token_ids[:6])
     s.add(b)
     finish(s, s.plan())
     shared = a.page_ids[0]
@@ -167,7 +168,7 @@ def test_rewinding_into_a_shared_page_continues_in_a_copy() -> None:
 
 def test_rewinding_to_the_start_of_a_shared_page_copies_nothing() -> None:
     s = scheduler(10)
-    a, b = sequence([1, 2], more=20), sequence([1, 2], more=20)
+    a, b = sequence(s, [1, 2], more=20), sequence(s, [1, 2], more=20)
     s.add(a)
     s.add(b)
     run(s, 7)
@@ -182,7 +183,7 @@ def test_rewinding_to_the_start_of_a_shared_page_copies_nothing() -> None:
 
 def test_rewinding_into_a_shared_page_without_a_free_page() -> None:
     s = scheduler(4)
-    a, b = sequence([1, 2], more=9), sequence([1, 2], more=9)
+    a, b = sequence(s, [1, 2], more=9), sequence(s, [1, 2], more=9)
     s.add(a)
     s.add(b)
     run(s, 3)

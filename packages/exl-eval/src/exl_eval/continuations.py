@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
+from exl_core.cache.page_pool import PageCopy
 from exl_core.errors import RequestError
 from exl_core.model.protocol import Model
 from exl_core.model.runner import Runner, store_for
-from exl_core.model.segment import LogitRows, PageCopy, Segment
+from exl_core.model.segment import LogitRows, Segment
 from exl_core.sampling.sampler import LogitsError
 
 _PAGES = 64

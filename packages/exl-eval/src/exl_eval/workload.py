@@ -12,9 +12,10 @@ from functools import partial
 from torch import Tensor
 
 from exl_core.cache.format import KVFormat, pages_for
+from exl_core.cache.page_pool import PageCopy
 from exl_core.engine.engine import PREFILL_CHUNK
 from exl_core.model.runner import Runner, store_for
-from exl_core.model.segment import LogitRows, PageCopy, Segment
+from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
 from exl_core.ops.sampling import NextStep, RowSettings
 

@@ -72,6 +72,14 @@ class PageContents(NamedTuple):
         return other.token_ids[: len(self.token_ids)] == self.token_ids
 
 
+class PageCopy(NamedTuple):
+    """Copies the first `length` positions of page `source` to page `target`, in every layer."""
+
+    source: int
+    target: int
+    length: int
+
+
 class PageRun(NamedTuple):
     """The first `length` positions of a page."""
 

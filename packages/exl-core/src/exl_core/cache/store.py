@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import Tensor
 from exl_core.arch.layers import KVShape
 from exl_core.cache.format import PAGE_SIZE, KVFormat, RowFormat, kv_bytes_per_token
 from exl_core.cache.memory import free_memory_bytes
+from exl_core.cache.page_pool import PageCopy
 from exl_core.errors import OutOfMemoryError, RequestError
 from exl_core.ops.attention import CacheLayer
 
@@ -33,17 +33,6 @@ _DTYPES = {
     RowFormat.CODES4: torch.uint8,
 }
 _MIB = 1024 * 1024
-
-
-class PartialCopy(Protocol):
-    """Copies the first `length` positions of page `source` to page `target`."""
-
-    @property
-    def source(self) -> int: ...
-    @property
-    def target(self) -> int: ...
-    @property
-    def length(self) -> int: ...
 
 
 class KVStore:
@@ -104,7 +93,7 @@ class KVStore:
         """Keys and values of a cached layer, [num_pages, num_kv_heads, page_size, row] each."""
         return self._layers[layer]
 
-    def copy_pages(self, copies: Sequence[PartialCopy]) -> None:
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Makes the copies in every layer, one after the other."""
         for copy in copies:
             self._check_pages(copy.source, copy.target)

@@ -17,7 +17,7 @@ from torch import Tensor
 from exl_core.engine.logits import PassLogits
 from exl_core.engine.plan import BatchPlan
 from exl_core.engine.scheduler import Scheduler
-from exl_core.engine.sequence import SequenceState
+from exl_core.engine.sequence import RequestSequence
 from exl_core.errors import OutOfMemoryError
 from exl_core.model.runner import Runner
 from exl_core.model.segment import Segment
@@ -30,10 +30,10 @@ class _Launched:
     """A launched pass: its logits, and the row of each sequence."""
 
     logits: Tensor
-    rows: dict[SequenceState, int]
+    rows: dict[RequestSequence, int]
     segments: list[Segment]
 
-    def is_valid_for(self, sequence: SequenceState) -> bool:
+    def is_valid_for(self, sequence: RequestSequence) -> bool:
         """The sequence has grown by exactly the sampled token and has kept its pages."""
         segment = self.segments[self.rows[sequence]]
         last = len(segment.page_ids) - 1

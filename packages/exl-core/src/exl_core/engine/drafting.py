@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from exl_core.engine.sequence import SequenceState
+from exl_core.engine.sequence import RequestSequence
 from exl_core.errors import printable
 from exl_core.speculate.controller import DraftController, PassCosts, SteadyDrafts
 from exl_core.speculate.drafter import Draft, Drafter, DraftJob
@@ -55,7 +55,7 @@ class Drafting:
         self._is_off = False
 
     def propose(
-        self, sequences: Sequence[SequenceState], reserve: Callable[[SequenceState, int], int]
+        self, sequences: Sequence[RequestSequence], reserve: Callable[[RequestSequence, int], int]
     ) -> dict[str, Draft]:
         """Drafts by request id, without requests that have no room or no guess.
 
@@ -78,7 +78,7 @@ class Drafting:
                         request_id=sequence.request_id,
                         token_ids=sequence.token_ids,
                         page_ids=tuple(sequence.page_ids),
-                        page_keys=sequence.keys,
+                        page_keys=sequence.state.keys,
                         max_tokens=count,
                         sampler=sequence.request.sampler,
                     )

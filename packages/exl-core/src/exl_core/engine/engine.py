@@ -35,7 +35,7 @@ from exl_core.engine.reply import ReplyState
 from exl_core.engine.request import Request
 from exl_core.engine.request_logits import sample_batch, split_by_request
 from exl_core.engine.scheduler import Scheduler
-from exl_core.engine.sequence import SequenceState
+from exl_core.engine.sequence import RequestSequence
 from exl_core.errors import OutOfMemoryError, RequestError
 from exl_core.model.protocol import Model
 from exl_core.model.runner import Runner, store_for
@@ -150,7 +150,7 @@ class Engine:
             self.check(request)
         return tuple(constraint.filter(self.vocabulary) for constraint in request.constraints)
 
-    def submit(self, request: Request, filters: tuple[Filter, ...] = ()) -> SequenceState:
+    def submit(self, request: Request, filters: tuple[Filter, ...] = ()) -> RequestSequence:
         """Check the request and queue it. `filters` are the result of `compile`."""
         request_id = request.request_id
         if request_id in self._replies or any(e.request_id == request_id for e in self._events):
@@ -348,18 +348,19 @@ class Engine:
 
     def _checked(
         self, request: Request
-    ) -> tuple[SequenceState, SequenceState | None, Healing | None]:
+    ) -> tuple[RequestSequence, RequestSequence | None, Healing | None]:
         """Check the request; return its sequence, its negative sequence and its healing."""
         shape = self.model.config
         check_ids(request, shape, self.tokenizer.vocab_size)
         room = room_for(request, shape, self.pool.num_pages)
         prompt_ids, negative_ids = request.prompt_ids, request.negative_prompt_ids
         healing = healing_of(prompt_ids, self.vocabulary) if request.token_healing else None
-        token_ids = list(prompt_ids if healing is None else prompt_ids[:-1])
-        sequence = SequenceState(request, len(prompt_ids) + room, token_ids)
+        token_ids = prompt_ids if healing is None else prompt_ids[:-1]
+        new_sequence = self.scheduler.new_sequence
+        sequence = new_sequence(request, token_ids, len(prompt_ids) + room)
         negative = None
         if negative_ids is not None:
-            negative = SequenceState(request, len(negative_ids) + room, list(negative_ids))
+            negative = new_sequence(request, negative_ids, len(negative_ids) + room)
         self.scheduler.check_fits(
             request.request_id, sequence.max_len, None if negative is None else negative.max_len
         )
@@ -367,7 +368,7 @@ class Engine:
 
     def _reply_state(
         self,
-        sequence: SequenceState,
+        sequence: RequestSequence,
         filters: tuple[Filter, ...],
         healing: Healing | None,
         now: float,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from exl_core.engine.events import SampledToken, ScoreEvent
 from exl_core.engine.score import blocks_of_rows
-from exl_core.engine.sequence import SequenceState
+from exl_core.engine.sequence import RequestSequence
 from exl_core.model.segment import Segment
 from exl_core.sampling.sampler import LogitsError
 
@@ -56,7 +56,7 @@ def with_log_probs(
     return tuple(reported)
 
 
-def score_prompt(sequence: SequenceState, segment: Segment, logits: Tensor) -> list[ScoreEvent]:
+def score_prompt(sequence: RequestSequence, segment: Segment, logits: Tensor) -> list[ScoreEvent]:
     """Events for the prompt tokens that this segment predicts and that are not scored yet.
 
     `logits` [tokens of the segment, vocab_size]. Tokens that are recomputed after preemption are

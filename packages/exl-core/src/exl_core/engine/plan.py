@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from exl_core.engine.sequence import SequenceState
-from exl_core.model.segment import PageCopy, Segment
+from exl_core.cache.page_pool import PageCopy
+from exl_core.engine.sequence import RequestSequence
+from exl_core.model.segment import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class BatchPlan:
     """
 
     segments: tuple[Segment, ...]
-    sequences: tuple[SequenceState, ...]
+    sequences: tuple[RequestSequence, ...]
     copies: tuple[PageCopy, ...] = ()
 
     @property

@@ -29,7 +29,7 @@ from exl_core.engine.failure import FailureGuard
 from exl_core.engine.healing import Healing
 from exl_core.engine.log_probs import with_log_probs
 from exl_core.engine.logits import LogitRow
-from exl_core.engine.sequence import SequenceState
+from exl_core.engine.sequence import RequestSequence
 from exl_core.engine.stop import StopMatch, StopMatcher
 from exl_core.errors import ExlError, RequestError
 from exl_core.ops.sampling import RowSettings, Sampled
@@ -64,7 +64,7 @@ class ReplyState:
 
     def __init__(
         self,
-        sequence: SequenceState,
+        sequence: RequestSequence,
         sampler: Sampler,
         decoder: TextDecoder,
         vocab_size: int,

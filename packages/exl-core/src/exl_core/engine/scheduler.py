@@ -26,16 +26,18 @@ calls `advance`. `rewind` and `remove` follow; only for a sequence whose values 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from exl_core.cache.format import PAGE_SIZE, pages_for
-from exl_core.cache.page_pool import PagePool
-from exl_core.engine.paging import Paging
+from exl_core.cache.page_pool import PageCopy, PagePool
+from exl_core.cache.sequence_state import CacheMemory, SequenceState
+from exl_core.engine import paging
 from exl_core.engine.plan import BatchPlan
-from exl_core.engine.sequence import SequenceState
+from exl_core.engine.request import Request
+from exl_core.engine.sequence import RequestSequence, root_key
 from exl_core.errors import RequestError
-from exl_core.model.segment import LogitRows, PageCopy, Segment
+from exl_core.model.segment import LogitRows, Segment
 
 LEAST_CHUNK = 32
 """Smallest prefill chunk after a pass ran out of memory, in tokens.
@@ -64,11 +66,11 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk
         self.page_size = page_size
         self.score_chunk = prefill_chunk if score_chunk is None else score_chunk
-        self.running: list[SequenceState] = []  # in order of arrival
-        self.waiting: deque[SequenceState] = deque()  # likewise; all arrived after the running ones
+        self.running: list[RequestSequence] = []  # in order of arrival
+        self.waiting: deque[RequestSequence] = deque()  # likewise, after the running ones
         self.num_requeued = 0  # preemptions so far
         self._most_running = max_batch  # lowered after a pass ran out of memory
-        self._paging = Paging(pool, page_size)
+        self.memory = CacheMemory(pool, page_size)
         self._is_prepared = False
 
     @property
@@ -79,7 +81,7 @@ class Scheduler:
     @property
     def pending_copies(self) -> tuple[PageCopy, ...]:
         """Page copies that the next plan runs first. Nothing reads their targets before that."""
-        return tuple(self._paging.copies)
+        return tuple(self.memory.copies)
 
     def check_fits(
         self, request_id: str, num_tokens: int, negative_tokens: int | None = None
@@ -109,14 +111,21 @@ class Scheduler:
                 next_step="Make max_batch 2 or more.",
             )
 
-    def add(self, sequence: SequenceState, negative: SequenceState | None = None) -> None:
+    def new_sequence(
+        self, request: Request, token_ids: Iterable[int], max_len: int
+    ) -> RequestSequence:
+        """Sequence that starts with these tokens. It has no memory, and `add` has not queued it."""
+        state = SequenceState(self.memory, list(token_ids), root_key(request.adapters))
+        return RequestSequence(request, max_len, state)
+
+    def add(self, sequence: RequestSequence, negative: RequestSequence | None = None) -> None:
         """Queue a sequence. Both must have passed `check_fits`."""
         if negative is not None:
             sequence.negative = negative
         self.waiting.append(sequence)
         self._is_prepared = False
 
-    def remove(self, sequence: SequenceState, *, is_trusted: bool = True) -> None:
+    def remove(self, sequence: RequestSequence, *, is_trusted: bool = True) -> None:
         """Remove a finished or cancelled sequence and release its pages.
 
         `is_trusted` False: the contents of its pages are not reused.
@@ -128,7 +137,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._is_prepared = False
 
-    def rewind(self, sequence: SequenceState, length: int) -> None:
+    def rewind(self, sequence: RequestSequence, length: int) -> None:
         """Cut a sequence to its first `length` tokens, and its negative sequence by as many tokens.
 
         Cached values are kept, except those of the last token: it is computed again for its logits.
@@ -138,18 +147,17 @@ class Scheduler:
             keep = len(member.token_ids) - num_cut
             if num_cut < 0 or keep < 1:
                 raise AssertionError(f"{sequence.request_id}: no rewinding to {keep} tokens")
-            self._paging.rewind(member, keep)
+            member.state.rewind(keep)
         self._is_prepared = False
 
-    def fail_running(self) -> list[SequenceState]:
+    def fail_running(self) -> list[RequestSequence]:
         """After a pass that raised: drop all running sequences and forget every page's contents."""
         failed = self.running
         self.running = []
         for sequence in failed:
             for member in sequence.members:
-                member.page_ids, member.past_len = [], 0
-        self._paging.copies.clear()
-        self.pool.reset()
+                member.state.forget()
+        self.memory.reset()
         self._is_prepared = False
         return failed
 
@@ -182,7 +190,7 @@ class Scheduler:
         """
         if self.running or self.waiting:
             return []
-        self._paging.drop_copies()
+        self.memory.drop_copies()
         if not is_forced and not self.pool.defragmentation_pays():
             return []
         return self.pool.defragment()
@@ -193,12 +201,12 @@ class Scheduler:
         self._admit()
         self._is_prepared = True
 
-    def drafting(self) -> list[SequenceState]:
+    def drafting(self) -> list[RequestSequence]:
         """Sequences that can take a draft: they decode, without guidance."""
         self._ensure_prepared()
         return [s for s in self.running if s.negative is None and s.num_missing == 1]
 
-    def reserve(self, sequence: SequenceState, count: int) -> int:
+    def reserve(self, sequence: RequestSequence, count: int) -> int:
         """Allocate pages for a draft of `count` tokens; return how many tokens have room.
 
         It takes no page that another running sequence needs for its next token. `advance` releases
@@ -208,22 +216,21 @@ class Scheduler:
         if count <= 0:
             return 0
         needs = sum(
-            self._paging.num_wanted(member, 1)
+            max(member.state.num_wanted(1), 0)
             for other in self.running
             if other is not sequence
             for member in other.members
-            if self._paging.num_wanted(member, 1) > 0
         )
         spare = self.pool.num_available - needs
-        more = min(self._paging.num_wanted(sequence, count), spare)
+        more = min(sequence.state.num_wanted(count), spare)
         if more > 0:
-            self._paging.extend(sequence, more)
-        return min(count, self._draft_room(sequence))
+            sequence.state.extend(more)
+        return min(count, sequence.state.room)
 
     def plan(
         self,
         drafts: Mapping[str, tuple[int, ...]] | None = None,
-        only: Collection[SequenceState] | None = None,
+        only: Collection[RequestSequence] | None = None,
     ) -> BatchPlan:
         """Plan the next pass. The plan is empty only if no sequence is live.
 
@@ -233,8 +240,8 @@ class Scheduler:
         """
         self._ensure_prepared()
         self._is_prepared = False
-        decoding: list[tuple[SequenceState, Segment]] = []
-        prefilling: list[tuple[SequenceState, Segment]] = []
+        decoding: list[tuple[RequestSequence, Segment]] = []
+        prefilling: list[tuple[RequestSequence, Segment]] = []
         budget, score_budget = self.prefill_chunk, self.score_chunk
         for sequence in self.running:
             if only is not None and sequence not in only:
@@ -291,30 +298,25 @@ class Scheduler:
         Computed tokens that are still part of their sequence now count as cached. The newest token
         never does: the next pass computes it. Full pages become available for prefix sharing.
         """
-        del self._paging.copies[: len(plan.copies)]
+        del self.memory.copies[: len(plan.copies)]
         running = {id(member) for sequence in self.running for member in sequence.members}
         for sequence, segment in zip(plan.sequences, plan.segments, strict=True):
             if id(sequence) not in running:
                 continue
             count = len(segment.token_ids)
-            sequence.past_len = min(segment.past_len + count, len(sequence.token_ids) - 1)
-            self._paging.register(sequence, segment.past_len // self.page_size)
-            if count > 1 and segment.logit_rows is not LogitRows.ALL:
-                self._paging.note(sequence)
-            self._paging.trim(sequence)
+            is_prompt = count > 1 and segment.logit_rows is not LogitRows.ALL
+            sequence.state.advance(count, is_prompt=is_prompt)
 
     def _ensure_prepared(self) -> None:
         if not self._is_prepared:
             self.prepare()
 
-    def _draft_room(self, sequence: SequenceState) -> int:
-        """Tokens beyond the newest one that fit the sequence's pages."""
-        return len(sequence.page_ids) * self.page_size - len(sequence.token_ids)
-
-    def _segment(self, sequence: SequenceState, count: int, draft: tuple[int, ...] = ()) -> Segment:
+    def _segment(
+        self, sequence: RequestSequence, count: int, draft: tuple[int, ...] = ()
+    ) -> Segment:
         past_len = sequence.past_len
         end = past_len + count
-        room = min(self._draft_room(sequence), sequence.max_len - len(sequence.token_ids) - 1)
+        room = min(sequence.state.room, sequence.max_len - len(sequence.token_ids) - 1)
         draft = draft[: max(room, 0)]
         if draft or sequence.is_scored:
             logit_rows = LogitRows.ALL
@@ -334,19 +336,19 @@ class Scheduler:
         i = 0
         while i < len(self.running):  # preemption removes sequences from the end of the list
             members = self.running[i].members
-            if all(self._paging.extend(m, max(self._paging.num_wanted(m), 0)) for m in members):
+            if all(m.state.extend(max(m.state.num_wanted(), 0)) for m in members):
                 i += 1
             else:
                 self._preempt(self.running.pop())  # possibly sequence i itself, which ends the loop
 
-    def _preempt(self, sequence: SequenceState) -> None:
+    def _preempt(self, sequence: RequestSequence) -> None:
         self._release(sequence)
         self.waiting.appendleft(sequence)
         self.num_requeued += 1
 
-    def _release(self, sequence: SequenceState, *, is_trusted: bool = True) -> None:
+    def _release(self, sequence: RequestSequence, *, is_trusted: bool = True) -> None:
         for member in sequence.members:
-            self._paging.release(member, is_trusted=is_trusted)
+            member.state.release(is_trusted=is_trusted)
 
     def _admit(self) -> None:
         num_running = sum(len(sequence.members) for sequence in self.running)
@@ -357,11 +359,11 @@ class Scheduler:
             most = min(self.max_batch, self._most_running) if self.running else self.max_batch
             if num_running > most or self._is_prefix_underway(members):
                 return
-            if not self._paging.start(members, spare=spare):
+            if not paging.start(members, self.pool, spare=spare):
                 return
             self.running.append(self.waiting.popleft())
 
-    def _is_prefix_underway(self, members: tuple[SequenceState, ...]) -> bool:
+    def _is_prefix_underway(self, members: tuple[RequestSequence, ...]) -> bool:
         """A running sequence is computing more of a prefix that one of `members` could share."""
         computing = [
             other
@@ -372,12 +374,12 @@ class Scheduler:
         return any(_computes_prefix(other, member) for member in members for other in computing)
 
 
-def _computes_prefix(other: SequenceState, sequence: SequenceState) -> bool:
+def _computes_prefix(other: RequestSequence, sequence: RequestSequence) -> bool:
     """The next `WORTH_WAITING` tokens that `other` computes are also a prefix of `sequence`."""
     end = other.past_len + WORTH_WAITING
     return (
         end <= sequence.reusable_len
-        and sequence.key_root == other.key_root
+        and sequence.state.key_root == other.state.key_root
         and sequence.token_ids[:end] == other.token_ids[:end]
     )
 

@@ -1,4 +1,4 @@
-"""State of a sequence as the scheduler sees it: tokens and pages.
+"""One sequence of a request as the scheduler sees it: its tokens, memory and limits.
 
 Text, sampling and times belong to `ReplyState`. No torch.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from exl_core.cache.page_pool import NO_KEY, PageContents, PageKey, page_key
+from exl_core.cache.page_pool import NO_KEY, PageKey
+from exl_core.cache.sequence_state import SequenceState
 from exl_core.engine.request import Request
 
 if TYPE_CHECKING:
@@ -29,12 +29,11 @@ def root_key(adapters: Iterable[AdapterUse]) -> PageKey:
 
 
 @dataclass(slots=True, eq=False)
-class SequenceState:
-    """Tokens of one sequence and their place in the cache.
+class RequestSequence:
+    """The prompt of a request, or its negative prompt, with the reply so far.
 
-    `max_len` is the largest allowed length, prompt included. Tokens `[0, past_len)` are cached, on
-    the pages `page_ids`. A waiting sequence, new or preempted, has neither. The engine appends to
-    `token_ids`; only the scheduler removes tokens.
+    `max_len` is the largest allowed length, prompt included. `state` holds the tokens and their
+    memory; a waiting sequence, new or preempted, has no memory.
 
     `negative` is the negative sequence under guidance: it runs in the same passes and gets the same
     sampled tokens.
@@ -42,29 +41,33 @@ class SequenceState:
 
     request: Request
     max_len: int
-    token_ids: list[int]
-    negative: SequenceState | None = None
-    past_len: int = 0
-    page_ids: list[int] = field(default_factory=list)
-    keys: list[PageKey] = field(default_factory=list)
-    """Keys of the full pages of `token_ids`, computed on demand."""
+    state: SequenceState
+    negative: RequestSequence | None = None
     cached_tokens: int | None = None
     """Tokens found in the cache when the sequence first started; None before."""
     cached_pages: int | None = None
     """Full pages among them, which are shared and not copied."""
     scored_len: int = 1
     """Prompt tokens scored so far; the first has no prediction and counts as scored."""
-    key_root: PageKey = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.key_root = root_key(self.request.adapters)
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
 
     @property
-    def members(self) -> tuple[SequenceState, ...]:
+    def token_ids(self) -> list[int]:
+        return self.state.token_ids
+
+    @property
+    def past_len(self) -> int:
+        return self.state.past_len
+
+    @property
+    def page_ids(self) -> list[int]:
+        return self.state.page_ids
+
+    @property
+    def members(self) -> tuple[RequestSequence, ...]:
         """Sequences that run together: this one and, under guidance, its negative sequence."""
         return (self,) if self.negative is None else (self, self.negative)
 
@@ -86,34 +89,3 @@ class SequenceState:
     def num_missing(self) -> int:
         """Tokens that are not cached yet."""
         return len(self.token_ids) - self.past_len
-
-    @property
-    def num_jumps(self) -> int:
-        """Pages that do not directly follow the previous page in memory."""
-        return sum(page != before + 1 for before, page in pairwise(self.page_ids))
-
-    def extend_keys(self, num_pages: int, page_size: int) -> list[PageKey]:
-        """Keys of the first `num_pages` pages, which must be full."""
-        while len(self.keys) < num_pages:
-            start = len(self.keys) * page_size
-            previous = self.keys[-1] if self.keys else self.key_root
-            self.keys.append(page_key(previous, self.token_ids[start : start + page_size]))
-        return self.keys[:num_pages]
-
-    def key_before(self, page: int, page_size: int) -> PageKey:
-        """Key of everything before this page of the sequence."""
-        return self.extend_keys(page, page_size)[-1] if page else self.key_root
-
-    def contents(self, page: int, length: int, page_size: int) -> PageContents:
-        """Contents of the first `length` positions of this page of the sequence."""
-        start = page * page_size
-        token_ids = tuple(self.token_ids[start : start + length])
-        previous = self.key_before(page, page_size)
-        if length == page_size:
-            return PageContents(previous, token_ids, self.extend_keys(page + 1, page_size)[page])
-        return PageContents.of(previous, token_ids)
-
-    def cut(self, length: int, page_size: int) -> None:
-        """Keep the first `length` tokens only. Pages and `past_len` are not changed."""
-        del self.token_ids[length:]
-        del self.keys[length // page_size :]

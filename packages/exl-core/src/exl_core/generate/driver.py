@@ -12,7 +12,7 @@ from exl_core.constrain.filter import Filter
 from exl_core.engine.engine import Engine
 from exl_core.engine.events import Event, FailEvent, FinishEvent, TextEvent
 from exl_core.engine.request import Request
-from exl_core.engine.sequence import SequenceState
+from exl_core.engine.sequence import RequestSequence
 from exl_core.errors import RequestError
 
 IsStopped = Callable[[], bool]
@@ -22,7 +22,7 @@ class Run:
     """Requests that were submitted together, until the last one has ended."""
 
     def __init__(self, engine: Engine) -> None:
-        self.sequences: dict[str, SequenceState] = {}
+        self.sequences: dict[str, RequestSequence] = {}
         """Prompt and reply of each request, by its id."""
         self._engine = engine
         self._live: set[str] = set()

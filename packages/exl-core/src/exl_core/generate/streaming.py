@@ -18,7 +18,7 @@ from exl_core.engine.events import (
     SampledToken,
     TextEvent,
 )
-from exl_core.engine.sequence import SequenceState
+from exl_core.engine.sequence import RequestSequence
 from exl_core.errors import RequestError
 from exl_core.generate.generator import Generator, Prompt
 from exl_core.model.embedded import EmbeddedSpan
@@ -65,7 +65,7 @@ class StreamResult:
 class _Stream:
     """State of the running stream, or of the last one."""
 
-    sequence: SequenceState
+    sequence: RequestSequence
     abort: Flag | None
     waiting: deque[StreamResult] = field(default_factory=deque)
     """Results of completed passes that were not returned yet."""

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat
+from exl_core.cache.page_pool import PageCopy
 from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
 from exl_core.model.batch import AdapterRows, Batch, EmbeddedRows
 from exl_core.model.cuda_graphs import CudaGraphs
 from exl_core.model.embedded import EMBEDDED_FROM
 from exl_core.model.protocol import Model
-from exl_core.model.segment import LogitRows, PageCopy, Segment
+from exl_core.model.segment import LogitRows, Segment
 from exl_core.ops.open import device_failures
 
 

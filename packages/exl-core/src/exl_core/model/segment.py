@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from exl_core.model.adapters import AdapterUse
@@ -21,14 +21,6 @@ class LogitRows(Enum):
     """The last chunk of a prompt, or one token in decode."""
     ALL = "all"
     """Every token: the newest one followed by a draft, or a text to be scored."""
-
-
-class PageCopy(NamedTuple):
-    """Copies the first `length` positions of page `source` to page `target`, in every layer."""
-
-    source: int
-    target: int
-    length: int
 
 
 @dataclass(frozen=True, slots=True)
