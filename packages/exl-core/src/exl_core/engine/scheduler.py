@@ -336,7 +336,7 @@ class Scheduler:
         i = 0
         while i < len(self.running):  # preemption removes sequences from the end of the list
             members = self.running[i].members
-            if all(m.state.extend(max(m.state.num_wanted(), 0)) for m in members):
+            if all(_has_pages(member.state) for member in members):
                 i += 1
             else:
                 self._preempt(self.running.pop())  # possibly sequence i itself, which ends the loop
@@ -372,6 +372,12 @@ class Scheduler:
             if other.num_missing >= WORTH_WAITING
         ]
         return any(_computes_prefix(other, member) for member in members for other in computing)
+
+
+def _has_pages(state: SequenceState) -> bool:
+    """The sequence has pages for all its tokens, or got them now."""
+    wanted = state.num_wanted()
+    return wanted <= 0 or state.extend(wanted)
 
 
 def _computes_prefix(other: RequestSequence, sequence: RequestSequence) -> bool:
