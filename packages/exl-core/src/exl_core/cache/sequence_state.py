@@ -11,9 +11,10 @@
 when it lays out a pass.
 
 Recurrent layers will add a state of fixed size, with snapshots at page borders, as a second field
-beside the pages. The operations cover it: `share` loads the snapshot after the last shared page, `advance` takes one
-at every page border, `rewind` returns to the last one, and `release` gives up all. Callers are
-ready for this, because `rewind` may already leave fewer tokens cached than were asked for.
+beside the pages. The operations cover it: `share` loads the snapshot after the last shared page,
+`advance` takes one at every page border, `rewind` returns to the last one, and `release` gives up
+all. Callers are ready for this, because `rewind` may already leave fewer tokens cached than were
+asked for.
 
 Shared pages, and positions that the pool has registered, are never written. A sequence that must
 continue in the middle of such a page gets a copy of the part before. Copies are listed in order and
