@@ -1,4 +1,4 @@
-"""What one sequence has in memory: the pages that hold the keys and values of its tokens.
+"""Memory of one sequence: the pages that hold the keys and values of its tokens.
 
 `SequenceState` owns it and changes it by four operations:
 
