@@ -1,4 +1,4 @@
-"""EXL2 and GPTQ checkpoints that stay quantized give the logits of their dequantized weights."""
+"""Quantized checkpoints that stay quantized give the logits of their dequantized weights."""
 
 from __future__ import annotations
 
@@ -12,17 +12,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from exl_core.formats.codecs.awq import layout as awq
+from exl_core.formats.codecs.awq.matrix import AwqMatrix
+from exl_core.formats.codecs.compressed import layout as compressed
+from exl_core.formats.codecs.compressed.matrix import CompressedMatrix
 from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.formats.codecs.exl2.matrix import Exl2Matrix
 from exl_core.formats.codecs.gptq import layout as gptq
 from exl_core.formats.codecs.gptq.matrix import GptqMatrix
+from exl_core.formats.codecs.runtime import RuntimeMatrix
 from exl_core.session.describe import describe_model
 from exl_core.session.load import LoadOptions, load_model
 from support.paged import logits_of
 from support.quantized_models import (
+    AWQ_SETTINGS,
+    COMPRESSED_SETTINGS,
     GPTQ_SETTINGS,
     METHODS,
     SIZES,
+    TIED,
     Pieces,
     quantize,
     quantized_llama,
@@ -35,10 +43,18 @@ IDS = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_see
 
 def unrounded(method: str, pieces: Pieces) -> Tensor:
     """Dequantized weight without rounding: float32 [stored out_features, in_features]."""
-    matrix: Exl2Matrix | GptqMatrix
+    matrix: RuntimeMatrix
     if method == "exl2":
         linear = exl2.check(pieces, "test")
         matrix = Exl2Matrix(linear, linear.out_features)
+    elif method == "awq":
+        awq_layer = awq.check(pieces, awq.parse_settings(AWQ_SETTINGS, "test"), "test")
+        matrix = AwqMatrix(awq_layer, awq_layer.out_features)
+    elif method == "compressed-tensors":
+        settings = compressed.parse_settings(COMPRESSED_SETTINGS, "test")
+        in_features = int(pieces["weight_shape"][1])
+        packed = compressed.check(pieces, settings, in_features, "test")
+        matrix = CompressedMatrix(packed, packed.out_features)
     else:
         layer = gptq.check(pieces, gptq.parse_settings(GPTQ_SETTINGS, "test"), "test")
         matrix = GptqMatrix(layer, layer.out_features)
@@ -72,7 +88,7 @@ def assert_same_logits(folder: Path, expected: Tensor) -> None:
 def test_logits_match_transformers_with_dequantized_weights(
     tmp_path: Path, build: Callable[..., Any], method: str
 ) -> None:
-    model = build(**SIZES, tie_word_embeddings=method == "gptq")
+    model = build(**SIZES, tie_word_embeddings=method in TIED)
     folder = save(model, tmp_path)
     pieces = quantize(folder, *METHODS[method])
     weights = {stem: unrounded(method, parts) for stem, parts in pieces.items()}
@@ -113,7 +129,7 @@ def test_fused_projections_of_a_plain_checkpoint(tmp_path: Path, has_bias: bool)
 
 @pytest.mark.parametrize("method", METHODS)
 def test_fused_projections_of_a_quantized_checkpoint(tmp_path: Path, method: str) -> None:
-    model = tiny_llama(**NARROW, tie_word_embeddings=method == "gptq")
+    model = tiny_llama(**NARROW, tie_word_embeddings=method in TIED)
     folder = save(model, tmp_path)
     fuse(folder)
     pieces = quantize(folder, *METHODS[method])

@@ -1,4 +1,4 @@
-"""Random valid layers in the file formats of EXL2 and GPTQ, with their exact dequantized values.
+"""Random valid layers in the formats of quantized checkpoints, with their exact dequantized values.
 
 Independent of `exl_core.formats.codecs` and slow: built from the definition of the formats, with
 the codes of a column as one long integer and values in numpy's float16 arithmetic.
@@ -156,6 +156,127 @@ def random_gptq(
         codes=rng.integers(0, 1 << bits, (rows, columns)),
         zeros=np.full(shape, 1 << bits - 1) if is_symmetric else zeros,
         scales=np.exp2(rng.uniform(-22, 1, shape)).astype(np.float16),  # includes subnormals
+        group_of_row=rng.permutation(group_of_row) if has_act_order else group_of_row,
+    )
+
+
+@dataclass(frozen=True)
+class AwqLayer:
+    """AWQ layer: codes [in_features, out_features], zero points and scales of each group."""
+
+    group_size: int
+    codes: np.ndarray
+    zeros: np.ndarray
+    scales: np.ndarray
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        return {
+            "qweight": as_int32(pack_awq(self.codes)),
+            "qzeros": as_int32(pack_awq(self.zeros)),
+            "scales": torch.from_numpy(self.scales.copy()),
+        }
+
+    def dense(self) -> Tensor:
+        """The exact weights, float32 [in_features, out_features]."""
+        groups = np.arange(len(self.codes)) // self.group_size
+        centered = (self.codes - self.zeros[groups]).astype(np.float32)
+        return torch.from_numpy(self.scales[groups].astype(np.float32) * centered)
+
+    def config(self) -> dict[str, object]:
+        return {"quant_method": "awq", "bits": 4, "group_size": self.group_size, "version": "gemm"}
+
+
+def pack_awq(codes: np.ndarray) -> np.ndarray:
+    """uint32 [rows, n / 8] of codes [rows, n], by AutoAWQ's order: field i of a word holds column
+    0, 2, 4, 6, 1, 3, 5, 7 of its eight columns."""
+    words = np.zeros((codes.shape[0], codes.shape[1] // 8), dtype=np.uint32)
+    for i, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+        words |= codes[:, column::8].astype(np.uint32) << np.uint32(4 * i)
+    return words
+
+
+def random_awq(
+    seed: int, group_size: int, *, rows: int, columns: int = 32, is_symmetric: bool = False
+) -> AwqLayer:
+    rng = np.random.default_rng(seed)
+    shape = (rows // group_size, columns)
+    return AwqLayer(
+        group_size=group_size,
+        codes=rng.integers(0, 16, (rows, columns)),
+        zeros=np.full(shape, 8) if is_symmetric else rng.integers(0, 16, shape),
+        scales=np.exp2(rng.uniform(-22, 1, shape)).astype(np.float16),
+    )
+
+
+@dataclass(frozen=True)
+class CompressedLayer:
+    """Packed compressed-tensors layer: codes [out_features, in_features], zero points (None:
+    symmetric) and scales [out_features, groups]. `group_of_row` is the group of each feature."""
+
+    bits: int
+    group_size: int | None
+    codes: np.ndarray
+    zeros: np.ndarray | None
+    scales: Tensor
+    group_of_row: np.ndarray
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        parts = {
+            "weight_packed": as_int32(pack_columns(self.codes.T, self.bits).T),
+            "weight_scale": self.scales.clone(),
+            "weight_shape": torch.tensor(self.codes.shape),
+        }
+        if self.zeros is not None:
+            parts["weight_zero_point"] = as_int32(pack_columns(self.zeros, self.bits))
+        if np.any(np.diff(self.group_of_row) < 0):
+            parts["weight_g_idx"] = torch.from_numpy(self.group_of_row.astype(np.int32))
+        return parts
+
+    def dense(self) -> Tensor:
+        """The exact weights, float32 [in_features, out_features]."""
+        middle = 1 << (self.bits - 1)
+        zeros = middle if self.zeros is None else self.zeros[:, self.group_of_row]
+        scales = self.scales.float().numpy()[:, self.group_of_row]
+        return torch.from_numpy((scales * (self.codes - zeros).astype(np.float32)).T.copy())
+
+    def config(self) -> dict[str, object]:
+        weights = {
+            "num_bits": self.bits,
+            "type": "int",
+            "symmetric": self.zeros is None,
+            "strategy": "channel" if self.group_size is None else "group",
+            "group_size": self.group_size,
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "ignore": ["lm_head"],
+        }
+
+
+def random_compressed(
+    seed: int,
+    bits: int,
+    group_size: int | None,
+    *,
+    rows: int,
+    columns: int = 32,
+    is_symmetric: bool = True,
+    has_act_order: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> CompressedLayer:
+    rng = np.random.default_rng(seed)
+    group_of_row = np.arange(rows) // (group_size or rows)
+    shape = (columns, int(group_of_row[-1]) + 1)
+    return CompressedLayer(
+        bits=bits,
+        group_size=group_size,
+        codes=rng.integers(0, 1 << bits, (columns, rows)),
+        zeros=None if is_symmetric else rng.integers(0, 1 << bits, shape),
+        scales=torch.from_numpy(np.exp2(rng.uniform(-22, 1, shape))).to(dtype),
         group_of_row=rng.permutation(group_of_row) if has_act_order else group_of_row,
     )
 

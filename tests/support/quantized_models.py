@@ -1,4 +1,4 @@
-"""Tiny checkpoints whose matrices are random EXL2 or GPTQ layers."""
+"""Tiny checkpoints whose matrices are random layers of a quantized format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from support.quantized import random_exl2, random_gptq
+from support.quantized import random_awq, random_compressed, random_exl2, random_gptq
 from support.tiny_models import save, tiny_llama
 
 Pieces = dict[str, Tensor]
@@ -81,15 +81,43 @@ def gptq_pieces(in_features: int, out_features: int) -> Pieces:
     return parts
 
 
+def awq_pieces(in_features: int, out_features: int) -> Pieces:
+    """Tensors of a random AWQ layer, scaled likewise."""
+    layer = random_awq(in_features + out_features, 32, rows=in_features, columns=out_features)
+    size = layer.dense().std() * in_features**0.5
+    parts = layer.parts
+    parts["scales"] = (parts["scales"] / size).half()
+    return parts
+
+
+def compressed_pieces(in_features: int, out_features: int) -> Pieces:
+    """Tensors of a random packed compressed-tensors layer, scaled likewise."""
+    seed = in_features + out_features
+    layer = random_compressed(
+        seed, 4, 32, rows=in_features, columns=out_features, is_symmetric=seed % 3 > 0
+    )
+    size = layer.dense().std() * in_features**0.5
+    parts = layer.parts
+    scales = (parts["weight_scale"] / size).clamp(2.0**-17)  # float16 then represents all of them
+    parts["weight_scale"] = scales.bfloat16()
+    return parts
+
+
+AWQ_SETTINGS = random_awq(0, 32, rows=32).config()
+COMPRESSED_SETTINGS = random_compressed(0, 4, 32, rows=32).config()
 # `quantization_config` of each method, and the function that makes a matrix's tensors.
 METHODS: dict[str, tuple[dict[str, Any], Callable[[int, int], Pieces]]] = {
     "exl2": ({"quant_method": "exl2"}, exl2_pieces),
     "gptq": (GPTQ_SETTINGS, gptq_pieces),
+    "awq": (AWQ_SETTINGS, awq_pieces),
+    "compressed-tensors": (COMPRESSED_SETTINGS, compressed_pieces),
 }
+TIED = ("gptq", "awq", "compressed-tensors")
+"""Methods whose files keep the head unquantized: their tiny models tie it to the embedding."""
 
 
 def quantized_llama(method: str, folder: Path) -> Path:
-    """Writes a quantized tiny Llama to `folder`. With GPTQ its head is tied to the embedding."""
-    save(tiny_llama(**SIZES, tie_word_embeddings=method == "gptq"), folder)
+    """Writes a quantized tiny Llama to `folder`. Only with EXL2 is the head a matrix of its own."""
+    save(tiny_llama(**SIZES, tie_word_embeddings=method in TIED), folder)
     quantize(folder, *METHODS[method])
     return folder

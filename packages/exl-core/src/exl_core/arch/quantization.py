@@ -1,7 +1,7 @@
 """Quantization method of a checkpoint, from its configuration.
 
-Knows `quantization_config` in `config.json` and the older `quantize_config.json`. The meaning of a
-method's settings belongs to its codec.
+Knows `quantization_config` in `config.json`, `compression_config` there (early compressed-tensors),
+and the older `quantize_config.json`. The meaning of a method's settings belongs to its codec.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from exl_core.arch.fields import Fields
 from exl_core.errors import ConfigError, UnsupportedModelError
 from exl_core.files import is_present, read_json_object
 
-SUPPORTED = ("exl2", "gptq")
+SUPPORTED = ("exl2", "gptq", "awq", "compressed-tensors")
 ADVICE = {
-    "awq": "Use a GPTQ or GGUF file of the model, or the unquantized checkpoint.",
     "bitsandbytes": "bitsandbytes weights are meant for its own kernels: use the unquantized "
     "checkpoint, or a GPTQ or GGUF file of the model.",
     "exl3": "EXL3 is another format than EXL2: use an EXL2, GPTQ or GGUF file of the model.",
@@ -41,8 +40,9 @@ def read_quantization(directory: Path) -> Quantization | None:
     config = directory / "config.json"
     fields = Fields(read_json_object(config, ConfigError), config)
     older = directory / "quantize_config.json"
-    if fields.has("quantization_config"):
-        block = fields.nested("quantization_config")
+    keys = [key for key in ("quantization_config", "compression_config") if fields.has(key)]
+    if keys:
+        block = fields.nested(keys[0])
         where, method = config, block.text("quant_method", "unknown")
     elif is_present(older, ConfigError):
         block = Fields(read_json_object(older, ConfigError), older)

@@ -92,7 +92,7 @@ def model_problems(
     progress: Progress | None = None,
 ) -> Iterator[ExlError]:
     """Problems of the source: an unsupported kind of model, and every damaged tensor."""
-    if quantization is not None:
+    if quantization is not None and quantization.method in ("exl2", "gptq"):
         yield UnsupportedModelError(
             f"the model is quantized already, as {quantization.method.upper()}",
             where=path,

@@ -76,6 +76,7 @@ def collect(
         copied = (file for file in sorted(path.iterdir()) if file.is_file())
         kept = tuple(file for file in copied if not file.name.endswith(WEIGHT_SUFFIXES))
         settings = dict(read_json_object(path / "config.json", ConfigError))
+        settings.pop("compression_config", None)  # of the source; ours is "quantization_config"
         return SideFiles(kept, {"config.json": _json(settings, quantization)})
     tokenizer = load_tokenizer(path, fields)
     written = {

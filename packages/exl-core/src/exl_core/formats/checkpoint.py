@@ -68,7 +68,8 @@ class Checkpoint:
         rows = module_table(config).rows if rows is None else rows
         self.rows = {row.name: row for row in rows}
         self._located: dict[str, Located] = {
-            name: locate(source, row, config.arch.name) for name, row in self.rows.items()
+            name: locate(source, row, config.arch.name, quantization)
+            for name, row in self.rows.items()
         }
         self.stored: dict[str, StoredTensor] = {
             name: located.stored for name, located in self._located.items()
@@ -133,7 +134,7 @@ class Checkpoint:
         return PLAIN_TYPES.get(self.stored[name].storage, torch.float16)
 
     def open_ahead(self, until: Callable[[], bool]) -> None:
-        """Opens and thereby checks EXL2 and GPTQ matrices until `until()` is true or all are open.
+        """Opens and thereby checks matrices of several tensors until `until()` is true.
 
         `load_model` calls this while a GPU starts.
         """

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from exl_core.arch.modules import Kind, ModuleRow, Place
+from exl_core.arch.quantization import Quantization
 from exl_core.errors import MissingTensorError, WeightShapeError
 from exl_core.formats.codecs.exl2.layout import COLUMN_STEP
 from exl_core.formats.containers.source import StoredTensor, TensorSource
@@ -29,14 +30,17 @@ class Located:
     matrix: QuantizedMatrix | None = None
 
 
-def locate(source: TensorSource, row: ModuleRow, family: str) -> Located:
+def locate(
+    source: TensorSource, row: ModuleRow, family: str, quantization: Quantization | None = None
+) -> Located:
     """Location of a tensor. Raises if it is missing, unreadable or of a wrong shape. `family` names
     the architecture in messages."""
     places = row.places(source.format)
     for place in places:
         if len(row.shape) == MATRIX:
             stem = place.name.removesuffix(".weight")
-            matrix = find_quantized(source, stem, row.shape, place.first_row, place.num_rows)
+            columns = place.first_row, place.num_rows
+            matrix = find_quantized(source, quantization, stem, row.shape, columns)
             if matrix is not None:
                 return _located_matrix(matrix, place)
         if place.name in source.tensors:

@@ -1,9 +1,9 @@
 """Quantized matrices of a checkpoint: finds the tensors that store their codes, and opens them.
 
-An EXL2 or GPTQ matrix is stored as several tensors under one stem (`P.q_weight`, `P.q_scale`, ...),
-which are passed to the codec of the format. The format is recognized by the tensors that are
-present, never by a file's name. Several matrices of the model may be column ranges of one stored
-matrix.
+Such a matrix is stored as several tensors under one stem (`P.q_weight`, `P.q_scale`, ...), which
+are passed to the codec of the format. The format is recognized by the tensors that are present,
+never by a file's name; GPTQ and AWQ share their names, and the configuration tells them apart.
+Several matrices of the model may be column ranges of one stored matrix.
 
 A matrix in GGUF blocks is one tensor, whose storage type names the block format.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from gguf import GGMLQuantizationType
@@ -20,6 +21,10 @@ from torch import Tensor
 
 from exl_core.arch.quantization import Quantization
 from exl_core.errors import ConfigError, WeightShapeError, WeightValueError
+from exl_core.formats.codecs.awq import layout as awq
+from exl_core.formats.codecs.awq import matrix as awq_matrix
+from exl_core.formats.codecs.compressed import layout as compressed
+from exl_core.formats.codecs.compressed.matrix import CompressedMatrix
 from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.formats.codecs.exl2.matrix import Exl2Matrix, runs_of
 from exl_core.formats.codecs.ggml import layout as ggml
@@ -31,7 +36,13 @@ from exl_core.formats.containers.source import StoredTensor, TensorSource
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
 
 MATRIX = 2  # number of dimensions
-_PARTS = (("exl2", "q_weight", exl2.PARTS), ("gptq", "qweight", gptq.PARTS))
+COMPRESSED = "compressed-tensors"
+_PARTS: dict[str, tuple[str, ...]] = {  # the first one shows that a matrix is stored so
+    "exl2": exl2.PARTS,
+    "awq": awq.PARTS,
+    "gptq": gptq.PARTS,
+    COMPRESSED: compressed.PARTS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +71,18 @@ class QuantizedMatrix:
 
 
 def find_quantized(
-    source: TensorSource, stem: str, shape: tuple[int, ...], first_column: int, stored_columns: int
+    source: TensorSource,
+    quantization: Quantization | None,
+    stem: str,
+    shape: tuple[int, ...],
+    columns: tuple[int, int],
 ) -> QuantizedMatrix | None:
-    """The EXL2 or GPTQ matrix stored under `stem`, or None."""
-    for method, marker, names in _PARTS:
-        if f"{stem}.{marker}" not in source.tensors:
+    """The quantized matrix stored under `stem`, or None. `columns` are its first column in the
+    stored matrix, and the number of stored columns without padding."""
+    first_column, stored_columns = columns
+    is_awq = quantization is not None and quantization.method == "awq"
+    for method, names in _PARTS.items():
+        if f"{stem}.{names[0]}" not in source.tensors or (method == "awq" and not is_awq):
             continue
         found = {part: source.tensors.get(f"{stem}.{part}") for part in names}
         parts = {part: tensor for part, tensor in found.items() if tensor is not None}
@@ -90,20 +108,34 @@ def open_matrix(
         exl2_layer = exl2.check(parts, matrix.where)
         _check_shape(exl2_layer, in_features, padded, matrix.where)
         return Exl2Matrix(exl2_layer, out_features, first_column=first, order=order)
-    settings = gptq_settings(matrix, quantization)
-    gptq_layer = gptq.check(parts, settings, matrix.where)
+    section = _section(matrix, quantization)
+    if matrix.method == COMPRESSED:
+        settings = compressed.parse_settings(section.settings, section.where)
+        packed = compressed.check(parts, settings, in_features, matrix.where)
+        _check_shape(packed, in_features, matrix.stored_columns, matrix.where)
+        return CompressedMatrix(packed, out_features, first_column=first, order=order)
+    if matrix.method == "awq":
+        awq_settings = awq.parse_settings(section.settings, section.where)
+        awq_layer = awq.check(parts, awq_settings, matrix.where)
+        _check_shape(awq_layer, in_features, matrix.stored_columns, matrix.where)
+        return awq_matrix.AwqMatrix(awq_layer, out_features, first_column=first, order=order)
+    gptq_settings = gptq.parse_settings(section.settings, section.where)
+    gptq_layer = gptq.check(parts, gptq_settings, matrix.where)
     _check_shape(gptq_layer, in_features, matrix.stored_columns, matrix.where)
     return GptqMatrix(gptq_layer, out_features, first_column=first, order=order)
 
 
-def gptq_settings(matrix: QuantizedMatrix, quantization: Quantization | None) -> gptq.GptqSettings:
-    if quantization is None or quantization.method != "gptq":
+def _section(matrix: QuantizedMatrix, quantization: Quantization | None) -> Quantization:
+    """The configuration of the matrix's method."""
+    if quantization is None or quantization.method != matrix.method:
         raise ConfigError(
-            "the weights are GPTQ's, but no configuration says how they are packed",
-            where=matrix.parts["qweight"].file.parent,
+            f"the weights are stored as {matrix.method.upper()}, but the configuration does not say"
+            " how they are packed",
+            where=next(iter(matrix.parts.values())).file.parent,
             expected="'quantization_config' in config.json, or quantize_config.json",
+            got="none" if quantization is None else f"one of {quantization.method!r}",
         )
-    return gptq.parse_settings(quantization.settings, quantization.where)
+    return quantization
 
 
 def stored_layout(
@@ -111,16 +143,19 @@ def stored_layout(
 ) -> QuantLayout:
     """Run-time layout of the matrix, except the permutation of its rows.
 
-    Reads no more than `stored_groups` does. For GPTQ it assumes explicit zero points, which take
-    more memory, although they may all turn out to be the middle.
+    Reads no more than `stored_groups` does. For GPTQ and AWQ it assumes explicit zero points, which
+    take more memory, although they may all turn out to be the middle.
     """
+    has_zeros = matrix.method != "exl2" and not (
+        matrix.method == COMPRESSED and "weight_zero_point" not in matrix.parts
+    )
     return QuantLayout(
         out_features=matrix.shape[0],
         in_features=matrix.shape[1],
         runs=stored_groups(source, matrix, quantization),
         features=None,
         scale_dtype=torch.float16,
-        offset="middle" if matrix.method == "exl2" else "zeros",
+        offset="zeros" if has_zeros else "middle",
     )
 
 
@@ -141,8 +176,25 @@ def stored_groups(
                 got=packed,
             )
         return runs_of(exl2.read_groups(source.read_raw(table.name), packed[0], matrix.where))
-    settings, rows = gptq_settings(matrix, quantization), matrix.shape[1]
-    return group_runs(settings.bits, rows, settings.group_rows(rows))
+    section, rows = _section(matrix, quantization), matrix.shape[1]
+    if matrix.method == COMPRESSED:
+        return _compressed_groups(matrix, section)
+    if matrix.method == "awq":
+        settings = awq.parse_settings(section.settings, section.where)
+        return awq_matrix.group_runs(rows, settings.group_rows(rows))
+    gptq_settings = gptq.parse_settings(section.settings, section.where)
+    return group_runs(gptq_settings.bits, rows, gptq_settings.group_rows(rows))
+
+
+def _compressed_groups(matrix: QuantizedMatrix, section: Quantization) -> tuple[GroupRun, ...]:
+    packed, scale = matrix.parts["weight_packed"].shape, matrix.parts.get("weight_scale")
+    if scale is None or len(packed) != MATRIX:
+        return ()  # `open_matrix` reports the fault
+    settings = compressed.parse_settings(section.settings, section.where)
+    groups = scale.shape[1] if len(scale.shape) == MATRIX else 1
+    in_features = matrix.shape[1]
+    bits, rows = compressed.scheme_of(settings, in_features, packed[1], groups, matrix.where)
+    return group_runs(bits, in_features, rows)
 
 
 def block_groups(tensor: StoredTensor) -> tuple[GroupRun, ...]:
@@ -154,9 +206,14 @@ def block_groups(tensor: StoredTensor) -> tuple[GroupRun, ...]:
     return (GroupRun(group.bits, tensor.shape[1] // group.rows, group.rows),)
 
 
-def _check_shape(
-    layer: exl2.Exl2Linear | gptq.GptqLinear, in_features: int, out_features: int, where: str
-) -> None:
+class _Sized(Protocol):
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def out_features(self) -> int: ...
+
+
+def _check_shape(layer: _Sized, in_features: int, out_features: int, where: str) -> None:
     if (layer.in_features, layer.out_features) != (in_features, out_features):
         raise WeightShapeError(
             "the quantized matrix has the wrong shape",

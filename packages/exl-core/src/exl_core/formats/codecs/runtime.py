@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from exl_core.errors import WeightValueError
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 
 BLOCK_ROWS = 32  # op tables round groups up to a multiple of this many rows
@@ -78,3 +80,27 @@ def packed_bytes(layout: QuantLayout) -> int:
     scale_bytes = layout.scale_dtype.itemsize
     offset_bytes = {"middle": 0, "zeros": 1, "minimums": scale_bytes}[layout.offset]
     return columns * (code_bits // 8 + layout.num_groups * (scale_bytes + offset_bytes))
+
+
+def check_scales(scales: Tensor, name: str, where: object) -> None:
+    """Raises WeightValueError if a scale, in any shape, is NaN or infinite."""
+    finite = scales.isfinite()
+    if not finite.all():
+        at = int(finite.flatten().int().argmin())
+        raise WeightValueError(
+            f"tensor {name!r} has no usable value at index {at}",
+            where=where,
+            expected="a finite number",
+            got=float(scales.flatten()[at]),
+        )
+
+
+def exact_scales(scales: Tensor) -> Tensor:
+    """The same values as float16 if it represents all of them, otherwise as float32.
+
+    bfloat16 and float32 scales between 2^-17 and 65504 usually fit, and then take half the memory.
+    """
+    if scales.dtype is torch.float16:
+        return scales
+    exact, half = scales.float(), scales.half()
+    return half if torch.equal(half.float(), exact) else exact
