@@ -49,7 +49,8 @@ def leaves(name: str, command: Any) -> Iterator[tuple[str, Any]]:
         yield name, command
         return
     for child in children.values():
-        yield from leaves(f"{name} {child.name}", child)
+        if not child.hidden:
+            yield from leaves(f"{name} {child.name}", child)
 
 
 def section(name: str, command: Any) -> Iterator[str]:

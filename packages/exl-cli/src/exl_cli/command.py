@@ -44,10 +44,17 @@ class InspectGroup(TyperGroup):
 
 
 def register(
-    app: typer.Typer, name: str, verb: Callable[..., None], lines: Sequence[tuple[str, str]]
+    app: typer.Typer,
+    name: str,
+    verb: Callable[..., None],
+    lines: Sequence[tuple[str, str]],
+    *,
+    is_hidden: bool = False,
 ) -> None:
-    """Adds a command with its examples, and the options that all commands share."""
-    app.command(name, epilog=options.examples(lines))(_with_shared_options(verb))
+    """Adds a command with its examples, and the options that all commands share. `is_hidden`:
+    another name of a command, which help pages do not list."""
+    make = app.command(name, epilog=options.examples(lines), hidden=is_hidden)
+    make(_with_shared_options(verb))
 
 
 def _with_shared_options(verb: Callable[..., None]) -> Callable[..., None]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,7 +14,8 @@ from exl_cli import options
 from exl_cli.interrupt import exits_at_once
 from exl_cli.option_groups import RunningOptions, spread
 from exl_core.errors import RequestError, printable
-from exl_core.files import read_text_file
+from exl_core.files import CONFIG_LIMIT_BYTES, read_text_file
+from exl_core.prompt.formats import find_format
 from exl_core.settings import server_key
 
 if TYPE_CHECKING:
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 
     from exl_cli.engine_options import EngineChoices
     from exl_cli.server.limits import Limits
-    from exl_cli.server.models import ModelHost
+    from exl_cli.server.models import ModelHost, Prompting
     from exl_core.session.runtime import Runtime
 
 EXAMPLES = (
     ("exl serve-lite", "the default model on http://127.0.0.1:8080"),
-    ("exl serve-lite -m model.gguf --port 9000 --ngram", "a model file, with n-gram drafts"),
+    ("exl serve-lite model.gguf --port 9000 --ngram", "a model file, with n-gram drafts"),
     ("exl serve-lite --models-dir models", "any model of a folder, one loaded at a time"),
     ("EXL_API_KEY=secret exl serve-lite --host 0.0.0.0", "reachable by other machines, with a key"),
 )
@@ -37,9 +38,6 @@ _SERVER = "Server"
 _LIMITS = "Limits"
 _LOG = "Log"
 
-ModelOption = Annotated[
-    str | None, typer.Option("-m", "--model", metavar="MODEL", help=options.MODEL_HELP)
-]
 Host = Annotated[
     str,
     typer.Option(
@@ -136,6 +134,58 @@ LogPrompts = Annotated[
     bool,
     typer.Option("--log-prompts", help="Log the prompts too.", rich_help_panel=_LOG),
 ]
+Cors = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cors",
+        metavar="ORIGIN",
+        help="Let pages of this site use the server, such as http://localhost:3000; *: of every "
+        "site, if the server has a key. May be given several times.",
+        show_default=False,
+        rich_help_panel=_SERVER,
+    ),
+]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-host",
+        metavar="NAME",
+        help="Answer under this host name too. A server without a key answers only to localhost "
+        "and its address. May be given several times.",
+        show_default=False,
+        rich_help_panel=_SERVER,
+    ),
+]
+Alias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--alias",
+        metavar="NAME=MODEL",
+        help="Serve a model of the folder under another name too. May be given several times.",
+        show_default=False,
+        rich_help_panel=_SERVER,
+    ),
+]
+Preset = Annotated[
+    str,
+    typer.Option(
+        "--preset",
+        metavar="PRESET",
+        help="Sampler settings of requests that do not choose. model: of the model's "
+        "generation_config.json; neutral: the model's own distribution; or a JSON file of request "
+        "fields.",
+        rich_help_panel=_SERVER,
+    ),
+]
+Template = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja chat template to use instead of the model's.",
+        rich_help_panel=_SERVER,
+    ),
+]
 MaxBatch = Annotated[
     int,
     typer.Option(
@@ -206,7 +256,8 @@ StallSeconds = Annotated[
 class ServerOptions:
     """Options that select the model, the address and the accepted keys."""
 
-    model: ModelOption = None
+    model: options.ModelArgument = None
+    model_option: options.ModelOption = None
     host: Host = "127.0.0.1"
     port: Port = 8080
     api_key: ApiKey = None
@@ -215,6 +266,24 @@ class ServerOptions:
     models_dir: ModelsDir = None
     allow_special: AllowSpecial = False
     strict: Strict = False
+    cors: Cors = None
+    allow_host: AllowHost = None
+    alias: Alias = None
+    preset: Preset = "model"
+    chat_template: Template = None
+    format: options.Format = None
+
+    def prompting(self) -> Prompting:
+        """Sampler defaults and prompt format. Raises RequestError for invalid ones."""
+        from exl_cli.server.models import Prompting
+        from exl_cli.server.presets import check_preset, defaults_of
+
+        if self.format is not None and self.chat_template is not None:
+            raise RequestError("two ways to write prompts", got="--format and --chat-template")
+        check_preset(self.preset)
+        preset = self.preset
+        found = None if self.format is None else find_format(self.format)
+        return Prompting(lambda runtime: defaults_of(preset, runtime), found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +324,7 @@ def serve_lite(
     an untrusted network, use a reverse proxy.
     """
     choices = running.choices()
+    model = options.pick_model(server.model, server.model_option)
     if server.models_dir is not None and (choices.loras or choices.draft_model):
         raise RequestError(
             "an adapter or a draft model belongs to one model",
@@ -263,14 +333,16 @@ def serve_lite(
     key = server_key() if server.api_key is None else server.api_key
     keys = _keys(key, server.api_key_file)
     with exits_at_once():
-        from exl_cli.server.limits import Limits, check_bind
+        from exl_cli.server.limits import Limits, check_bind, check_origins
         from exl_cli.server.models import ModelHost, models_in
         from exl_cli.server.run import listen, make_server, url_of
 
-    opener = _opener(running, choices, limits)
+    opener = _opener(running, choices, limits, server.chat_template)
     check_bind(server.host, has_key=bool(keys))
+    check_origins(server.cors or (), has_key=bool(keys))
+    prompting = server.prompting()
     others = {} if server.models_dir is None else models_in(Path(server.models_dir))
-    spec, name = _initial_model(server.model, server.served_model_name, others)
+    spec, name = _initial_model(model, server.served_model_name, others)
     # Bind the port first: an address in use is then reported before the model is loaded.
     with closing(listen(server.host, server.port)) as listening:
         runtime = opener(spec, is_quiet=quiet)
@@ -283,21 +355,31 @@ def serve_lite(
             reply_s=limits.reply_seconds,
             stall_s=limits.stall_seconds,
         )
-        host = ModelHost(runtime, name=name, others=others, opener=opener, is_strict=server.strict)
+        host = ModelHost(
+            runtime,
+            name=name,
+            others=others,
+            opener=opener,
+            aliases=_aliases(server.alias, [*others] or [name or runtime.name]),
+            is_strict=server.strict,
+            prompting=prompting,
+        )
         app = _app(host, known, keys, server, log)
         _start_log(log, is_quiet=quiet)
 
         def announce() -> None:
             if not quiet:
                 typer.echo(f"{printable(host.default)} at {url_of(listening)}", err=True)
+                _show_defaults(host)
 
         make_server(app, known, announce).run(sockets=[listening])
 
 
 def _opener(
-    running: RunningOptions, choices: EngineChoices, limits: LimitOptions
+    running: RunningOptions, choices: EngineChoices, limits: LimitOptions, template: str | None
 ) -> Callable[..., Runtime]:
-    """Function that loads a model for the server."""
+    """Function that loads a model for the server. `template`: file with its chat template."""
+    source = None if template is None else read_text_file(Path(template), CONFIG_LIMIT_BYTES)
 
     def opener(path: Path | str | None, *, is_quiet: bool = True) -> Runtime:
         runtime = running.open(
@@ -307,6 +389,8 @@ def _opener(
             max_batch=limits.max_batch,
             cache_tokens=limits.cache_tokens or DEFAULT_CACHE_TOKENS,
         )
+        if source is not None:
+            _set_template(runtime, source, str(template))
         # Later these two would delay the replies that run.
         runtime.engine.vocabulary.prepare()
         if runtime.loaded.template is not None:
@@ -314,6 +398,21 @@ def _opener(
         return runtime
 
     return opener
+
+
+def _set_template(runtime: Runtime, source: str, where: str) -> None:
+    from exl_core.prompt.template import ChatTemplate
+
+    loaded = runtime.loaded
+    tokenizer = loaded.tokenizer
+    bos, eos = tokenizer.bos_id, next(iter(tokenizer.eos_ids), None)
+    made = ChatTemplate(
+        source,
+        bos_token="" if bos is None else tokenizer.token_text(bos),
+        eos_token="" if eos is None else tokenizer.token_text(eos),
+        where=where,
+    )
+    runtime.loaded = replace(loaded, template=made)
 
 
 def _app(
@@ -329,11 +428,36 @@ def _app(
     return create_app(
         host,
         limits=limits,
-        access=Access(keys, hosts_of(server.host, keys)),
+        access=Access(
+            keys, hosts_of(server.host, keys, server.allow_host or ()), server.cors or ()
+        ),
         allow_special=server.allow_special,
         is_strict=server.strict,
         logs_prompts=log.log_prompts,
     )
+
+
+def _show_defaults(host: ModelHost) -> None:
+    """One line with the sampler settings of requests that do not choose, if there are any."""
+    defaults = {} if host.resident is None else host.resident.defaults
+    if defaults:
+        said = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        typer.echo(f"defaults: {said} (--preset neutral: none)", err=True)
+
+
+def _aliases(given: list[str] | None, names: Sequence[str]) -> dict[str, str]:
+    """Models by their aliases."""
+    found: dict[str, str] = {}
+    for one in given or ():
+        alias, mark, model = one.partition("=")
+        if not mark or not alias or model not in names:
+            raise RequestError(
+                "--alias names no model that is served",
+                expected=f"NAME=MODEL with one of {', '.join(names)}",
+                got=one,
+            )
+        found[alias] = model
+    return found
 
 
 def _start_log(log: LogOptions, *, is_quiet: bool) -> None:

@@ -66,10 +66,11 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 @dataclass(frozen=True, slots=True)
 class Access:
     """Who may send requests. `api_keys` empty: everyone. `hosts`: host names that the server
-    answers to; None: any."""
+    answers to; None: any. `origins`: sites whose pages may use it."""
 
     api_keys: frozenset[str] = frozenset()
     hosts: Collection[str] | None = None
+    origins: Collection[str] = ()
 
 
 def create_app(
@@ -114,7 +115,13 @@ def create_app(
     _add_page(app)
     _without_422(app)
     paths = frozenset(getattr(route, "path", "") for route in app.routes)
-    app.add_middleware(Gate, limits=limits, api_keys=access.api_keys, hosts=access.hosts)
+    app.add_middleware(
+        Gate,
+        limits=limits,
+        api_keys=access.api_keys,
+        hosts=access.hosts,
+        origins=access.origins,
+    )
     app.add_middleware(metrics.CountAnswers, metrics=service.metrics, paths=paths)
     app.add_middleware(RequestLog)
     return app
@@ -136,12 +143,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         except ClientGoneError:
             return Response(status_code=_CLIENT_GONE)
 
+    @app.post("/completions", include_in_schema=False)
     @app.post("/v1/completions", tags=["generation"], responses=_ANSWERS)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue one or several texts."""
         service.accept(body, record_of(request.scope))
         return await answer(Completion(service, body), body, request)
 
+    @app.post("/chat/completions", include_in_schema=False)
     @app.post("/v1/chat/completions", tags=["generation"], responses=_ANSWERS)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer the last message of a conversation."""
@@ -166,11 +175,13 @@ def _add_models(app: FastAPI, service: Service) -> None:
             model["max_model_len"] = resident.runtime.ctx_size
         return model
 
+    @app.get("/models", include_in_schema=False)
     @app.get("/v1/models", tags=["models"])
     async def models() -> Response:
         """List the models that this server can run."""
         return json_reply({"object": "list", "data": [model_json(name) for name in host.names]})
 
+    @app.get("/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}", tags=["models"])
     async def model(name: str) -> Response:
         """Describe one model."""
@@ -178,6 +189,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
             raise ApiError(404, f"no model {name[:200]!r}", param="model", code="model_not_found")
         return json_reply(model_json(name))
 
+    @app.get("/model", include_in_schema=False)
     @app.get("/v1/model", tags=["models"])
     async def current_model() -> Response:
         """Describe the loaded model, by tabbyAPI's path."""

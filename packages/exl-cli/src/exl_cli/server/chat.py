@@ -61,7 +61,7 @@ class Chat:
         with refusing_long_prompts(ctx_size, "messages"):
             prompt = await self._service.in_thread(
                 lambda: chat_prompt(
-                    loaded, body, ctx_size - 1, allow_special=self._service.allow_special
+                    resident.style, body, ctx_size - 1, allow_special=self._service.allow_special
                 ),
                 num_chars(body),
             )
@@ -78,6 +78,7 @@ class Chat:
                 report=Report(log_probs=num_top),
                 negative_ids=prompt.negative_ids,
                 constraints=prompt.constraints,
+                stop=resident.style.stops,
                 show_special=prompt.tool_format is not None  # its markers may be special tokens
                 or any(tag in loaded.tokenizer.special_tokens for tag in prompt.tags),
             ),

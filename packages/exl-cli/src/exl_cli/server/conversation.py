@@ -11,16 +11,15 @@ from typing import Any
 from exl_cli.server.bodies import LONG_BYTES, check_structure
 from exl_cli.server.engine_request import constraints_of, uses_guidance
 from exl_cli.server.errors import ApiError
-from exl_cli.server.schema import ChatBody, Function, Message, NamedTool, TextPart, Tool
+from exl_cli.server.prompt_style import PromptStyle
+from exl_cli.server.schema import ChatBody, Function, Message, NamedTool, TextPart
 from exl_cli.server.settings import Settings
 from exl_cli.server.tools import ToolFormat, call_schema, format_of
 from exl_core.constrain.filter import Constraint
 from exl_core.constrain.json_schema import JsonSchema
-from exl_core.prompt.reasoning import ends_inside, find_tags
-from exl_core.prompt.template import ChatTemplate
+from exl_core.prompt.reasoning import ends_inside
 from exl_core.prompt.tracked import TrackedText, template_text
 from exl_core.session.load import LoadedModel
-from exl_core.tokenizer.special_text import Trust
 
 _ROLES = {"developer": "system", "function": "tool"}
 _UNSEEN_PARTS = frozenset({"thinking", "redacted_thinking", "refusal"})
@@ -63,24 +62,18 @@ def num_chars(body: ChatBody) -> int:
 
 
 def chat_prompt(
-    loaded: LoadedModel, body: ChatBody, max_tokens: int, *, allow_special: bool = False
+    style: PromptStyle, body: ChatBody, max_tokens: int, *, allow_special: bool = False
 ) -> ChatPrompt:
     """Render and tokenize a conversation, which takes long for long ones.
 
     More than `max_tokens` tokens raise ContextLengthError. `allow_special` holds for a body that
     does not choose: text of messages, tools and template variables may spell special tokens.
     """
-    if loaded.template is None:
-        raise ApiError(
-            400,
-            f"the model {loaded.name!r} has no chat template; /v1/completions takes plain text",
-            param="messages",
-            code="no_chat_template",
-        )
+    source = style.source
     offered, is_call = _offered(body)
-    tool_format = _tool_format(loaded.template, body) if body.tools else None
-    _check_last_message(loaded, body, max_tokens)
-    text = _rendered(loaded.template, body, offered)
+    tool_format = _tool_format(source, body) if body.tools else None
+    _check_last_message(style.loaded, body, max_tokens)
+    text = _rendered(style, body, offered)
     constraints = constraints_of(body.settings)
     if constraints and offered:
         raise ApiError(
@@ -90,29 +83,22 @@ def chat_prompt(
         )
     if is_call:
         assert tool_format is not None, "tools are offered"
-        functions = [one.model_dump(exclude_none=True) for one in offered]
+        functions = [_as_tool(one) for one in offered]
         only_one = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
         constraints = (JsonSchema(call_schema(functions, tool_format, only_one=only_one)),)
-    tags = find_tags(loaded.template.source)
+    tags = style.tags
     begins_inside = ends_inside(text, tags[0])
     if begins_inside and constraints:  # the constrained JSON comes after it
         text, begins_inside = text + template_text(f"\n{tags[1]}\n\n"), False
     if is_call and tool_format is not None:
         text += template_text(tool_format.opening)
     trusts_all = allow_special if body.allow_special is None else body.allow_special
-
-    def encode(text: TrackedText) -> list[int]:
-        trust = None if trusts_all else Trust(text.trusted, template.source)
-        return loaded.tokenizer.encode(
-            text, allow_special=True, add_bos=False, max_tokens=max_tokens, trust=trust
-        )
-
-    template = loaded.template
     negative_ids = None
     if uses_guidance(body.settings):
-        negative_ids = encode(_rendered(template, _with_negative_system(body), offered))
+        negative = _rendered(style, _with_negative_system(body), offered)
+        negative_ids = style.encode(negative, max_tokens, trusts_all=trusts_all)
     return ChatPrompt(
-        encode(text),
+        style.encode(text, max_tokens, trusts_all=trusts_all),
         tags,
         tool_format=tool_format if offered else None,
         tools=tuple(one.name for one in offered),
@@ -123,7 +109,7 @@ def chat_prompt(
     )
 
 
-def _rendered(template: ChatTemplate, body: ChatBody, offered: Sequence[Function]) -> TrackedText:
+def _rendered(style: PromptStyle, body: ChatBody, offered: Sequence[Function]) -> TrackedText:
     """The conversation as text, up to the place of the reply.
 
     A last message that the reply continues is written after the opening of a reply, without the
@@ -132,19 +118,21 @@ def _rendered(template: ChatTemplate, body: ChatBody, offered: Sequence[Function
     settings, messages = body.settings, body.messages
     begun = settings.prefix
     is_begun = settings.continues or bool(messages[-1].prefix)
-    if is_begun and messages[-1].role == "assistant":
-        messages, begun = messages[:-1], _text_of(messages[-1].content) + begun
-    elif is_begun:
+    if is_begun and messages[-1].role != "assistant":
         raise ApiError(400, "only a message of the assistant can be continued", param="messages")
+    if is_begun:
+        messages, begun = messages[:-1], _text_of(messages[-1].content) + begun
     if not messages:
         raise ApiError(400, "there is no message before the reply", param="messages")
-    text = template.render(
+    tools = [{"type": "function", "function": _as_tool(one.function)} for one in body.tools or ()]
+    text = style.render(
         [as_message(message) for message in messages],
-        add_generation_prompt=settings.adds_turn or is_begun,
-        tools=[_as_tool(tool) for tool in body.tools or ()] if offered else None,
-        **_variables(settings),
+        adds_turn=settings.adds_turn or is_begun,
+        tools=tools if offered else None,
+        variables=_variables(settings),
     )
-    return text + begun if begun else text
+    joined: TrackedText = text + begun if begun else text
+    return joined
 
 
 def _variables(settings: Settings) -> dict[str, Any]:
@@ -155,11 +143,10 @@ def _variables(settings: Settings) -> dict[str, Any]:
     return variables
 
 
-def _as_tool(tool: Tool) -> dict[str, object]:
-    function = tool.function.model_dump(
-        exclude_none=True, exclude=set(tool.function.model_extra or ())
-    )
-    return {"type": "function", "function": function}
+def _as_tool(function: Function) -> dict[str, object]:
+    """A function for templates: without absent and unknown fields."""
+    unknown = set(function.model_extra or ())
+    return function.model_dump(exclude_none=True, exclude=unknown)
 
 
 def _with_negative_system(body: ChatBody) -> ChatBody:
@@ -257,10 +244,10 @@ def _offered(body: ChatBody) -> tuple[list[Function], bool]:
     return functions, choice == "required"
 
 
-def _tool_format(template: ChatTemplate, body: ChatBody) -> ToolFormat | None:
+def _tool_format(source: str, body: ChatBody) -> ToolFormat | None:
     if body.tool_choice == "none":
         return None
-    found = format_of(template.source)
+    found = format_of(source)
     if found is None:
         raise ApiError(
             400,

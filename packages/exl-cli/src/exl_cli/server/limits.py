@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from exl_cli.server import memory
@@ -26,6 +27,8 @@ from exl_core.errors import RequestError
 MAX_HEAD_BYTES = 64 * 1024
 
 _HOST = re.compile(r"(\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^][:/@?#\s]+))(:[0-9]{0,5})?")
+_HEADER_NAMES = re.compile(rb"[A-Za-z0-9, _-]{0,2000}")
+_ORIGIN = re.compile(r"https?://[^/?#@\s*]+")
 _SILENCE_S = 1.0  # a client that sends nothing for so long reads the answer
 
 PIPE = "exl.pipe"
@@ -58,7 +61,7 @@ class Limits:
 
 class Gate:
     """Middleware that checks each request. `api_keys` empty: no key is needed. `hosts` None: any
-    host name is accepted."""
+    host name is accepted. `origins`: sites whose pages may use the server; * is every site."""
 
     def __init__(
         self,
@@ -67,8 +70,10 @@ class Gate:
         limits: Limits,
         api_keys: Collection[str] = (),
         hosts: Collection[str] | None = None,
+        origins: Collection[str] = (),
     ) -> None:
         self.app = app
+        self._origins = frozenset(origins)
         self._limits = limits
         self._keys = [key.encode() for key in api_keys]
         self._hosts = hosts
@@ -79,6 +84,12 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if origin and (origin in self._origins or "*" in self._origins):
+            send = _allowing(origin, headers, send)
+            if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
+                await Response(status_code=204)(scope, receive, send)  # a browser's preflight
+                return
         try:
             self._check_host(headers)
             self._check_key(scope, headers)
@@ -117,10 +128,10 @@ class Gate:
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         if not self._keys or (scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD")):
             return
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         # Compares with all keys, so that the time reveals nothing about them.
-        matches = [hmac.compare_digest(key, given.strip()) for key in self._keys]
-        if scheme.lower() != b"bearer" or not any(matches):
+        given = key_of(headers)
+        matches = [hmac.compare_digest(key, given) for key in self._keys]
+        if not any(matches):
             raise ApiError(
                 401,
                 "a key is required: Authorization: Bearer KEY",
@@ -185,6 +196,35 @@ class Gate:
         )
 
 
+def key_of(headers: dict[bytes, bytes]) -> bytes:
+    """The key of a request: as a bearer token, or in the header of Anthropic's and tabbyAPI's
+    clients. Empty without one."""
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer":
+        return given.strip()
+    return headers.get(b"x-api-key", b"").strip()
+
+
+def _allowing(origin: str, headers: dict[bytes, bytes], send: Send) -> Send:
+    """ASGI send function that lets a page of this origin read the response (CORS)."""
+    wanted = headers.get(b"access-control-request-headers", b"")
+    allowed = [
+        (b"access-control-allow-origin", origin.encode("latin-1")),
+        (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+        (b"access-control-allow-headers", wanted if _HEADER_NAMES.fullmatch(wanted) else b""),
+        (b"access-control-expose-headers", b"retry-after, x-exl-ignored"),
+        (b"access-control-max-age", b"600"),
+        (b"vary", b"Origin"),
+    ]
+
+    async def answer(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), *allowed]}
+        await send(message)
+
+    return answer
+
+
 def _check_head(scope: Scope, headers: dict[bytes, bytes]) -> None:
     size = len(scope["raw_path"]) + len(scope["query_string"])
     size += sum(len(name) + len(value) for name, value in scope["headers"])
@@ -217,10 +257,34 @@ def is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(one).is_loopback for one in addresses)
 
 
-def hosts_of(host: str, api_keys: Collection[str]) -> frozenset[str] | None:
+def hosts_of(
+    host: str, api_keys: Collection[str], allowed: Collection[str] = ()
+) -> frozenset[str] | None:
     """Host names that a server at `host` answers to. None, any name, if it has keys: pages of other
     sites do not know them."""
-    return None if api_keys else frozenset({"localhost", "127.0.0.1", "::1", host.lower()})
+    if api_keys:
+        return None
+    known = {"localhost", "127.0.0.1", "::1", host.lower()}
+    return frozenset(known | {name.lower() for name in allowed})
+
+
+def check_origins(origins: Collection[str], *, has_key: bool) -> None:
+    """Refuse what is no origin, and every origin for a server without a key."""
+    for origin in origins:
+        if origin == "*" and has_key:
+            continue
+        if not _ORIGIN.fullmatch(origin):
+            raise RequestError(
+                "a server without a key is not for the pages of all sites"
+                if origin == "*"
+                else "not the origin of a site",
+                where="--cors",
+                expected="scheme and host, such as http://localhost:3000",
+                got=origin,
+                next_step="Set a key with --api-key, --api-key-file or EXL_API_KEY."
+                if origin == "*"
+                else None,
+            )
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

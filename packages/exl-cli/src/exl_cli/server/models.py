@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from exl_cli.server.errors import ApiError, api_error_of
+from exl_cli.server.prompt_style import PromptStyle
 from exl_core.errors import ExlError, ModelNotFoundError, RequestError
 from exl_core.generate.asynchronous import AsyncGenerator
 from exl_core.generate.dynamic import DynamicGenerator
 from exl_core.model.adapters import AdapterUse
+from exl_core.prompt.formats import PromptFormat
 from exl_core.session.open import model_name
 from exl_core.session.runtime import Runtime
 
@@ -37,15 +39,19 @@ class Resident:
 
     adapters   LoRA adapters by name, with their scales
     defaults   sampler settings of requests that do not choose
+    style      how its conversations become prompts
     """
 
     name: str
     runtime: Runtime
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    prompt_format: PromptFormat | None = None
+    style: PromptStyle = field(init=False)
     jobs: AsyncGenerator = field(init=False)
     adapters: dict[str, AdapterUse] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.style = PromptStyle(self.runtime.loaded, self.prompt_format)
         self.adapters = {}
         for number, use in enumerate(self.runtime.adapters):
             name = str(getattr(use.adapter, "name", number))
@@ -56,6 +62,21 @@ class Resident:
     @property
     def max_batch(self) -> int:
         return self.runtime.engine.options.max_batch
+
+
+@dataclass(frozen=True, slots=True)
+class Prompting:
+    """Choices of the server that hold for every model.
+
+    defaults       sampler settings of a model, for requests that do not choose
+    prompt_format  used instead of the model's chat template
+    """
+
+    defaults: Callable[[Runtime], Mapping[str, Any]] = lambda _: {}
+    prompt_format: PromptFormat | None = None
+
+    def resident(self, name: str, runtime: Runtime) -> Resident:
+        return Resident(name, runtime, self.defaults(runtime), self.prompt_format)
 
 
 @dataclass(eq=False)
@@ -70,6 +91,7 @@ class ModelHost:
     others     models by name that `opener` can load instead of the first
     aliases    further names of models
     is_strict  a server of one model refuses other names too
+    prompting  sampler defaults and prompt format of a loaded model
     """
 
     def __init__(
@@ -81,14 +103,16 @@ class ModelHost:
         opener: Opener | None = None,
         aliases: Mapping[str, str] | None = None,
         is_strict: bool = False,
+        prompting: Prompting | None = None,
     ) -> None:
+        self._prompting = prompting or Prompting()
         self.aliases = dict(aliases or {})
         self._is_strict = is_strict
         self.created = int(time.time())
         self.default = name or first.name
         self.others = dict(others or {})
         self._opener = opener
-        self._resident: Resident | None = Resident(self.default, first)
+        self._resident: Resident | None = self._prompting.resident(self.default, first)
         self._in_use = 0
         self._waiting: deque[_Waiter] = deque()
         self._swap: asyncio.Task[None] | None = None
@@ -186,7 +210,8 @@ class ModelHost:
                 await old.jobs.close()
                 del old
             await asyncio.to_thread(_free_memory)
-            self._resident = Resident(name, await asyncio.to_thread(self._load, name))
+            runtime = await asyncio.to_thread(self._load, name)
+            self._resident = self._prompting.resident(name, runtime)
         except ExlError as failure:
             error = api_error_of(failure)
         except Exception as failure:  # noqa: BLE001 - raised in the waiting requests
@@ -212,18 +237,24 @@ def _was_granted(waiter: _Waiter) -> bool:
 
 
 def models_in(folder: Path) -> dict[str, Path]:
-    """Models of a folder by name: directories with a config.json, and .gguf files."""
+    """Models of a folder by name: directories with a config.json, and .gguf files.
+
+    A model in a subfolder, as the hub's owners have them, is named `owner/name`.
+    """
     if not folder.is_dir():
         raise ModelNotFoundError("no such folder of models", where=folder)
     found: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
-        is_file = path.suffix.lower() == ".gguf" and path.is_file()
-        if not is_file and not (path / "config.json").is_file():
-            continue
-        name = path.name if not is_file else model_name(path)
-        if name in found:
-            raise RequestError("two models have one name", where=folder, got=name)
-        found[name] = path
+        inner = [path] if _is_model(path) or not path.is_dir() else sorted(path.iterdir())
+        for one in inner:
+            if not _is_model(one):
+                continue
+            name = one.name if one.is_dir() else model_name(one)
+            if one is not path:
+                name = f"{path.name}/{name}"
+            if name in found:
+                raise RequestError("two models have one name", where=folder, got=name)
+            found[name] = one
     if not found:
         raise ModelNotFoundError(
             "no models in this folder",
@@ -231,6 +262,11 @@ def models_in(folder: Path) -> dict[str, Path]:
             expected=".gguf files, or directories with a config.json",
         )
     return found
+
+
+def _is_model(path: Path) -> bool:
+    is_file = path.suffix.lower() == ".gguf" and path.is_file()
+    return is_file or (path / "config.json").is_file()
 
 
 def _free_memory() -> None:

@@ -96,6 +96,7 @@ class CompletionBody(GenerationBody):
 class TextPart(Body):
     inert = frozenset(
         {"cache_control", "annotations", "logprobs", "citations", "signature", "data", "id"}
+        | {"thinking", "refusal"}
     )
 
     type: Literal["text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking"]
