@@ -87,7 +87,7 @@ def test_help_starts_in_less_than_a_second() -> None:
         (["generate", "-n", "-2", "-p", "x"], "--max-tokens"),
         (["eval"], "Missing command"),
         (["eval", "divergence"], "CANDIDATE"),
-        (["sreve"], "serve"),
+        (["sreve"], "sreve"),
     ],
 )
 def test_usage_error_is_one_line(args: list[str], expected: str, exl: Command) -> None:

@@ -117,6 +117,6 @@ def test_help_to_a_broken_stdout(args: tuple[str, ...], redirection: str, expect
 def test_exit_code_survives_a_broken_stderr(unbuffered: str) -> None:
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}  # an empty value counts as unset
     with Path("/dev/full").open("wb") as full:
-        command = [sys.executable, "-m", "exl_cli", "serve"]
+        command = [sys.executable, "-m", "exl_cli", "sreve"]
         done = subprocess.run(command, stderr=full, env=env, check=False, timeout=60)
     assert done.returncode == 2

@@ -100,5 +100,5 @@ def test_an_untied_embedding_is_not_counted_as_read(
 
 
 def test_a_failed_measurement_shows_the_last_line(script: ModuleType) -> None:
-    with pytest.raises(script.ExlError, match=r"exit code 2: exl: error: .*serve"):
-        script.run("-m", "exl_cli", "serve")
+    with pytest.raises(script.ExlError, match=r"exit code 2: exl: error: .*sreve"):
+        script.run("-m", "exl_cli", "sreve")

@@ -202,8 +202,8 @@ def test_missing_models_are_written_and_existing_ones_reused(
 
 @pytest.mark.thorough
 def test_a_failed_measurement_ends_the_run(imported: Imported) -> None:
-    with pytest.raises(SystemExit, match="exit status 2 of -m exl_cli serve"):
-        imported("gpu_figures").run("-m", "exl_cli", "serve")
+    with pytest.raises(SystemExit, match="exit status 2 of -m exl_cli sreve"):
+        imported("gpu_figures").run("-m", "exl_cli", "sreve")
 
 
 class PretendPeer:
