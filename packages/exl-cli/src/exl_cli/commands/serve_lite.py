@@ -306,6 +306,17 @@ class LimitOptions:
     stall_seconds: StallSeconds = 60.0
     cache_tokens: CacheTokens = None
 
+    def of_requests(self) -> Limits:
+        """The limits that hold for every request."""
+        from exl_cli.server.limits import Limits
+
+        return Limits(
+            body_bytes=self.max_body * 2**20,
+            max_queue=self.max_queue,
+            reply_s=self.reply_seconds,
+            stall_s=self.stall_seconds,
+        )
+
 
 @spread
 def serve_lite(
@@ -330,16 +341,12 @@ def serve_lite(
             "an adapter or a draft model belongs to one model",
             expected="--models-dir without --lora and --draft-model",
         )
-    key = server_key() if server.api_key is None else server.api_key
-    keys = _keys(key, server.api_key_file)
+    keys = _checked_keys(server)
     with exits_at_once():
-        from exl_cli.server.limits import Limits, check_bind, check_origins
         from exl_cli.server.models import ModelHost, models_in
         from exl_cli.server.run import listen, make_server, url_of
 
     opener = _opener(running, choices, limits, server.chat_template)
-    check_bind(server.host, has_key=bool(keys))
-    check_origins(server.cors or (), has_key=bool(keys))
     prompting = server.prompting()
     others = {} if server.models_dir is None else models_in(Path(server.models_dir))
     spec, name = _initial_model(model, server.served_model_name, others)
@@ -349,12 +356,7 @@ def serve_lite(
         if others:
             name = name or runtime.name
             others.setdefault(name, runtime.loaded.path)
-        known = Limits(
-            body_bytes=limits.max_body * 2**20,
-            max_queue=limits.max_queue,
-            reply_s=limits.reply_seconds,
-            stall_s=limits.stall_seconds,
-        )
+        known = limits.of_requests()
         host = ModelHost(
             runtime,
             name=name,
@@ -465,6 +467,17 @@ def _start_log(log: LogOptions, *, is_quiet: bool) -> None:
 
     level = "error" if is_quiet and log.log_level == "info" else log.log_level
     set_up_log(level, as_json=log.log_format == "json")
+
+
+def _checked_keys(server: ServerOptions) -> frozenset[str]:
+    """The API keys. Raises RequestError if the server may not be open as wide without one."""
+    with exits_at_once():
+        from exl_cli.server.limits import check_bind, check_origins
+    key = server_key() if server.api_key is None else server.api_key
+    keys = _keys(key, server.api_key_file)
+    check_bind(server.host, has_key=bool(keys))
+    check_origins(server.cors or (), has_key=bool(keys))
+    return keys
 
 
 def _keys(api_key: str | None, api_key_file: str | None) -> frozenset[str]:
