@@ -78,8 +78,8 @@ def test_a_model_without_template_is_refused(exl: Command, damaged_dir: Path) ->
 
 
 def test_the_formats_are_listed(exl: Command) -> None:
-    told = json.loads(exl("chat", "--list-formats", "--json").out)
-    assert [one["name"] for one in told["formats"]] == list(all_formats())
+    listed = json.loads(exl("chat", "--list-formats", "--json").out)
+    assert [one["name"] for one in listed["formats"]] == list(all_formats())
     table = exl("chat", "--list-formats")
     assert (table.code, table.err) == (0, "")
     assert all(name in table.out for name in ("llama3", "command-r", "teknium/OpenHermes-2.5"))

@@ -216,7 +216,7 @@ def test_template_may_open_the_reasoning(capfd: pytest.CaptureFixture[str]) -> N
 STORY = "".join(f"{number:02} éüöä " for number in range(40)) + "Ende ü."
 
 
-def story_for_c(history: Sequence[int]) -> Tensor:
+def rule_for_c(history: Sequence[int]) -> Tensor:
     """A long reply to a message of "c"s, a short one to any other."""
     last = bytes(history).rpartition(b"[user]")[2]
     return reply_with(STORY if last.startswith(b"c") else "short")(history)
@@ -230,7 +230,7 @@ def test_reply_that_fills_the_context_continues_with_fewer_turns(
 ) -> None:
     ctx_size = len(STORY.encode()) + 210 + beyond
     lines = ["a" * 120, "b" * 120, "c" * 10]
-    chat = Chat(story_for_c, lines, ctx_size=ctx_size, system="Be kind.").run()
+    chat = Chat(rule_for_c, lines, ctx_size=ctx_size, system="Be kind.").run()
     assert chat.said[-1] == STORY
     assert capfd.readouterr().out.endswith(f"{STORY}\n")
     assert len(chat.prompts) > 3  # the last reply took more than one request

@@ -58,9 +58,9 @@ def adapter_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_json_schema_constrains_the_text(answer: JsonCommand, file: Callable[..., Path]) -> None:
     schema = file('{"enum": [{"answer": 1}, {"answer": 2}]}')
-    told = answer("--json-schema", schema, "-n", 100)
-    assert json.loads(told["text"]) in ({"answer": 1}, {"answer": 2})
-    assert told["finish_reason"] == "constraint"
+    answered = answer("--json-schema", schema, "-n", 100)
+    assert json.loads(answered["text"]) in ({"answer": 1}, {"answer": 2})
+    assert answered["finish_reason"] == "constraint"
 
 
 def test_regex_constrains_the_text(answer: JsonCommand) -> None:
@@ -260,12 +260,12 @@ def test_draft_model_with_a_shorter_context_is_stretched(
 
     monkeypatch.setattr(load, "load_model", keeping)
     args = ("-n", 200, *GREEDY, "-c", 256)
-    told = answer(*args, "--draft-model", short)
+    answered = answer(*args, "--draft-model", short)
     model, draft = loaded
     assert draft.config.max_seq_len == 256
     assert draft.config.ropes[0].alpha == draft_rope_alpha(256, 128) > 1.0
     assert model.config.ropes[0].alpha == 1.0
-    assert told["token_ids"] == answer(*args)["token_ids"]
+    assert answered["token_ids"] == answer(*args)["token_ids"]
     answer("-n", 2, "-c", 128, "--draft-model", short)
     assert loaded[-1].config.ropes[0].alpha == 1.0, "what is long enough stays as it is"
 

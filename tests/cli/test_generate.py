@@ -121,9 +121,9 @@ def test_format_replaces_the_template(
         "--json",
     )  # fmt: skip
     assert "--format granite and the model's own template disagree" in named.err
-    told = json.loads(named.out)
+    parsed = json.loads(named.out)
     assert (
-        told["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] - 1
+        parsed["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] - 1
     )  # the format adds no BOS
     assert generate_json(*chat, "--no-system")["text"] == generate_json(*chat)["text"]
 

@@ -41,10 +41,10 @@ def test_the_next_pass_is_launched_before_the_host_synchronizes(
     next_ids = torch.full((6,), -7, device="cuda")
     launched: list[Tensor] = []
     next_step = NextStep(next_ids[1:5], lambda: launched.append(next_ids.clone()))
-    drawn = [one.token_id for one in RowSampler(gpu).draw(logits.cuda(), rows, next_step)]
-    assert drawn == [one.token_id for one in reference_samples(logits, rows)]
-    assert drawn[1] == -1
-    assert [one.tolist() for one in launched] == [[-7, drawn[0], 0, *drawn[2:], -7]]
+    sampled = [one.token_id for one in RowSampler(gpu).draw(logits.cuda(), rows, next_step)]
+    assert sampled == [one.token_id for one in reference_samples(logits, rows)]
+    assert sampled[1] == -1
+    assert [one.tolist() for one in launched] == [[-7, sampled[0], 0, *sampled[2:], -7]]
 
 
 def test_tokens_sampled_on_the_host_reach_the_next_pass() -> None:
@@ -53,10 +53,10 @@ def test_tokens_sampled_on_the_host_reach_the_next_pass() -> None:
     rows = [RowSettings(0, num_top=cuda.MAX_TOP + 1), RowSettings(1, uniform=0.7)]
     next_ids = torch.zeros(2, dtype=torch.int64, device="cuda")
     launched: list[list[int]] = []
-    drawn = table.sample_rows(
+    sampled = table.sample_rows(
         logits, rows, NextStep(next_ids, lambda: launched.append(next_ids.tolist()))
     )
-    assert launched == [[one.token_id for one in drawn]]
+    assert launched == [[one.token_id for one in sampled]]
 
 
 def test_a_captured_graph_samples_with_settings_that_are_filled_in_later(

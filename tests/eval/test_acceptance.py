@@ -39,7 +39,7 @@ def test_figures_of_a_short_run_are_consistent(kind: str, smollm2: LoadedModel) 
     options = AcceptanceOptions(draft_tokens=4, max_tokens=16 if is_model else 12, prompts=1)
     result = measure_acceptance(smollm2, smollm2 if is_model else None, options)
     json.dumps(result.as_dict(), allow_nan=False)
-    greedy, drawn = result.samplers
+    greedy, sampled = result.samplers
     for sampler in result.samplers:
         assert tuple(sampler.categories) == CATEGORIES
         for group in sampler.categories.values():
@@ -53,10 +53,10 @@ def test_figures_of_a_short_run_are_consistent(kind: str, smollm2: LoadedModel) 
         # The model drafts for itself. Alpha is below 1 only because passes of several rows round
         # differently from passes of one row.
         assert greedy.overall.stats.drafted > 40
-        assert drawn.overall.alpha.mean == pytest.approx(1.0, abs=0.02)
-        estimate = drawn.overall.alpha_estimate
+        assert sampled.overall.alpha.mean == pytest.approx(1.0, abs=0.02)
+        estimate = sampled.overall.alpha_estimate
         assert estimate.mean is not None
-        assert drawn.overall.alpha.mean is not None
-        count = drawn.overall.stats.accepted + drawn.overall.stats.rejected
+        assert sampled.overall.alpha.mean is not None
+        count = sampled.overall.stats.accepted + sampled.overall.stats.rejected
         error = math.sqrt(0.02 * 0.98 / count)
-        assert abs(estimate.mean - drawn.overall.alpha.mean) < 4 * error
+        assert abs(estimate.mean - sampled.overall.alpha.mean) < 4 * error

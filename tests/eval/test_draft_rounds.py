@@ -24,7 +24,7 @@ from support.scripted import VOCAB_SIZE, HashRule, Rule, always
 GAMMA = 4
 FREE = Costs(0.0, (1.0,) * 32)
 SPEEDS = Speeds(100.0, 150.0, 160.0)
-DRAWN = SamplerParams(seed=3)
+SAMPLED = SamplerParams(seed=3)
 
 
 def spread_over(*token_ids: int) -> Tensor:
@@ -49,7 +49,9 @@ def test_alpha_tau_and_utilization_of_simulated_drafts_are_recovered() -> None:
     wanted, drawn_from = spread_over(1, 2, 3, 4, 5), spread_over(1, 2, 3, 4, 6)
     drafter = DrawingDrafter(lambda _: 0, max_tokens=GAMMA, spread=drawn_from)
     engine, recorder = recording(always(wanted.clamp(min=1e-20).log()), drafter)
-    request = ask(max_tokens=2000, sampler=DRAWN, report=Report(logits=True), stop_ids=frozenset())
+    request = ask(
+        max_tokens=2000, sampler=SAMPLED, report=Report(logits=True), stop_ids=frozenset()
+    )
     found = figures(record_reply(engine, recorder, request).rounds)
 
     assert found.alpha.mean == pytest.approx(0.8, abs=1e-6)  # exact, independent of the samples
@@ -69,7 +71,7 @@ def test_alpha_tau_and_utilization_of_simulated_drafts_are_recovered() -> None:
     assert found.theory_speed_up == found.theory_tokens
 
 
-@pytest.mark.parametrize("sampler", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("sampler", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["right", "half_right", "wrong", "n-gram"])
 def test_counters_of_recorded_runs_obey_their_identities(kind: str, sampler: SamplerParams) -> None:
     rule = HashRule(spread=1.5)

@@ -181,22 +181,22 @@ def test_lengths_up_to_the_context_are_accepted(tiny: LoadedModel) -> None:
 def test_each_step_is_fed_the_tokens_of_the_previous_step(
     tiny: LoadedModel, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn: list[list[int]] = []
+    sampled: list[list[int]] = []
     run = Runner.run
 
     def record(self: Runner, segments: Sequence[Segment], *rest: Any) -> Tensor:
         logits = run(self, segments, *rest)
         if len(segments) == 2 and segments[0].past_len >= 40:
             fed = [token_id for one in segments for token_id in one.token_ids]
-            assert fed == (drawn[-1] if segments[0].past_len > 40 else [140, 140])
-            drawn.append(logits.argmax(-1).tolist())
+            assert fed == (sampled[-1] if segments[0].past_len > 40 else [140, 140])
+            sampled.append(logits.argmax(-1).tolist())
         return logits
 
     monkeypatch.setattr(Runner, "run", record)
     measure(tiny, prefill=(1,), decode=8, batch=(2,), repeat=1, depth=40)
-    assert len(drawn) == 2 * 8
-    assert drawn[:8] == drawn[8:]
-    assert all(one == two for one, two in drawn)  # both sequences are copies
+    assert len(sampled) == 2 * 8
+    assert sampled[:8] == sampled[8:]
+    assert all(one == two for one, two in sampled)  # both sequences are copies
     decoded = [batch for batch in batches if len(batch.token_ids) == 2]
     assert [batch.past_lens.tolist() for batch in decoded[:8]] == [[n, n] for n in range(40, 48)]
 

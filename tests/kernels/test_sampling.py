@@ -89,9 +89,9 @@ def test_filters_keep_the_documented_tokens(cpu_table: OpTable) -> None:
 def test_uniform_numbers_select_tokens_by_id(cpu_table: OpTable) -> None:
     logits = torch.tensor([0.25, 0.0, 0.5, 0.25]).log()
     uniforms = (0.0, 0.2499, 0.2501, 0.74, 0.76, 1 - 2**-53)
-    drawn = [cpu_table.sample(logits, SampleSettings(uniform=u)) for u in uniforms]
-    assert [d.token_id for d in drawn] == [0, 0, 2, 2, 3, 3]
-    assert [d.probability for d in drawn] == pytest.approx([0.25, 0.25, 0.5, 0.5, 0.25, 0.25])
+    sampled = [cpu_table.sample(logits, SampleSettings(uniform=u)) for u in uniforms]
+    assert [d.token_id for d in sampled] == [0, 0, 2, 2, 3, 3]
+    assert [d.probability for d in sampled] == pytest.approx([0.25, 0.25, 0.5, 0.5, 0.25, 0.25])
 
 
 def test_the_last_of_equal_ids_counts_and_the_mask_applies_to_edits(cpu_table: OpTable) -> None:
@@ -148,10 +148,10 @@ def test_each_row_is_sampled_with_its_own_settings(
             ids = torch.randint(0, vocab, (9,), generator=rng)
             one = replace(one, ids=ids, values=torch.randn(9, generator=rng) * 4)
         settings.append(replace(one, **chain))  # type: ignore[arg-type]
-    drawn = cpu_table.sample_rows(logits, settings)
-    for one, got in zip(settings, drawn, strict=True):
+    sampled = cpu_table.sample_rows(logits, settings)
+    for one, got in zip(settings, sampled, strict=True):
         assert got == cpu_table.sample(logits[one.row], one)
-    assert NOTHING_SAMPLED in drawn
+    assert NOTHING_SAMPLED in sampled
     assert cpu_table.sample_rows(logits, []) == []
 
 

@@ -102,9 +102,9 @@ def test_filters_keep_the_documented_tokens(table: OpTable) -> None:
 def test_a_flat_nucleus_ends_by_id(gpu_table: OpTable, share: float) -> None:
     vocab = 100_000
     wanted = RowSettings(0, top_p=share, uniform=1 - 2**-53, num_top=512)
-    drawn = gpu_table.sample_rows(torch.zeros(1, vocab), [wanted])[0]
-    assert drawn.token_id == math.floor(share * vocab) - 1
-    assert [i for i, _ in drawn.top] == list(range(512))
+    sampled = gpu_table.sample_rows(torch.zeros(1, vocab), [wanted])[0]
+    assert sampled.token_id == math.floor(share * vocab) - 1
+    assert [i for i, _ in sampled.top] == list(range(512))
 
 
 def test_the_last_of_equal_ids_counts_and_the_mask_applies_to_edits(table: OpTable) -> None:
@@ -160,8 +160,8 @@ def test_tokens_are_sampled_with_their_probability(
     for _ in range(calls):
         uniforms = torch.rand(batch, generator=rng, dtype=torch.float64).tolist()
         rows = [replace(settings, uniform=uniform) for uniform in uniforms]
-        drawn = gpu_table.sample_rows(logits[None], rows)
-        classes.update(one.token_id * 5 // vocab for one in drawn)
+        sampled = gpu_table.sample_rows(logits[None], rows)
+        classes.update(one.token_id * 5 // vocab for one in sampled)
     everything = ReferenceSamplingOps.sample(logits, replace(settings, num_top=vocab)).top
     shares = [0.0] * 5
     for token_id, p in everything:

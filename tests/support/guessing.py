@@ -46,8 +46,8 @@ class ScriptedDrafter:
         pass
 
     def _propose(self, job: DraftJob) -> Draft:
-        room = len(job.page_ids) * 256 - len(job.token_ids)
-        assert 1 <= job.max_tokens <= min(room, self.max_tokens)
+        capacity = len(job.page_ids) * 256 - len(job.token_ids)
+        assert 1 <= job.max_tokens <= min(capacity, self.max_tokens)
         token_ids = list(job.token_ids)
         for _ in range(job.max_tokens + self.excess):
             token_ids.append(self.guess(token_ids))
@@ -65,11 +65,11 @@ class DrawingDrafter(ScriptedDrafter):
         self._generator = torch.Generator().manual_seed(5)
 
     def _propose(self, job: DraftJob) -> Draft:
-        drawn = torch.multinomial(
+        sampled = torch.multinomial(
             self.spread, job.max_tokens, replacement=True, generator=self._generator
         )
         self.num_proposed += 1
-        return Draft(tuple(drawn.tolist()), (self.spread,) * job.max_tokens)
+        return Draft(tuple(sampled.tolist()), (self.spread,) * job.max_tokens)
 
 
 def right(rule: Rule) -> Guess:

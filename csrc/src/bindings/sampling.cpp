@@ -108,16 +108,16 @@ static py::tuple sample(
     args.uniform = uniform;
     args.num_top = num_top;
     assign_scratch(scratch, args);
-    SampleResult drawn;
+    SampleResult sampled;
     {
         py::gil_scoped_release release;
-        drawn = table.ops->sample(args);
+        sampled = table.ops->sample(args);
     }
-    py::list top(static_cast<size_t>(drawn.num_top));
-    for (int64_t i = 0; i < drawn.num_top; ++i) {
+    py::list top(static_cast<size_t>(sampled.num_top));
+    for (int64_t i = 0; i < sampled.num_top; ++i) {
         top[static_cast<size_t>(i)] = py::make_tuple(args.top_ids[i], args.top_probabilities[i]);
     }
-    return py::make_tuple(drawn.token_id, drawn.probability, top);
+    return py::make_tuple(sampled.token_id, sampled.probability, top);
 }
 
 void bind_sampling(py::class_<Table>& table) {

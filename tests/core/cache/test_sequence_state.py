@@ -40,7 +40,7 @@ def test_extend_gets_all_pages_or_none() -> None:
     assert not state.extend(3)
     assert (state.page_ids, cache.pool.num_available) == ([], 2)
     assert state.extend(2)
-    assert (len(state.page_ids), state.room, state.past_len) == (2, 3, 0)
+    assert (len(state.page_ids), state.capacity, state.past_len) == (2, 3, 0)
 
 
 def test_share_holds_full_pages_and_copies_a_part_of_the_next_one() -> None:

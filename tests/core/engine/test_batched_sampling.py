@@ -156,8 +156,8 @@ def test_logits_are_copied_to_the_cpu_once_and_only_if_read() -> None:
     on_device = DeviceLogits(torch.arange(12.0).view(3, 4))
     logits = PassLogits(on_device)  # type: ignore[arg-type]
     table = CountingTable()
-    drawn = logits.sample(table, [RowSettings(2, top_k=1), RowSettings(0, top_k=1)], 3)
-    assert [one.token_id for one in drawn] == [2, 2]
+    sampled = logits.sample(table, [RowSettings(2, top_k=1), RowSettings(0, top_k=1)], 3)
+    assert [one.token_id for one in sampled] == [2, 2]
     assert logits.sample(table, [], 3) == []
     assert len(table.batched) == 1
     assert on_device.copies == 0

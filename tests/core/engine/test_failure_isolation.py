@@ -86,7 +86,7 @@ VICTIMS: dict[str, dict[str, Any]] = {
     "healed": {"token_healing": True},
     "guided": {"sampler": {"cfg_scale": VICTIM_TOP_K}, "negative_prompt_ids": (66, 67)},
 }
-MODES = ("plain", "drafts", "drawn drafts", "async")
+MODES = ("plain", "drafts", "sampled drafts", "async")
 
 
 def neighbours(mode: str) -> list[Request]:
@@ -116,7 +116,7 @@ def victim(kind: str, fault: Fault | None = None) -> Request:
     return ask("V:", request_id="victim", sampler=sampler, **{**UNSTOPPED, **given_})
 
 
-class DrawnDrafts(ScriptedDrafter):
+class SampledDrafts(ScriptedDrafter):
     """Samples drafts from a fixed distribution.
 
     Drafts, and therefore replies, depend on the history alone, not on other requests.
@@ -129,12 +129,12 @@ class DrawnDrafts(ScriptedDrafter):
 
     def _propose(self, job: DraftJob) -> Draft:
         generator = torch.Generator().manual_seed(sum(job.token_ids))
-        drawn = torch.multinomial(self.spread, job.max_tokens, True, generator=generator)
-        return Draft(tuple(drawn.tolist()), (self.spread,) * job.max_tokens)
+        sampled = torch.multinomial(self.spread, job.max_tokens, True, generator=generator)
+        return Draft(tuple(sampled.tolist()), (self.spread,) * job.max_tokens)
 
 
 def engine_in(mode: str, fault: Fault | None = None) -> Engine:
-    drafter = {"drafts": lambda: ScriptedDrafter(right(RULE)), "drawn drafts": DrawnDrafts}
+    drafter = {"drafts": lambda: ScriptedDrafter(right(RULE)), "sampled drafts": SampledDrafts}
     engine = Engine(
         ScriptedModel(RULE, ops=FaultyTable(fault)),
         ByteTokenizer(),

@@ -170,7 +170,9 @@ def test_without_max_tokens_both_sequences_fill_the_cache(pages: int) -> None:
     request = guided([1] * 200, [2] * 100, max_tokens=None, scale=1.0)
     _, end = run_one(engine, request)
     longest = max(  # pages hold all tokens of both sequences but the newest
-        room for room in range(1, 1200) if -(-(199 + room) // 256) + -(-(99 + room) // 256) <= pages
+        count
+        for count in range(1, 1200)
+        if -(-(199 + count) // 256) + -(-(99 + count) // 256) <= pages
     )
     assert len(end.token_ids) == longest
 

@@ -32,13 +32,13 @@ def endless(**options: Any) -> DynamicGenerator:
     return generator_for(always(certain(ord("a"))), **options)
 
 
-def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def run(script: Callable[[], Coroutine[Any, Any, None]]) -> None:
     complaints: list[dict[str, Any]] = []
 
     async def limited() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
         async with asyncio.timeout(LIMIT_S):
-            await story()
+            await script()
         for _ in range(3):
             await asyncio.sleep(0)
         left = asyncio.all_tasks() - {cast(Any, asyncio.current_task())}
@@ -79,20 +79,20 @@ def test_concurrent_consumers_get_their_own_results_in_order() -> None:
         assert results[-1].finish.text == "".join(result.text for result in results)
         return results[-1].finish.text
 
-    async def story() -> None:
+    async def script() -> None:
         async with AsyncGenerator(generator) as jobs:
             texts = await asyncio.gather(*(consume(jobs, i) for i in range(9)))
             assert texts == alone
             assert jobs.num_remaining_jobs == 0
 
-    run(story)
+    run(script)
     assert_empty(generator)
 
 
 def test_cancelling_a_consumer_cancels_only_its_job() -> None:
     generator = endless()
 
-    async def story() -> None:
+    async def script() -> None:
         async with AsyncGenerator(generator) as jobs:
             seen = asyncio.Event()
 
@@ -111,13 +111,13 @@ def test_cancelling_a_consumer_cancels_only_its_job() -> None:
             assert jobs.num_remaining_jobs == 0
             assert_empty(generator)
 
-    run(story)
+    run(script)
 
 
 def test_leaving_the_loop_of_a_job_cancels_it() -> None:
     generator = endless()
 
-    async def story() -> None:
+    async def script() -> None:
         async with AsyncGenerator(generator) as jobs:
             async for result in await submit(jobs, max_tokens=900):
                 if result.text:
@@ -130,13 +130,13 @@ def test_leaving_the_loop_of_a_job_cancels_it() -> None:
             assert await text_of(await submit(jobs, max_tokens=5)) == "aaaaa"
             assert_empty(generator)
 
-    run(story)
+    run(script)
 
 
 def test_an_unread_job_does_not_block_others_and_keeps_its_results() -> None:
     generator = generator_for()
 
-    async def story() -> None:
+    async def script() -> None:
         async with AsyncGenerator(generator) as jobs:
             late = await submit(jobs)
             await submit(jobs)  # no reference to this job is kept
@@ -147,14 +147,14 @@ def test_an_unread_job_does_not_block_others_and_keeps_its_results() -> None:
             assert await text_of(late) == "hello"
             assert await text_of(late) == "", "results can be read once"
 
-    run(story)
+    run(script)
     assert_empty(generator)
 
 
 def test_cancelling_from_another_task_and_twice() -> None:
     generator = endless()
 
-    async def story() -> None:
+    async def script() -> None:
         async with AsyncGenerator(generator) as jobs:
             job = await submit(jobs, max_tokens=900)
             reading = asyncio.create_task(text_of(job))
@@ -172,14 +172,14 @@ def test_cancelling_from_another_task_and_twice() -> None:
             ended.cancel()
             ended.cancel()
 
-    run(story)
+    run(script)
     assert_empty(generator)
 
 
 def test_a_request_id_is_free_right_after_cancelling() -> None:
     generator = generator_for()
 
-    async def story() -> None:
+    async def script() -> None:
         async with AsyncGenerator(generator) as jobs:
             for _ in range(20):
                 job = await submit(jobs, request_id="mine")
@@ -188,7 +188,7 @@ def test_a_request_id_is_free_right_after_cancelling() -> None:
                 job.cancel()
             assert await text_of(await submit(jobs, request_id="mine")) == "hello"
 
-    run(story)
+    run(script)
     assert_empty(generator)
 
 
@@ -196,7 +196,7 @@ def test_a_failed_step_ends_its_jobs_and_later_jobs_run() -> None:
     generator = endless(max_batch=2)
     failure = RuntimeError("broken")
 
-    async def story() -> None:
+    async def script() -> None:
         async with AsyncGenerator(generator) as jobs:
             ran = [await submit(jobs, max_tokens=900) for _ in range(2)]
             waits = await submit(jobs, max_tokens=3)
@@ -210,7 +210,7 @@ def test_a_failed_step_ends_its_jobs_and_later_jobs_run() -> None:
             assert await text_of(waits) == "aaa"
             assert await text_of(await submit(jobs, max_tokens=4)) == "aaaa"
 
-    run(story)
+    run(script)
     assert_empty(generator)
 
 
@@ -222,7 +222,7 @@ def test_a_permanently_broken_engine_fails_every_job(
     def broken() -> None:
         raise RuntimeError("for good")
 
-    async def story() -> None:
+    async def script() -> None:
         async with AsyncGenerator(generator) as jobs:
             with monkeypatch.context() as patch:
                 patch.setattr(generator.engine.scheduler, "prepare", broken)
@@ -234,7 +234,7 @@ def test_a_permanently_broken_engine_fails_every_job(
                     await text_of(await submit(jobs))
             assert await text_of(await submit(jobs)) == "hello"
 
-    run(story)
+    run(script)
     assert_empty(generator)
 
 
@@ -244,19 +244,19 @@ def test_an_interrupt_in_the_engine_thread_becomes_an_error_of_its_jobs() -> Non
     def interrupt(_token: object) -> None:
         raise KeyboardInterrupt
 
-    async def story() -> None:
+    async def script() -> None:
         async with AsyncGenerator(generator) as jobs:
             with pytest.raises(ExlError, match="interrupted"):
                 await text_of(await submit(jobs, hooks=interrupt))
             assert await text_of(await submit(jobs)) == "hello"
 
-    run(story)
+    run(script)
 
 
 def test_a_bad_request_is_refused_by_submit() -> None:
     generator = generator_for()
 
-    async def story() -> None:
+    async def script() -> None:
         async with AsyncGenerator(generator) as jobs:
             for wrong in ({"prompt": "x" * 3000}, {"constraints": Regex("[")}):
                 with pytest.raises(RequestError):
@@ -266,7 +266,7 @@ def test_a_bad_request_is_refused_by_submit() -> None:
             assert jobs.num_remaining_jobs == 0
             assert await text_of(await submit(jobs)) == "hello"
 
-    run(story)
+    run(script)
     assert_empty(generator)
 
 
@@ -274,7 +274,7 @@ def test_compiling_a_constraint_blocks_neither_jobs_nor_event_loop() -> None:
     """Constraints are compiled outside the event loop and outside the engine's thread."""
     generator = endless(compile_limits=CompileLimits(time_s=1.0))
 
-    async def story() -> None:
+    async def script() -> None:
         async with AsyncGenerator(generator) as jobs:
             other = await submit(jobs, max_tokens=1900)
             refused = asyncio.create_task(submit(jobs, constraints=JsonSchema(SLOW_SCHEMA)))
@@ -292,14 +292,14 @@ def test_compiling_a_constraint_blocks_neither_jobs_nor_event_loop() -> None:
             text = await text_of(await submit(jobs, constraints=Regex("a{3}")))
             assert text == "aaa"
 
-    run(story)
+    run(script)
     assert_empty(generator)
 
 
 def test_closing_and_cancelling_do_not_wait_for_a_slow_constraint() -> None:
     generator = endless(compile_limits=CompileLimits(time_s=2.0))
 
-    async def story() -> None:
+    async def script() -> None:
         jobs = AsyncGenerator(generator)
         slow = [
             asyncio.create_task(submit(jobs, constraints=JsonSchema(SLOW_SCHEMA))) for _ in range(8)
@@ -314,14 +314,14 @@ def test_closing_and_cancelling_do_not_wait_for_a_slow_constraint() -> None:
         for outcome in await asyncio.gather(*slow[1:], return_exceptions=True):
             assert isinstance(outcome, RequestError)
 
-    run(story)
+    run(script)
     assert_empty(generator)
 
 
 def test_closing_ends_running_jobs_and_refuses_new_ones() -> None:
     generator = endless()
 
-    async def story() -> None:
+    async def script() -> None:
         jobs = AsyncGenerator(generator)
         reading = [
             asyncio.create_task(text_of(await submit(jobs, max_tokens=900))) for _ in range(6)
@@ -334,7 +334,7 @@ def test_closing_ends_running_jobs_and_refuses_new_ones() -> None:
             await submit(jobs)
         await jobs.close()
 
-    run(story)
+    run(script)
     assert_empty(generator)
     assert generator.generate("Q:", max_tokens=3) == "Q:aaa", "the generator is still usable"
 
@@ -342,7 +342,7 @@ def test_closing_ends_running_jobs_and_refuses_new_ones() -> None:
 def test_submitting_during_close_is_refused() -> None:
     generator = endless()
 
-    async def story() -> None:
+    async def script() -> None:
         jobs = AsyncGenerator(generator)
         await submit(jobs, max_tokens=900)
         coming = [asyncio.create_task(submit(jobs)) for _ in range(5)]
@@ -351,7 +351,7 @@ def test_submitting_during_close_is_refused() -> None:
         for outcome in await asyncio.gather(*coming, return_exceptions=True):
             assert isinstance(outcome, RequestError)
 
-    run(story)
+    run(script)
     assert_empty(generator)
 
 
@@ -362,7 +362,7 @@ def test_a_cancelled_submit_leaves_no_job() -> None:
         while generator.num_remaining_jobs:
             await asyncio.sleep(0.001)
 
-    async def story() -> None:
+    async def script() -> None:
         async with AsyncGenerator(generator) as jobs:
             for rounds in range(5):
                 task = asyncio.create_task(submit(jobs, max_tokens=900))
@@ -385,21 +385,21 @@ def test_a_cancelled_submit_leaves_no_job() -> None:
                 await task
             await none_left()
 
-    run(story)
+    run(script)
     assert_empty(generator)
 
 
 def test_jobs_that_end_at_once_are_delivered() -> None:
     generator = generator_for()
 
-    async def story() -> None:
+    async def script() -> None:
         async with AsyncGenerator(generator) as jobs:
             for _ in range(50):  # submits race with the end of the engine's steps
                 assert await text_of(await submit(jobs, max_tokens=0)) == ""
                 assert await text_of(await submit(jobs, max_tokens=1)) == "h"
                 await asyncio.sleep(0)
 
-    run(story)
+    run(script)
     assert_empty(generator)
 
 
@@ -417,7 +417,7 @@ def test_random_mix_of_finished_abandoned_and_cancelled_jobs() -> None:
             if (number + turn) % 3 == 0:
                 await asyncio.sleep(0)
 
-    async def story() -> None:
+    async def script() -> None:
         async with AsyncGenerator(generator) as jobs:
             tasks = [asyncio.create_task(live(jobs, i)) for i in range(12)]
             for i, task in enumerate(tasks):
@@ -426,7 +426,7 @@ def test_random_mix_of_finished_abandoned_and_cancelled_jobs() -> None:
                     task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    run(story)
+    run(script)
     assert_empty(generator)
 
 
@@ -434,9 +434,9 @@ def test_an_async_generator_works_in_successive_event_loops() -> None:
     generator = generator_for()
     jobs = AsyncGenerator(generator)
 
-    async def story() -> None:
+    async def script() -> None:
         assert await text_of(await submit(jobs)) == "hello"
 
-    run(story)
-    run(story)
+    run(script)
+    run(script)
     run(jobs.close)

@@ -35,7 +35,7 @@ def taken(job: AsyncJob) -> str:
 def test_the_engine_runs_at_most_a_few_steps_ahead_of_a_blocked_loop() -> None:
     generator, model = endless()
 
-    async def story() -> None:
+    async def script() -> None:
         async with asyncio.timeout(LIMIT_S), AsyncGenerator(generator) as jobs:
             job = await submit(jobs, 400)
             while not taken(job):
@@ -46,13 +46,13 @@ def test_the_engine_runs_at_most_a_few_steps_ahead_of_a_blocked_loop() -> None:
             await job.ended()
             assert job.job.text == "a" * 400
 
-    asyncio.run(story())
+    asyncio.run(script())
 
 
 def test_a_listener_is_called_for_every_result_and_the_end() -> None:
     generator, _ = endless()
 
-    async def story() -> None:
+    async def script() -> None:
         async with asyncio.timeout(LIMIT_S), AsyncGenerator(generator) as jobs:
             job = await submit(jobs, 20)
             text = ""
@@ -73,13 +73,13 @@ def test_a_listener_is_called_for_every_result_and_the_end() -> None:
             await late.ended()
             assert taken(late) == "aaaaa" and taken(late) == ""
 
-    asyncio.run(story())
+    asyncio.run(script())
 
 
 def test_take_raises_the_error_of_a_failed_job() -> None:
     generator, model = endless()
 
-    async def story() -> None:
+    async def script() -> None:
         async with asyncio.timeout(LIMIT_S), AsyncGenerator(generator) as jobs:
             job = await submit(jobs, 900)
             model.failure = RuntimeError("broken")
@@ -87,4 +87,4 @@ def test_take_raises_the_error_of_a_failed_job() -> None:
             with pytest.raises(RuntimeError, match="broken"):
                 taken(job)
 
-    asyncio.run(story())
+    asyncio.run(script())

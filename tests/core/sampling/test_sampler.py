@@ -129,8 +129,8 @@ def test_begin_and_finish_equal_sample(params: SamplerParams) -> None:
     for i in range(3) if one.can_begin else ():
         rest = {"banned": {3, 30}, "mask": mask, "num_top": i}
         begun = one.begin(i, vocab, [1, 2, 3], **rest)  # type: ignore[arg-type]
-        drawn = OPS.sample_rows(logits, [begun])[0]
-        got = one.finish(drawn, lambda: pytest.fail("read"), want_probability=i > 0)
+        sampled = OPS.sample_rows(logits, [begun])[0]
+        got = one.finish(sampled, lambda: pytest.fail("read"), want_probability=i > 0)
         assert got == other.sample(
             logits[i],
             [1, 2, 3],
@@ -142,9 +142,9 @@ def test_begin_and_finish_equal_sample(params: SamplerParams) -> None:
 def test_finish_reports_why_no_token_could_be_sampled() -> None:
     sampler = Sampler(SamplerParams(), OPS)
     logits = torch.full((1, 9), math.nan)
-    drawn = OPS.sample_rows(logits, [sampler.begin(0, 9, [])])[0]
+    sampled = OPS.sample_rows(logits, [sampler.begin(0, 9, [])])[0]
     with pytest.raises(LogitsError, match="NaN"):
-        sampler.finish(drawn, lambda: logits[0])
+        sampler.finish(sampled, lambda: logits[0])
 
 
 def test_details_are_returned_only_if_requested() -> None:

@@ -146,7 +146,7 @@ class TextOptions:
 
 
 @contextmanager
-def saying_what_is_kept(file: Path | None) -> Iterator[None]:
+def report_kept_file(file: Path | None) -> Iterator[None]:
     """After Ctrl-C, print that the finished windows are kept in `file`."""
     try:
         yield

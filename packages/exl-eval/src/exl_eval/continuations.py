@@ -155,52 +155,52 @@ def _units(pairs: Sequence[Pair], num_pages: int) -> Iterator[_Unit]:
 
 def _batches(units: Sequence[_Unit], num_pages: int) -> Iterator[list[_Unit]]:
     batch: list[_Unit] = []
-    room = num_pages
+    free = num_pages
     for unit in units:
-        if batch and unit.num_pages > room:
+        if batch and unit.num_pages > free:
             yield batch
-            batch, room = [], num_pages
+            batch, free = [], num_pages
         batch.append(unit)
-        room -= unit.num_pages
+        free -= unit.num_pages
     yield batch
 
 
 def _context_passes(units: Sequence[_Unit]) -> Iterator[list[Segment]]:
     current: list[Segment] = []
-    room = _PASS_ROWS
+    free = _PASS_ROWS
     for unit in units:
         start = 0
         while start < unit.shared_len:
-            end = min(start + room, unit.shared_len)
+            end = min(start + free, unit.shared_len)
             held = unit.page_ids[: pages_for(end)]
             current.append(Segment(unit.context[start:end], start, held, LogitRows.NONE))
-            room -= end - start
+            free -= end - start
             start = end
-            if room == 0:
+            if free == 0:
                 yield current
-                current, room = [], _PASS_ROWS
+                current, free = [], _PASS_ROWS
     if current:
         yield current
 
 
 def _continuation_passes(units: Sequence[_Unit], rows: int) -> Iterator[list[_Chunk]]:
     current: list[_Chunk] = []
-    room = rows
+    free = rows
     for unit in units:
         for member in unit.members:
             fed = (unit.context[-1], *member.continuation[:-1])
             start = 0
             while start < len(fed):
-                end = min(start + room, len(fed))
+                end = min(start + free, len(fed))
                 past_len = unit.shared_len + start
                 held = member.page_ids[: pages_for(unit.shared_len + end)]
                 segment = Segment(fed[start:end], past_len, held, LogitRows.ALL)
                 current.append(_Chunk(member.number, segment, member.continuation[start:end]))
-                room -= end - start
+                free -= end - start
                 start = end
-                if room == 0:
+                if free == 0:
                     yield current
-                    current, room = [], rows
+                    current, free = [], rows
     if current:
         yield current
 

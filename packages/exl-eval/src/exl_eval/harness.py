@@ -225,14 +225,14 @@ class HarnessModel(TemplateLM):
         return replies
 
     def _pair(self, context: Sequence[int], continuation: Sequence[int]) -> Pair:
-        room = self.max_length + 1 - len(continuation)
-        if room < 1:
+        longest = self.max_length + 1 - len(continuation)
+        if longest < 1:
             raise RequestError(
                 "a continuation is longer than the model's context",
                 expected=f"at most {self.max_length} tokens",
                 got=len(continuation),
             )
-        return Pair(tuple(context[-room:]), tuple(continuation))
+        return Pair(tuple(context[-longest:]), tuple(continuation))
 
     def _request(self, context: str, settings: Mapping[str, Any], number: int) -> Request:
         known = dict(normalize_gen_kwargs(dict(settings), DEFAULT_REPLY_TOKENS))
@@ -246,8 +246,8 @@ class HarnessModel(TemplateLM):
                 f"a task sets an unknown option of generation: {strange[0]}",
                 expected=", ".join(("until", "max_gen_toks", "do_sample", *_SAMPLER_SETTINGS)),
             )
-        room = self.max_length - max_tokens
-        if room < 1:
+        longest = self.max_length - max_tokens
+        if longest < 1:
             raise RequestError(
                 "a task requests replies as long as the model's context",
                 expected=f"max_gen_toks below {self.max_length}",
@@ -255,7 +255,7 @@ class HarnessModel(TemplateLM):
             )
         ids = self.tok_encode(context) or [self.prefix_token_id]
         return Request(
-            tuple(ids[-room:]),
+            tuple(ids[-longest:]),
             max_tokens=max_tokens,
             sampler=SamplerParams(**known, seed=self._seed + number),
             stop_ids=self._ends,

@@ -254,8 +254,8 @@ class Player:
         limit = engine.model.config.max_seq_len
         if isinstance(asked.prompt, int):
             _check_fits(name, asked.prompt, asked.max_tokens, limit)
-            drawn = random.Random(f"{seed}, {asked.line}")
-            ids = [drawn.randrange(engine.vocab_size) for _ in range(asked.prompt)]
+            generator = random.Random(f"{seed}, {asked.line}")
+            ids = [generator.randrange(engine.vocab_size) for _ in range(asked.prompt)]
         else:
             ids = engine.tokenizer.encode(asked.prompt)
             _check_fits(name, len(ids), asked.max_tokens, limit)

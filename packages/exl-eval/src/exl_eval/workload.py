@@ -33,19 +33,19 @@ def prefill_passes(
 ) -> Iterator[list[Segment]]:
     """Splits one prompt for each entry of `pages` into passes of at most `pass_rows` tokens."""
     current: list[Segment] = []
-    room = pass_rows
+    free = pass_rows
     for page_ids in pages:
         start = 0
         while start < len(prompt):
-            end = min(start + room, len(prompt))
+            end = min(start + free, len(prompt))
             logit_rows = LogitRows.LAST if end == len(prompt) else LogitRows.NONE
             chunk, held = tuple(prompt[start:end]), page_ids[: pages_for(end)]
             current.append(Segment(chunk, start, held, logit_rows))
-            room -= end - start
+            free -= end - start
             start = end
-            if room == 0:
+            if free == 0:
                 yield current
-                current, room = [], pass_rows
+                current, free = [], pass_rows
     if current:
         yield current
 
@@ -143,8 +143,8 @@ class Workload:
         the logits of that pass."""
         begun: list[Tensor] = []
         next_step = NextStep(token_ids, lambda: begun.append(begin()))
-        drawn = self._ops.sample_rows(logits, self._likeliest, next_step)
-        return [one.token_id for one in drawn], begun[0]
+        sampled = self._ops.sample_rows(logits, self._likeliest, next_step)
+        return [one.token_id for one in sampled], begun[0]
 
     def _next(self, segments: Sequence[Segment]) -> list[int]:
         newest: list[int] = self._runner.run(segments).argmax(-1).tolist()

@@ -60,7 +60,7 @@ class Metrics:
         self.pages_in_use = Gauge("exl_cache_pages_in_use", "Cache pages in use", registry=registry)
         self.pages = Gauge("exl_cache_pages", "Cache pages", registry=registry)
 
-    def took(self, end: FinishEvent) -> None:
+    def record_reply(self, end: FinishEvent) -> None:
         """Count a complete reply."""
         self.prompt_tokens.inc(end.prompt_tokens)
         self.cached_tokens.inc(end.cached_tokens)

@@ -136,7 +136,7 @@ class Service:
         """Count the finished replies. Raises ApiError unless all have ended."""
         found = [end for end in ends if end is not None]
         for end in found:
-            self.metrics.took(end)
+            self.metrics.record_reply(end)
         if len(found) < len(ends):
             raise ApiError(503, "the server is shutting down", kind="server_error")
         return found

@@ -84,7 +84,7 @@ class SequenceState:
     """End of the tokens that `extend` may copy from a known page. Set by `share`; 0 after that."""
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Tokens beyond the last one that fit the memory; negative if the last one does not."""
         return len(self.page_ids) * self.memory.page_size - len(self.token_ids)
 

@@ -121,8 +121,8 @@ def _head_gradient(
             # so the number is scaled by the last sum.
             draws = torch.rand(len(x), 1, generator=generator, dtype=torch.float64).to(device)
             sums = log_p.detach().double().exp().cumsum(-1)
-            drawn = torch.searchsorted(sums, draws * sums[:, -1:]).clamp(max=log_p.shape[1] - 1)
-            loss = -log_p.gather(1, drawn).sum()
+            sampled = torch.searchsorted(sums, draws * sums[:, -1:]).clamp(max=log_p.shape[1] - 1)
+            loss = -log_p.gather(1, sampled).sum()
             (state_gradient,) = torch.autograd.grad(loss, x)
             gradient[row, span] = state_gradient.cpu()
 

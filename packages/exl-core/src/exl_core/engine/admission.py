@@ -66,7 +66,7 @@ def check_banned(request_id: str, token_ids: Iterable[int], vocab_size: int) -> 
             )
 
 
-def room_for(request: Request, shape: ModelShape, num_pages: int) -> int:
+def reply_limit(request: Request, shape: ModelShape, num_pages: int) -> int:
     """Most tokens that the reply may have.
 
     `num_pages` is the size of the whole cache. It limits the reply only if the request has no
@@ -85,15 +85,15 @@ def room_for(request: Request, shape: ModelShape, num_pages: int) -> int:
                 got=length,
                 next_step="Shorten the prompt.",
             )
-    room = shape.max_seq_len - max(lengths)
+    limit = shape.max_seq_len - max(lengths)
     if request.max_tokens is not None:
-        return min(room, request.max_tokens)
+        return min(limit, request.max_tokens)
 
     def needed(count: int) -> int:
         """Pages for a reply of `count` tokens; its last token is sampled and never cached."""
         return sum(pages_for(length + count - 1, PAGE_SIZE) for length in lengths)
 
-    return max(1, bisect_right(range(1, room + 1), num_pages, key=needed))
+    return max(1, bisect_right(range(1, limit + 1), num_pages, key=needed))
 
 
 def _unknown(request: Request, what: str, token_id: int, vocab_size: int) -> RequestError:

@@ -68,8 +68,8 @@ class Drafting:
         for sequence in sequences:
             record = self._record(sequence.request_id)
             # Verification appends one token beyond the accepted ones.
-            room = sequence.max_len - len(sequence.token_ids) - 1
-            count = record.controller.length(room, rows=rows, sequences=len(sequences))
+            limit = sequence.max_len - len(sequence.token_ids) - 1
+            count = record.controller.length(limit, rows=rows, sequences=len(sequences))
             count = reserve(sequence, count) if count > 0 else 0
             if count > 0:
                 rows += count

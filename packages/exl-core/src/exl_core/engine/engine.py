@@ -23,7 +23,7 @@ from exl_core.constrain.filter import Filter
 from exl_core.constrain.filter_set import FilterSet
 from exl_core.constrain.limits import CompileLimits
 from exl_core.constrain.vocabulary import Vocabulary
-from exl_core.engine.admission import check_banned, check_ids, room_for
+from exl_core.engine.admission import check_banned, check_ids, reply_limit
 from exl_core.engine.async_step import AsyncStep
 from exl_core.engine.drafting import Drafting
 from exl_core.engine.events import Event, FailEvent, FinishEvent
@@ -352,15 +352,15 @@ class Engine:
         """Check the request; return its sequence, its negative sequence and its healing."""
         shape = self.model.config
         check_ids(request, shape, self.tokenizer.vocab_size)
-        room = room_for(request, shape, self.pool.num_pages)
+        limit = reply_limit(request, shape, self.pool.num_pages)
         prompt_ids, negative_ids = request.prompt_ids, request.negative_prompt_ids
         healing = healing_of(prompt_ids, self.vocabulary) if request.token_healing else None
         token_ids = prompt_ids if healing is None else prompt_ids[:-1]
         new_sequence = self.scheduler.new_sequence
-        sequence = new_sequence(request, token_ids, len(prompt_ids) + room)
+        sequence = new_sequence(request, token_ids, len(prompt_ids) + limit)
         negative = None
         if negative_ids is not None:
-            negative = new_sequence(request, negative_ids, len(negative_ids) + room)
+            negative = new_sequence(request, negative_ids, len(negative_ids) + limit)
         self.scheduler.check_fits(
             request.request_id, sequence.max_len, None if negative is None else negative.max_len
         )

@@ -225,7 +225,7 @@ class Scheduler:
         more = min(sequence.state.num_wanted(count), spare)
         if more > 0:
             sequence.state.extend(more)
-        return min(count, sequence.state.room)
+        return min(count, sequence.state.capacity)
 
     def plan(
         self,
@@ -249,8 +249,8 @@ class Scheduler:
             members = sequence.members
             missing = [member.num_missing for member in members]
             if max(missing) > 1:
-                room = min(budget, score_budget) if sequence.is_scored else budget
-                counts = _split_budget(room, missing)
+                rows = min(budget, score_budget) if sequence.is_scored else budget
+                counts = _split_budget(rows, missing)
                 budget -= sum(counts)
                 score_budget -= sum(counts) if sequence.is_scored else 0
                 prefilling += [
@@ -316,8 +316,8 @@ class Scheduler:
     ) -> Segment:
         past_len = sequence.past_len
         end = past_len + count
-        room = min(sequence.state.room, sequence.max_len - len(sequence.token_ids) - 1)
-        draft = draft[: max(room, 0)]
+        longest = min(sequence.state.capacity, sequence.max_len - len(sequence.token_ids) - 1)
+        draft = draft[: max(longest, 0)]
         if draft or sequence.is_scored:
             logit_rows = LogitRows.ALL
         else:

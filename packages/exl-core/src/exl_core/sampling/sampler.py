@@ -62,7 +62,7 @@ class _Final:
     probability: Tensor
 
     def spread(self, vocab_size: int, skew: float) -> Tensor:
-        """Probability that each token is drawn: float32 [vocab_size]."""
+        """Probability that each token is sampled: float32 [vocab_size]."""
         shares = self.probability if skew == 0.0 else skewed_shares(self.probability, skew)
         if self.ids is None:
             return shares.float()
@@ -129,8 +129,8 @@ class Sampler:
             final = self._final(logits, history, banned, mask)
             return self._sample(final, self._uniform(), num_top, want_probability)
         uniform = 0.0 if self.params.is_greedy else self._uniform()
-        drawn = self._drawn(logits, history, banned, mask, uniform=uniform, num_top=num_top)
-        return _sample_of(drawn, want_probability)
+        sampled = self._sampled(logits, history, banned, mask, uniform=uniform, num_top=num_top)
+        return _sample_of(sampled, want_probability)
 
     @property
     def can_begin(self) -> bool:
@@ -158,15 +158,15 @@ class Sampler:
         return self._settings(row, mask, ids, values, uniform=uniform, num_top=num_top)
 
     def finish(
-        self, drawn: Sampled, read_logits: Callable[[], Tensor], *, want_probability: bool = False
+        self, sampled: Sampled, read_logits: Callable[[], Tensor], *, want_probability: bool = False
     ) -> Sample:
         """Result of batched sampling with the settings from `begin`.
 
         LogitsError if no token could be sampled; only then the logits are read, for the reason.
         """
-        if drawn.token_id < 0:
+        if sampled.token_id < 0:
             raise _error(read_logits())
-        return _sample_of(drawn, want_probability)
+        return _sample_of(sampled, want_probability)
 
     def probabilities(
         self,
@@ -237,7 +237,7 @@ class Sampler:
         if self._mirostat is not None:
             self._mirostat.rewind(length)
 
-    def _drawn(
+    def _sampled(
         self,
         logits: Tensor,
         history: Sequence[int],
@@ -251,10 +251,10 @@ class Sampler:
         edited, ids, values = self._edits.sparse(logits, history, banned)
         mask = self._edits.allowed(mask, len(logits))
         settings = self._settings(0, mask, ids, values, uniform=uniform, num_top=num_top)
-        drawn = self._ops.sample(edited, settings)
-        if drawn.token_id < 0:
+        sampled = self._ops.sample(edited, settings)
+        if sampled.token_id < 0:
             raise _error(logits)
-        return drawn
+        return sampled
 
     def _settings(
         self,
@@ -292,8 +292,8 @@ class Sampler:
         params, vocab_size = self.params, len(logits)
         is_cut = 0 < params.top_k < vocab_size or params.top_p < 1.0
         if self._is_common and (params.is_greedy or is_cut):
-            drawn = self._drawn(logits, history, banned, mask, uniform=0.0, num_top=vocab_size)
-            ids, probability = zip(*sorted(drawn.top), strict=True)
+            sampled = self._sampled(logits, history, banned, mask, uniform=0.0, num_top=vocab_size)
+            ids, probability = zip(*sorted(sampled.top), strict=True)
             return _Final(torch.tensor(ids), torch.tensor(probability, dtype=torch.float64))
         edited = self._edits.dense(logits, history, banned, mask)
         if not math.isfinite(edited.amax()) or not math.isfinite(logits.amax()):
@@ -318,8 +318,8 @@ class Sampler:
         """Ids, ascending, and logits of the tokens that top-k and top-p keep."""
         top_k, top_p = self.params.top_k, self.params.top_p
         settings = SampleSettings(top_k=top_k, top_p=top_p, num_top=len(logits))
-        drawn = self._ops.sample(logits, settings)
-        ids = torch.tensor(sorted(token_id for token_id, _ in drawn.top))
+        sampled = self._ops.sample(logits, settings)
+        ids = torch.tensor(sorted(token_id for token_id, _ in sampled.top))
         return ids, logits[ids]
 
     def _sample(
@@ -347,8 +347,10 @@ class Sampler:
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
 
-def _sample_of(drawn: Sampled, want_probability: bool) -> Sample:
-    return Sample(drawn.token_id, drawn.probability if want_probability else None, tuple(drawn.top))
+def _sample_of(sampled: Sampled, want_probability: bool) -> Sample:
+    return Sample(
+        sampled.token_id, sampled.probability if want_probability else None, tuple(sampled.top)
+    )
 
 
 def _error(logits: Tensor) -> LogitsError:

@@ -104,8 +104,8 @@ class ModelDrafter:
     def _begin(self, job: DraftJob) -> _Drawing:
         count = len(job.token_ids)
         # The last draft token is not computed, so it needs neither a page slot nor a position.
-        room = min(len(job.page_ids) * self.store.page_size, self.model.config.max_seq_len)
-        limit = min(job.max_tokens, self.max_tokens, room - count + 1)
+        capacity = min(len(job.page_ids) * self.store.page_size, self.model.config.max_seq_len)
+        limit = min(job.max_tokens, self.max_tokens, capacity - count + 1)
         keys = self._pages.keys_of(job.token_ids, job.page_keys)
         guesser = self._guessers.get(job.request_id)
         if guesser is None:

@@ -118,7 +118,7 @@ class _Run:
 
         loaded = self.loading.load(self.candidate)
         with (
-            eval_options.saying_what_is_kept(self.resume),
+            eval_options.report_kept_file(self.resume),
             windows_progress("divergence", is_quiet=self.loading.is_quiet) as on_window,
         ):
             return measure_against(
@@ -143,7 +143,7 @@ class _Run:
             if len(file) < len(layout.windows):
                 loaded = self.loading.load(self.reference)
                 with (
-                    eval_options.saying_what_is_kept(path),
+                    eval_options.report_kept_file(path),
                     windows_progress(
                         "reference's perplexity", is_quiet=self.loading.is_quiet
                     ) as on_window,

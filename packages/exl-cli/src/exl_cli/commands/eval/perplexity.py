@@ -140,7 +140,7 @@ def _scored(
 
     loaded = loading.load(spec)
     with (
-        eval_options.saying_what_is_kept(file),
+        eval_options.report_kept_file(file),
         windows_progress("perplexity", is_quiet=loading.is_quiet) as on_window,
     ):
         return score_text(loaded, text, choices, on_window, resume=file)

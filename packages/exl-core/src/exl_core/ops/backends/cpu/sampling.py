@@ -40,7 +40,7 @@ class CpuSamplingOps:
     def sample_rows(
         self, logits: Tensor, rows: Sequence[RowSettings], next_step: NextStep | None = None
     ) -> list[Sampled]:
-        drawn = [self.sample(logits[settings.row], settings) for settings in rows]
+        sampled = [self.sample(logits[settings.row], settings) for settings in rows]
         if next_step is not None:
-            next_step.launch_after(drawn)
-        return drawn
+            next_step.launch_after(sampled)
+        return sampled

@@ -261,9 +261,9 @@ class CudaSamplingOps:
         on_gpu = [settings for settings in rows if settings.num_top <= cuda.MAX_TOP]
         if len(on_gpu) == len(rows):
             return self._row_sampler.draw(logits, rows, next_step)
-        drawn = iter(self._row_sampler.draw(logits, on_gpu))
+        sampled = iter(self._row_sampler.draw(logits, on_gpu))
         all_drawn = [
-            next(drawn)
+            next(sampled)
             if settings.num_top <= cuda.MAX_TOP
             else self.sample(logits[settings.row].cpu(), settings)
             for settings in rows

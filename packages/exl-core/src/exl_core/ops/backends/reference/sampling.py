@@ -75,10 +75,10 @@ class ReferenceSamplingOps:
         logits: Tensor, rows: Sequence[RowSettings], next_step: NextStep | None = None
     ) -> list[Sampled]:
         sample = ReferenceSamplingOps.sample
-        drawn = [sample(logits[settings.row], settings) for settings in rows]
+        sampled = [sample(logits[settings.row], settings) for settings in rows]
         if next_step is not None:
-            next_step.launch_after(drawn)
-        return drawn
+            next_step.launch_after(sampled)
+        return sampled
 
 
 def _check(logits: Tensor, settings: SampleSettings) -> None:
