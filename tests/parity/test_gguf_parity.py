@@ -17,16 +17,22 @@ from support.paged import logits_of
 from support.tiny_models import (
     VOCAB_SIZE,
     tiny_ernie,
+    tiny_exaone4,
     tiny_gemma,
     tiny_gemma2,
     tiny_gemma3,
+    tiny_granite,
     tiny_llama,
+    tiny_ministral3,
     tiny_mistral,
+    tiny_olmo2,
+    tiny_olmo3,
     tiny_phi3,
     tiny_phi3_longrope,
     tiny_qwen2,
     tiny_qwen3,
     tiny_seed_oss,
+    tiny_smollm3,
 )
 
 EXACT = LoadOptions(exact=True)
@@ -62,6 +68,17 @@ MODELS: dict[str, tuple[str | None, Any]] = {
     "phi3-window": (None, lambda: tiny_phi3(sliding_window=50)),
     "phi3-longrope": (None, tiny_phi3_longrope),
     "ernie4.5": (None, tiny_ernie),
+    "smollm3": (None, tiny_smollm3),
+    "olmo2": (None, tiny_olmo2),
+    "olmo3": (None, tiny_olmo3),
+    "exaone4": (None, tiny_exaone4),
+    "exaone4-global": (
+        None,
+        lambda: tiny_exaone4(sliding_window=None, layer_types=["full_attention"] * 4),
+    ),
+    "ministral3": (None, tiny_ministral3),
+    "granite": (None, tiny_granite),
+    "minicpm": ("minicpm", lambda: tiny_granite(tie_word_embeddings=True)),
     "gemma": (None, tiny_gemma),
     "gemma2": (None, lambda: tiny_gemma2(query_pre_attn_scalar=20)),
     "gemma3": (

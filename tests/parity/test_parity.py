@@ -12,17 +12,22 @@ from torch import Tensor
 from exl_core.session.load import LoadOptions, load_model
 from support.paged import PagedRun, logits_of
 from support.profiles import first_by_default
-from support.renamed_models import as_internlm2, as_yi
+from support.renamed_models import as_internlm2, as_minicpm, as_yi
 from support.tiny_models import (
     VOCAB_SIZE,
     converted,
     save,
     tiny_ernie,
+    tiny_exaone4,
     tiny_gemma,
     tiny_gemma2,
     tiny_gemma3,
+    tiny_granite,
     tiny_llama,
+    tiny_ministral3,
     tiny_mistral,
+    tiny_olmo2,
+    tiny_olmo3,
     tiny_phi3,
     tiny_phi3_longrope,
     tiny_pixtral,
@@ -31,6 +36,7 @@ from support.tiny_models import (
     tiny_qwen3,
     tiny_qwen3_vl,
     tiny_seed_oss,
+    tiny_smollm3,
 )
 
 TOLERANCE = 1e-4  # relative to the largest logit; both sides sum in float32, in different orders
@@ -88,6 +94,16 @@ VARIANTS: dict[str, Any] = {
     "ernie4.5-bias": lambda: tiny_ernie(use_bias=True, tie_word_embeddings=False),
     "yi": tiny_llama,
     "internlm2": tiny_llama,
+    "smollm3": tiny_smollm3,
+    "smollm3-layers": lambda: tiny_smollm3(no_rope_layers=[0, 1, 1, 0, 1]),
+    "olmo2": tiny_olmo2,
+    "olmo3": tiny_olmo3,
+    "exaone4": tiny_exaone4,
+    "exaone4-global": lambda: tiny_exaone4(sliding_window=None, layer_types=["full_attention"] * 4),
+    "ministral3": tiny_ministral3,
+    "granite": tiny_granite,
+    "granite-tied": lambda: tiny_granite(tie_word_embeddings=True),
+    "minicpm": lambda: tiny_granite(attention_multiplier=0.25),
     "gemma": tiny_gemma,
     "gemma2": tiny_gemma2,
     "gemma3": tiny_gemma3,
@@ -107,7 +123,7 @@ VARIANTS: dict[str, Any] = {
 
 
 # Families that transformers has no class for: what turns the saved folder into one of theirs.
-REWRITTEN = {"yi": as_yi, "internlm2": as_internlm2}
+REWRITTEN = {"yi": as_yi, "internlm2": as_internlm2, "minicpm": as_minicpm}
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScalingType
 from gguf.quants import quantize
 
 from support.tiny_models import VOCAB_SIZE, byte_tokenizer
@@ -30,7 +30,9 @@ _PARTS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_PERMUTED = ("llama", "mistral3", "internlm2")  # the converter interleaves the rows of q and k
+_PERMUTED = (  # architectures of which the converter interleaves the rows of q and k
+    *("llama", "mistral3", "internlm2", "smollm3", "granite", "minicpm"),
+)
 _LLAMA_NORMS = {"post_attention_layernorm": "ffn_norm"}
 _FUSED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}  # Phi-3
 _SEED_NORMS = {"post_attention_layernorm": "post_attention_norm"}
@@ -56,7 +58,8 @@ def write_gguf(
     one of the model's class.
     """
     config = model.config
-    own_name = {"gemma3_text": "gemma3", "mistral": "llama"}.get(config.model_type)
+    names = {"gemma3_text": "gemma3", "mistral": "llama", "ministral3": "mistral3"}
+    own_name = {**names, "olmo3": "olmo2"}.get(config.model_type)
     arch = arch or own_name or config.model_type
     writer = GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
@@ -73,7 +76,15 @@ def write_gguf(
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if rope.get("rope_type") == "longrope":
         extra_tensors = {**(extra_tensors or {}), **_add_longrope(writer, config)}
-    if arch in ("gemma2", "gemma3") or (arch == "phi3" and config.sliding_window):
+    if "yarn" in (rope.get("rope_type"), rope.get("full_attention", {}).get("rope_type")):
+        _add_yarn(writer, rope.get("full_attention", rope))
+    if hasattr(config, "residual_multiplier"):
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    has_window = arch in ("phi3", "olmo2", "exaone4") and getattr(config, "sliding_window", None)
+    if arch in ("gemma2", "gemma3") or has_window:
         writer.add_sliding_window(config.sliding_window)
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -95,6 +106,16 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_yarn(writer: GGUFWriter, rope: dict[str, Any]) -> None:
+    writer.add_rope_scaling_type(RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if "mscale_all_dim" in rope:
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    if "llama_4_scaling_beta" in rope:
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
 def _add_longrope(writer: GGUFWriter, config: Any) -> dict[str, np.ndarray]:
@@ -163,6 +184,9 @@ def _gguf_name(name: str, arch: str) -> str:
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
-    norms = {"seed_oss": _SEED_NORMS, "gemma2": _GEMMA_NORMS, "gemma3": _GEMMA_NORMS}
+    norms = {
+        "seed_oss": _SEED_NORMS,
+        **dict.fromkeys(("gemma2", "gemma3", "olmo2", "exaone4"), _GEMMA_NORMS),
+    }
     names = _PARTS | _FUSED | norms.get(arch, _LLAMA_NORMS)
     return f"blk.{layer}.{names[part]}.{kind}"

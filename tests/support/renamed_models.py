@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from support.tiny_models import GRANITE_MULTIPLIERS
+
 Tensors = dict[str, Tensor]
 
 
@@ -72,6 +74,20 @@ def _renamed(name: str, parts: dict[str, str]) -> str:
     for old, new in parts.items():
         name = name.replace(old, new)
     return name
+
+
+def as_minicpm(folder: Path) -> Path:
+    """A Granite with the multipliers' other names; 3 layers, hidden size 96."""
+    return _rewrite(
+        folder,
+        lambda tensors, _: tensors,
+        architectures=["MiniCPMForCausalLM"],
+        model_type="minicpm",
+        scale_emb=3.0,
+        scale_depth=0.3 * 3**0.5,
+        dim_model_base=96 / 5,
+        **dict.fromkeys(GRANITE_MULTIPLIERS, ...),
+    )
 
 
 def _rewrite(

@@ -14,18 +14,28 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PixtralVisionConfig,
@@ -40,6 +50,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
     SeedOssConfig,
     SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
@@ -175,6 +187,57 @@ def tiny_qwen3_vl() -> Qwen3VLForConditionalGeneration:
     vision |= {"num_position_embeddings": 16}
     config = Qwen3VLConfig(text_config=text, vision_config=vision)
     return _randomized(Qwen3VLForConditionalGeneration(config))
+
+
+def tiny_smollm3(**changes: Any) -> SmolLM3ForCausalLM:
+    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16, "num_hidden_layers": 5}
+    return _randomized(SmolLM3ForCausalLM(SmolLM3Config(**{**defaults, **changes})))
+
+
+def tiny_olmo2(**changes: Any) -> Olmo2ForCausalLM:
+    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16}
+    return _randomized(Olmo2ForCausalLM(Olmo2Config(**{**defaults, **changes})))
+
+
+def tiny_olmo3(**changes: Any) -> Olmo3ForCausalLM:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    defaults = {
+        **_COMMON,
+        **{"hidden_size": 96, "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 50},
+        "rope_parameters": {
+            "full_attention": {**yarn, "rope_theta": 500000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+    }
+    return _randomized(Olmo3ForCausalLM(Olmo3Config(**{**defaults, **changes})))
+
+
+def tiny_exaone4(**changes: Any) -> Exaone4ForCausalLM:
+    defaults = {**_COMMON, "num_hidden_layers": 4, "sliding_window": 50}
+    return _randomized(Exaone4ForCausalLM(Exaone4Config(**{**defaults, **changes})))
+
+
+def tiny_ministral3(**changes: Any) -> Ministral3ForCausalLM:
+    rope = {
+        **{"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "mscale": 1.0},
+        **{"original_max_position_embeddings": 32, "mscale_all_dim": 1.0},
+        "llama_4_scaling_beta": 0.5,
+    }
+    defaults = {**_COMMON, "rope_parameters": rope}
+    return _randomized(Ministral3ForCausalLM(Ministral3Config(**{**defaults, **changes})))
+
+
+GRANITE_MULTIPLIERS: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.11,
+    "logits_scaling": 5.0,
+}
+
+
+def tiny_granite(**changes: Any) -> GraniteForCausalLM:
+    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16, **GRANITE_MULTIPLIERS}
+    return _randomized(GraniteForCausalLM(GraniteConfig(**{**defaults, **changes})))
 
 
 def _randomized(model: Any) -> Any:

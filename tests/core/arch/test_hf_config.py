@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +343,150 @@ PUBLISHED |= {
         },
         {"bias": (False, False), "q_size": 2048, "base": 5e5},
     ),
+    "SmolLM3 3B": (
+        {
+            "architectures": ["SmolLM3ForCausalLM"],
+            "hidden_size": 2048,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 8,
+            "no_rope_layers": [1, 1, 1, 0] * 2,
+            "no_rope_layer_interval": 4,
+            "rope_theta": 5000000.0,
+            "sliding_window": None,
+            "use_sliding_window": False,
+        },
+        {"rotated": [0, 0, 0, None] * 2, "head_dim": 128, "base": 5e6},
+    ),
+    "OLMo 2 32B": (
+        {
+            "architectures": ["Olmo2ForCausalLM"],
+            "attention_bias": False,
+            "hidden_size": 5120,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 500000,
+        },
+        {"windows": [0, 0, 0], "head_dim": 128, "bias": (False, False), "base": 5e5},
+    ),
+    "OLMo 3 32B": (
+        {
+            "architectures": ["Olmo3ForCausalLM"],
+            "hidden_size": 5120,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "max_position_embeddings": 65536,
+            "rope_scaling": {
+                "attention_factor": 1.2079441541679836,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "yarn",
+            },
+            "rope_theta": 500000,
+            "sliding_window": 4096,
+        },
+        {"windows": [4096] * 3 + [0], "rotated": [1, 1, 1, 0], "yarn": (8.0, 1.2079441541679836)},
+    ),
+    "EXAONE 4 32B": (
+        {
+            "architectures": ["Exaone4ForCausalLM"],
+            "hidden_size": 5120,
+            "head_dim": 128,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "num_hidden_layers": 8,
+            "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2,
+            "rope_scaling": {
+                "factor": 16.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 1000000,
+            "sliding_window": 4096,
+            "sliding_window_pattern": "LLLG",
+        },
+        {"windows": ([4096] * 3 + [0]) * 2, "rotated": [0, 0, 0, None] * 2, "q_size": 5120},
+    ),
+    "EXAONE 4 1.2B": (
+        {
+            "architectures": ["Exaone4ForCausalLM"],
+            "hidden_size": 2048,
+            "head_dim": 64,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_hidden_layers": 3,
+            "sliding_window": None,
+            "sliding_window_pattern": None,
+            "rope_theta": 1000000,
+            "tie_word_embeddings": True,
+        },
+        {"windows": [0] * 3, "rotated": [0, 0, 0], "head_dim": 64},
+    ),
+    "Devstral Small 2 24B": (
+        {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "text_config": {
+                **LLAMA,
+                "hidden_size": 5120,
+                "head_dim": 128,
+                "max_position_embeddings": 393216,
+                "model_type": "ministral3",
+                "num_attention_heads": 32,
+                "num_hidden_layers": 40,
+                "num_key_value_heads": 8,
+                "rope_parameters": {
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "factor": 48.0,
+                    "llama_4_scaling_beta": 0.1,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "original_max_position_embeddings": 8192,
+                    "rope_theta": 100000000.0,
+                    "rope_type": "yarn",
+                    "type": "yarn",
+                },
+                "sliding_window": None,
+            },
+        },
+        {"windows": [0] * 40, "temperature": (0.1, 8192, 0), "yarn": (48.0, 1.0), "base": 1e8},
+    ),
+    "Granite 3.3 8B": (
+        {
+            "architectures": ["GraniteForCausalLM"],
+            "attention_multiplier": 0.0078125,
+            "embedding_multiplier": 12.0,
+            "hidden_size": 4096,
+            "logits_scaling": 16.0,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "residual_multiplier": 0.22,
+            "rope_theta": 10000000.0,
+            "tie_word_embeddings": True,
+        },
+        {"scale": 1 / 128, "multipliers": (12.0, 0.22, 1 / 16), "base": 1e7},
+    ),
+    "MiniCPM 2B": (
+        {
+            "architectures": ["MiniCPMForCausalLM"],
+            "dim_model_base": 256,
+            "hidden_size": 2304,
+            "num_attention_heads": 36,
+            "num_key_value_heads": 36,
+            "num_hidden_layers": 40,
+            "scale_depth": 1.4,
+            "scale_emb": 12,
+        },
+        {"multipliers": (12.0, 0.22135943621178655, 1 / 9), "head_dim": 64},
+    ),
     "InternLM 2.5 20B": (
         {
             "architectures": ["InternLM2ForCausalLM"],
@@ -369,6 +514,10 @@ def test_published_configurations_of_each_family(
         "rotary": rope.rotary_dim,
         "longrope": (rope.original_max_seq_len, pytest.approx(rope.attention_factor)),
         "q_size": attention.q_size,
+        "rotated": [layer.attention.rope for layer in config.layers],
+        "yarn": (rope.factor, pytest.approx(rope.attention_factor)),
+        "temperature": attention.temperature,
+        "multipliers": pytest.approx(astuple(config.multipliers)),
         "inner": config.layers[0].dense.intermediate_size,
         "bias": (attention.has_qkv_bias, attention.has_output_bias),
         "head_dim": attention.head_dim,
@@ -398,7 +547,7 @@ REFUSED = {
     "rope-method": ({"rope_scaling": {"type": "unheard", "factor": 2.0}}, "'unheard'.*longrope"),
     "growing-queries": (
         {
-            "architectures": ["Mistral3ForConditionalGeneration"],
+            "architectures": ["LlamaForCausalLM"],
             "rope_parameters": {"rope_type": "yarn", "factor": 8.0, "llama_4_scaling_beta": 0.1},
         },
         "llama_4_scaling_beta",

@@ -22,15 +22,19 @@ from support.renamed_models import as_internlm2
 from support.tiny_models import (
     save,
     tiny_ernie,
+    tiny_exaone4,
     tiny_gemma,
     tiny_gemma2,
     tiny_gemma3,
+    tiny_granite,
     tiny_llama,
     tiny_mistral,
+    tiny_olmo3,
     tiny_phi3,
     tiny_qwen2,
     tiny_qwen3,
     tiny_seed_oss,
+    tiny_smollm3,
 )
 
 FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -42,6 +46,10 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "seed-oss": (tiny_seed_oss, {}),
     "phi3": (tiny_phi3, {}),
     "ernie4_5": (tiny_ernie, {}),
+    "smollm3": (tiny_smollm3, {}),
+    "olmo3": (tiny_olmo3, {}),
+    "exaone4": (tiny_exaone4, {}),
+    "granite": (tiny_granite, {}),
     "gemma": (tiny_gemma, {}),
     "gemma2": (tiny_gemma2, {}),
     "gemma3": (tiny_gemma3, {}),
@@ -52,6 +60,10 @@ GGUF_ARCHITECTURES = {
     "qwen3": MODEL_ARCH.QWEN3,
     "seed-oss": MODEL_ARCH.SEED_OSS,
     "ernie4_5": MODEL_ARCH.ERNIE4_5,
+    "smollm3": MODEL_ARCH.SMOLLM3,
+    "olmo3": MODEL_ARCH.OLMO2,
+    "exaone4": MODEL_ARCH.EXAONE4,
+    "granite": MODEL_ARCH.GRANITE,
     "gemma": MODEL_ARCH.GEMMA,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3": MODEL_ARCH.GEMMA3,
@@ -76,7 +88,7 @@ def test_rows_cover_every_tensor_of_transformers(tmp_path: Path, family: str) ->
         ends = [last for _, last in sorted(ranges)]
         assert [first for first, _ in sorted(ranges)] == [0, *ends[:-1]], name
         assert ends[-1] == source.tensors[name].shape[0], name
-    assert table.is_tied == family.startswith(("llama-tied", "gemma", "ernie"))
+    assert table.is_tied == family.startswith(("llama-tied", "gemma", "ernie", "smollm"))
 
 
 @pytest.mark.parametrize("family", GGUF_ARCHITECTURES)

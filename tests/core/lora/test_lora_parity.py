@@ -25,7 +25,15 @@ from support.adapters import merged, random_pairs, stored, untie, write_adapter
 from support.gguf_models import write_gguf
 from support.quantized_models import GPTQ_SETTINGS, METHODS, SIZES, quantize, quantized_llama
 from support.runtime_form import evaluate
-from support.tiny_models import VOCAB_SIZE, save, tiny_ernie, tiny_gemma3, tiny_llama
+from support.tiny_models import (
+    VOCAB_SIZE,
+    save,
+    tiny_ernie,
+    tiny_gemma3,
+    tiny_granite,
+    tiny_llama,
+    tiny_olmo3,
+)
 
 TOLERANCE = 1e-4  # of the largest logit: fp32 on both sides, sums in a different order
 IDS = torch.randint(3, VOCAB_SIZE, (2, 60), generator=torch.Generator().manual_seed(7))
@@ -36,6 +44,8 @@ FAMILIES: dict[str, Any] = {
         tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),
     "ernie4.5": tiny_ernie,  # interleaved RoPE rows
+    "olmo3": tiny_olmo3,  # post norms alone, norms over all heads
+    "granite": tiny_granite,  # multipliers
     "gemma3": tiny_gemma3,  # post norms, a scaled embedding, a tied head
 }
 

@@ -80,6 +80,14 @@ class Fields:
             raise self._error(key, f"a list of 1 to {MAX_HEAD_DIM} numbers", value)
         return tuple(Fields({key: item}, self.where).number(key) for item in value)
 
+    def flags(self, key: str, count: int) -> list[bool]:
+        """A list of `count` truth values, or numbers 0 and 1; [] if the list is empty."""
+        value = self._get(key, None)
+        is_list = isinstance(value, list) and all(item in (0, 1) for item in value)
+        if not isinstance(value, list) or not is_list or len(value) not in (0, count):
+            raise self._error(key, f"a list of {count} values 0 or 1", value)
+        return [bool(item) for item in value]
+
     def nested(self, key: str) -> Fields:
         value = self._get(key, None)
         if not isinstance(value, dict):

@@ -21,19 +21,31 @@ from exl_core.arch.fields import (
     MAX_VOCAB_SIZE,
     Fields,
 )
+from exl_core.arch.layers import QueryTemperature
 from exl_core.arch.registry import find_by_gguf_name
 from exl_core.arch.rope import yarn_magnitude
 from exl_core.arch.spec import (
     ArchSpec,
     LayerNumbers,
     ModelConfig,
+    Multipliers,
+    NoRope,
     RopeConfig,
     RopeMethod,
     Window,
     with_windows,
+    without_rope,
 )
 from exl_core.errors import ConfigError, UnsupportedModelError
 
+NO_ROPE_INTERVAL = 4  # the format has no key for it
+TEMPERATURE_KEYS = frozenset(
+    {
+        "attention.temperature_scale",
+        "attention.temperature_length",
+        "rope.scaling.yarn_log_multiplier",
+    }
+)
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 ROPE_METHODS = {
     "none": RopeMethod.DEFAULT,
@@ -91,7 +103,9 @@ def read_gguf_config(
         num_q_heads=heads[0],
         num_kv_heads=kv_heads[0],
         head_dim=head_dim,
-        scale=_attention_scale(arch, layers, hidden_size, heads[0], head_dim),
+        scale=own.number(
+            "attention.scale", _attention_scale(arch, layers, hidden_size, heads[0], head_dim)
+        ),
         rope=0,
         window=0,
         softcap=own.optional_number("attn_logit_softcapping") or arch.attention_softcap_default,
@@ -99,18 +113,20 @@ def read_gguf_config(
         has_output_bias=arch.gguf.is_stored("output", "bias", tensor_names, layer=0),
         intermediate_size=widths[0],
         has_mlp_bias=arch.gguf.is_stored("gate", "bias", tensor_names, layer=0),
+        temperature=_temperature(arch, own),
     )
     numbers = [
         replace(first, num_q_heads=q, num_kv_heads=kv, intermediate_size=width)
         for q, kv, width in zip(heads, kv_heads, widths, strict=True)
     ]
     windows = tuple(pattern[i % len(pattern)] for i in range(layers))
+    by_layer = with_windows(numbers, windows, window, len(ropes))
     vocabulary = metadata.get("tokenizer.ggml.tokens")
     vocab_default = len(vocabulary) if isinstance(vocabulary, list) else None
     tokens = Fields(metadata, where)
     config = ModelConfig(
         arch=arch,
-        layers=arch.layers(with_windows(numbers, windows, window, len(ropes))),
+        layers=arch.layers(without_rope(by_layer, _is_rotated(arch, windows))),
         ropes=ropes,
         hidden_size=hidden_size,
         vocab_size=own.integer("vocab_size", vocab_default, high=MAX_VOCAB_SIZE),
@@ -121,9 +137,39 @@ def read_gguf_config(
         bos_id=tokens.first_token_id("tokenizer.ggml.bos_token_id"),
         eos_ids=tokens.token_ids("tokenizer.ggml.eos_token_id"),
         pad_id=tokens.first_token_id("tokenizer.ggml.padding_token_id"),
+        multipliers=_multipliers(arch, own),
     )
     check_config(config, where)
     return config
+
+
+def _multipliers(arch: ArchSpec, own: Fields) -> Multipliers:
+    if not arch.has_multipliers:
+        return Multipliers()
+    return Multipliers(
+        embedding=own.number("embedding_scale", 1.0),
+        residual=own.number("residual_scale", 1.0),
+        logits=1.0 / own.number("logit_scale", 1.0),
+    )
+
+
+def _temperature(arch: ArchSpec, own: Fields) -> QueryTemperature | None:
+    key = "attention.temperature_scale"
+    if not arch.has_query_temperature or not own.has(key):
+        return None
+    length = own.integer("rope.scaling.original_context_length")
+    return QueryTemperature(own.number(key), length)
+
+
+def _is_rotated(arch: ArchSpec, windows: Sequence[Window]) -> Sequence[bool]:
+    """Whether each layer has RoPE."""
+    match arch.no_rope:
+        case NoRope.GLOBAL if Window.LOCAL in windows:
+            return [window is Window.LOCAL for window in windows]
+        case NoRope.INTERVAL:
+            return [(layer + 1) % NO_ROPE_INTERVAL != 0 for layer in range(len(windows))]
+        case _:
+            return [True] * len(windows)
 
 
 def _by_layer(
@@ -150,6 +196,8 @@ def _windows(arch: ArchSpec, own: Fields) -> tuple[tuple[Window, ...], int | Non
     key, pattern = "attention.sliding_window", arch.window_pattern
     if Window.LOCAL not in pattern:
         return pattern, None
+    if arch.is_window_optional and not own.has(key):
+        return (Window.GLOBAL,), None
     if Window.GLOBAL in pattern:
         return pattern, own.integer(key, arch.sliding_window_default)
     # Families that can have a window in every layer. Most of their files do not say whether it is
@@ -167,11 +215,12 @@ def _attention_scale(
     return 1.0 / math.sqrt(hidden_size / heads if is_gemma_27b else head_dim)
 
 
-def _refuse_unknown_scaling(own: Fields) -> None:
+def _refuse_unknown_scaling(arch: ArchSpec, own: Fields) -> None:
     """Refuses unknown RoPE scaling keys: ignoring one would degrade the text unnoticed."""
     for key in own.values:
         is_scaling = key.startswith(("rope.scaling.", "rope.scale_", "attention.temperature_"))
-        if is_scaling and key not in SCALING_KEYS:
+        known = SCALING_KEYS | (TEMPERATURE_KEYS if arch.has_query_temperature else frozenset())
+        if is_scaling and key not in known:
             raise UnsupportedModelError(
                 f"RoPE setting {key!r} is not supported",
                 where=own.where,
@@ -186,7 +235,7 @@ def _ropes(
     rotary_dim = own.integer("rope.dimension_count", head_dim, high=MAX_HEAD_DIM)
     base = own.number("rope.freq_base", arch.rope_base_default)
     rope = RopeConfig(base=base, rotary_dim=rotary_dim)
-    _refuse_unknown_scaling(own)
+    _refuse_unknown_scaling(arch, own)
     if ROPE_LONG in factors:
         return (_longrope(rope, own, factors),)
     rope = replace(rope, frequency_divisors=factors.get(ROPE_FREQS, ()))
@@ -209,15 +258,18 @@ def _ropes(
     if rope.method is RopeMethod.YARN:
         # The stored factor multiplies the method's own one.
         own_factor = yarn_magnitude(rope.factor)
+        if own.has("rope.scaling.yarn_log_multiplier"):  # the configuration's 'mscale_all_dim'
+            below = own.number("rope.scaling.yarn_log_multiplier")
+            own_factor /= yarn_magnitude(rope.factor, below)
         rope = replace(
             rope,
             beta_fast=own.number("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=own.number("rope.scaling.yarn_beta_slow", 1.0),
             attention_factor=own_factor * own.number("rope.scaling.attn_factor", 1.0),
         )
-    if arch.local_rope_base_default is None:
+    if arch.local_rope_base_default is None and not arch.has_plain_local_rope:
         return (rope,)
-    local_base = own.number("rope.freq_base_swa", arch.local_rope_base_default)
+    local_base = own.number("rope.freq_base_swa", arch.local_rope_base_default or base)
     return rope, RopeConfig(base=local_base, rotary_dim=rotary_dim)
 
 

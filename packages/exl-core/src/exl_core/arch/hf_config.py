@@ -6,6 +6,8 @@ Knows the key names of the hub's configurations, old and new (`rope_scaling` and
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,17 +21,20 @@ from exl_core.arch.fields import (
     MAX_VOCAB_SIZE,
     Fields,
 )
-from exl_core.arch.layers import Activation
+from exl_core.arch.layers import Activation, QueryTemperature
 from exl_core.arch.registry import find_by_hf_name
 from exl_core.arch.rope import longrope_magnitude, ntk_base, yarn_magnitude
 from exl_core.arch.spec import (
     ArchSpec,
     LayerNumbers,
     ModelConfig,
+    Multipliers,
+    NoRope,
     RopeConfig,
     RopeMethod,
     Window,
     with_windows,
+    without_rope,
 )
 from exl_core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from exl_core.files import is_present, read_json_object
@@ -39,6 +44,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "gelu_new": Activation.GELU_TANH,
 }
+NO_ROPE_INTERVAL = 4
 LAYER_TYPES = {"sliding_attention": Window.LOCAL, "full_attention": Window.GLOBAL}
 ROPE_METHODS = {
     "default": RopeMethod.DEFAULT,
@@ -118,7 +124,7 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
             "num_key_value_heads", arch.num_kv_heads_default or heads, high=MAX_HEADS
         ),
         head_dim=head_dim,
-        scale=text.number("query_pre_attn_scalar", float(head_dim)) ** -0.5,
+        scale=_scale(arch, text, head_dim),
         rope=0,
         window=0,
         softcap=_softcap(text, "attn_logit_softcapping", arch.attention_softcap_default),
@@ -128,11 +134,13 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
             "intermediate_size", arch.intermediate_size_default, high=MAX_INTERMEDIATE_SIZE
         ),
         has_mlp_bias=text.flag(arch.mlp_bias_key, False),
+        temperature=_temperature(arch, text),
     )
+    by_layer = with_windows([numbers] * layers, windows, window, len(ropes))
     ids = text if text.has("eos_token_id") else top
     return ModelConfig(
         arch=arch,
-        layers=arch.layers(with_windows([numbers] * layers, windows, window, len(ropes))),
+        layers=arch.layers(without_rope(by_layer, _is_rotated(arch, text, windows))),
         ropes=ropes,
         hidden_size=hidden_size,
         vocab_size=text.integer("vocab_size", arch.vocab_size_default, high=MAX_VOCAB_SIZE),
@@ -143,7 +151,52 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         bos_id=ids.first_token_id("bos_token_id"),
         eos_ids=ids.token_ids("eos_token_id"),
         pad_id=ids.first_token_id("pad_token_id"),
+        multipliers=_multipliers(arch, text, hidden_size, layers),
     )
+
+
+def _scale(arch: ArchSpec, text: Fields, head_dim: int) -> float:
+    """Factor of the scores."""
+    if arch.has_multipliers and text.has("attention_multiplier"):
+        return text.number("attention_multiplier")
+    return text.number("query_pre_attn_scalar", float(head_dim)) ** -0.5
+
+
+def _multipliers(arch: ArchSpec, text: Fields, hidden_size: int, layers: int) -> Multipliers:
+    """Multipliers under Granite's or MiniCPM's names."""
+    if not arch.has_multipliers:
+        return Multipliers()
+    depth = text.optional_number("scale_depth")
+    width = text.optional_number("dim_model_base")
+    return Multipliers(
+        embedding=text.number("embedding_multiplier", text.number("scale_emb", 1.0)),
+        residual=text.number(
+            "residual_multiplier", 1.0 if depth is None else depth / math.sqrt(layers)
+        ),
+        logits=(1.0 if width is None else width / hidden_size) / text.number("logits_scaling", 1.0),
+    )
+
+
+def _temperature(arch: ArchSpec, text: Fields) -> QueryTemperature | None:
+    key, section = "llama_4_scaling_beta", "rope_parameters"
+    rope = text.nested(section) if text.has(section) else Fields({}, text.where)
+    if not arch.has_query_temperature or not rope.has(key):
+        return None
+    length = rope.integer("original_max_position_embeddings")
+    return QueryTemperature(rope.number(key), length)
+
+
+def _is_rotated(arch: ArchSpec, text: Fields, windows: Sequence[Window]) -> Sequence[bool]:
+    """Whether each layer has RoPE."""
+    if arch.no_rope is NoRope.GLOBAL and Window.LOCAL in windows:
+        return [window is Window.LOCAL for window in windows]
+    if arch.no_rope is not NoRope.INTERVAL:
+        return [True] * len(windows)
+    if text.has("no_rope_layers"):
+        flags = text.flags("no_rope_layers", len(windows))  # true means a layer with RoPE
+        return flags or [True] * len(windows)
+    interval = text.integer("no_rope_layer_interval", NO_ROPE_INTERVAL)
+    return [(layer + 1) % interval != 0 for layer in range(len(windows))]
 
 
 def _check_activation(arch: ArchSpec, text: Fields) -> None:
@@ -179,7 +232,7 @@ def _layer_windows(
     arch: ArchSpec, text: Fields, layers: int, window: int | None
 ) -> tuple[Window, ...]:
     pattern = arch.window_pattern
-    has_none = window is None and Window.GLOBAL not in pattern
+    has_none = window is None and (arch.is_window_optional or Window.GLOBAL not in pattern)
     if has_none or Window.LOCAL not in pattern:
         return (Window.GLOBAL,) * layers
     if text.has("layer_types"):
@@ -198,8 +251,16 @@ def _layer_windows(
         return tuple(Window.GLOBAL if i < first else Window.LOCAL for i in range(layers))
     if Window.GLOBAL not in pattern:
         return (Window.LOCAL,) * layers
-    period = text.integer("sliding_window_pattern", len(pattern))
+    period = _period(text, pattern)
     return tuple(Window.GLOBAL if (i + 1) % period == 0 else Window.LOCAL for i in range(layers))
+
+
+def _period(text: Fields, pattern: Sequence[Window]) -> int:
+    """Length of the pattern, which some files spell as letters (`LLLG`)."""
+    stated = text.values.get("sliding_window_pattern")
+    if isinstance(stated, str) and stated and set(stated) <= {"L", "G"}:
+        return len(stated)
+    return text.integer("sliding_window_pattern", len(pattern))
 
 
 def _ropes(arch: ArchSpec, text: Fields, head_dim: int) -> tuple[RopeConfig, ...]:
@@ -214,8 +275,8 @@ def _ropes(arch: ArchSpec, text: Fields, head_dim: int) -> tuple[RopeConfig, ...
         base = scaling.number("rope_theta", base)
     elif text.has("rope_scaling"):
         scaling = text.nested("rope_scaling")
-    if arch.local_rope_base_default is not None:
-        local_base = text.number("rope_local_base_freq", arch.local_rope_base_default)
+    if arch.local_rope_base_default is not None or arch.has_plain_local_rope:
+        local_base = text.number("rope_local_base_freq", arch.local_rope_base_default or base)
         if text.has("rope_parameters") and text.nested("rope_parameters").has("sliding_attention"):
             sliding = text.nested("rope_parameters").nested("sliding_attention")
             base_of_local = sliding.number("rope_theta", local_base)
@@ -235,7 +296,7 @@ def _scaled_rope(
             where=text.where,
             next_step=f"Supported: {', '.join(ROPE_METHODS)}.",
         )
-    if scaling.has("llama_4_scaling_beta"):
+    if scaling.has("llama_4_scaling_beta") and not arch.has_query_temperature:
         raise UnsupportedModelError(
             "queries that grow with their position ('llama_4_scaling_beta') are not supported",
             where=text.where,

@@ -17,10 +17,11 @@ from exl_core.errors import UnsupportedModelError
 
 
 class NormPlacement(Enum):
-    """PRE: x + f(norm(x)). SANDWICH: x + post_norm(f(pre_norm(x)))."""
+    """PRE: x + f(norm(x)). SANDWICH: x + post_norm(f(pre_norm(x))). POST: x + post_norm(f(x))."""
 
     PRE = "pre"
     SANDWICH = "sandwich"
+    POST = "post"
 
 
 class Activation(Enum):
@@ -29,10 +30,19 @@ class Activation(Enum):
 
 
 class HeadNorm(Enum):
-    """Norm of each query and key head before RoPE."""
+    """Norm of queries and keys before RoPE: of each head, or of all heads together (WHOLE)."""
 
     NONE = "none"
     RMS = "rms"
+    RMS_WHOLE = "rms_whole"
+
+
+class QueryTemperature(NamedTuple):
+    """Factor on the queries at position p: 1 + beta * ln(1 + floor((p + offset) / length))."""
+
+    beta: float
+    length: int
+    offset: int = 0
 
 
 class KVShape(NamedTuple):
@@ -65,6 +75,7 @@ class Attention(Mixer):
     scale   factor of the scores
     window  number of keys that a query attends to, its own included; 0 means all
     softcap limit of the scores, by tanh; None means no limit
+    temperature  factor on the queries by position; None means 1
     """
 
     num_q_heads: int
@@ -74,6 +85,7 @@ class Attention(Mixer):
     rope: int | None = 0
     window: int = 0
     softcap: float | None = None
+    temperature: QueryTemperature | None = None
     head_norm: HeadNorm = HeadNorm.NONE
     has_qkv_bias: bool = False
     has_output_bias: bool = False

@@ -284,6 +284,7 @@ def _layer_parts(config: ModelConfig, layer: LayerSpec) -> list[_Part]:
     others = [part for part in mixer if part.kind is not Kind.LINEAR]
     norms = {
         NormPlacement.PRE: ("attention_norm", "mlp_norm"),
+        NormPlacement.POST: ("attention_post_norm", "mlp_post_norm"),
         NormPlacement.SANDWICH: (
             *("attention_norm", "attention_post_norm"),
             *("mlp_norm", "mlp_post_norm"),
@@ -343,6 +344,10 @@ def _attention_parts(config: ModelConfig, spec: Attention) -> list[_Part]:
     )
     if spec.head_norm is not HeadNorm.NONE:
         for role, num_heads in (("q_norm", spec.num_q_heads), ("k_norm", spec.num_kv_heads)):
+            if spec.head_norm is HeadNorm.RMS_WHOLE:
+                shape = (num_heads * spec.head_dim,)
+                parts.append(_Part(role, Kind.NORM, shape, heads=heads(num_heads)))
+                continue
             shape = (spec.head_dim,)
             parts.append(_Part(role, Kind.HEAD_NORM, shape, num_heads=num_heads, heads=heads(1)))
     return parts

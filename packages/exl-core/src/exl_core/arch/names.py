@@ -119,6 +119,19 @@ HF_SANDWICH = FileForm(
     fused=_FUSED,
 )
 
+HF_POST = FileForm(
+    {
+        **{role: name for role, name in _HF_NAMES.items() if not role.endswith("_norm")},
+        "final_norm": "norm",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+    roots=("model.",),
+    fused=_FUSED,
+)
+
 GGUF = FileForm(_GGUF_NAMES, layer="blk.{}.")
 
 GGUF_SANDWICH = FileForm(

@@ -9,6 +9,7 @@ layer are in its `LayerSpec` (`arch/layers.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -21,6 +22,7 @@ from exl_core.arch.layers import (
     KVShape,
     LayerSpec,
     NormPlacement,
+    QueryTemperature,
 )
 from exl_core.arch.names import GGUF, HF, FileForm
 
@@ -28,6 +30,15 @@ from exl_core.arch.names import GGUF, HF, FileForm
 class EmbedScale(Enum):
     NONE = "none"
     SQRT_HIDDEN = "sqrt_hidden"
+
+
+class NoRope(Enum):
+    """Layers without RoPE. GLOBAL: layers without a window, if others have one. INTERVAL: each
+    fourth layer, or as a checkpoint's `no_rope_layers` says."""
+
+    NONE = "none"
+    GLOBAL = "global"
+    INTERVAL = "interval"
 
 
 class Window(Enum):
@@ -86,6 +97,15 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Factors on the embedding, on the output of each part before it is added, and on logits."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerNumbers:
     """Numbers of one layer as a checkpoint gives them; `ArchSpec.layers` adds the choices of the
     family. The fields are those of `Attention` and `Dense`."""
@@ -101,6 +121,7 @@ class LayerNumbers:
     has_output_bias: bool
     intermediate_size: int
     has_mlp_bias: bool
+    temperature: QueryTemperature | None = None
 
 
 def with_windows(
@@ -117,6 +138,16 @@ def with_windows(
     )
 
 
+def without_rope(
+    numbers: Sequence[LayerNumbers], is_rotated: Sequence[bool]
+) -> tuple[LayerNumbers, ...]:
+    """`numbers` of the layers, without RoPE where `is_rotated` says so."""
+    return tuple(
+        one if rotated else replace(one, rope=None)
+        for one, rotated in zip(numbers, is_rotated, strict=True)
+    )
+
+
 def decoder_layer(arch: ArchSpec, numbers: LayerNumbers) -> LayerSpec:
     """A layer of attention and a dense MLP."""
     attention = Attention(
@@ -127,6 +158,7 @@ def decoder_layer(arch: ArchSpec, numbers: LayerNumbers) -> LayerSpec:
         rope=numbers.rope,
         window=numbers.window,
         softcap=numbers.softcap,
+        temperature=numbers.temperature,
         head_norm=arch.head_norm,
         has_qkv_bias=numbers.has_qkv_bias,
         has_output_bias=numbers.has_output_bias,
@@ -154,6 +186,13 @@ class ArchSpec:
     window_pattern: tuple[Window, ...] = (Window.GLOBAL,)
     """Repeated over the layers. A checkpoint's own `layer_types` or pattern length overrides it. If
     all entries are LOCAL, the layers of a checkpoint without a window size are GLOBAL."""
+    is_window_optional: bool = False
+    """All layers of a checkpoint without a window size are GLOBAL, whatever the pattern says."""
+    no_rope: NoRope = NoRope.NONE
+    has_query_temperature: bool = False
+    """A checkpoint may ask for a `QueryTemperature`."""
+    has_multipliers: bool = False
+    """A checkpoint may have `Multipliers` and a factor of the scores."""
     sliding_window_default: int | None = None
     """Window size if a checkpoint lacks the key. A checkpoint that sets it to null has no
     window."""
@@ -178,6 +217,8 @@ class ArchSpec:
     vocab_size_default: int | None = None
     rope_base_default: float = 10000.0
     local_rope_base_default: float | None = None
+    has_plain_local_rope: bool = False
+    """LOCAL layers have the base of the GLOBAL ones, without their scaling."""
     attention_softcap_default: float | None = None
     final_softcap_default: float | None = None
     safetensors: FileForm = HF
@@ -212,6 +253,23 @@ class ModelConfig:
     bos_id: int | None
     eos_ids: tuple[int, ...]
     pad_id: int | None
+    multipliers: Multipliers = Multipliers()
+
+    @property
+    def embed_factor(self) -> float:
+        """Factor on the embedding's rows.
+
+        The states between the layers are those of the family divided by the residual multiplier:
+        then every part adds its output as it is, which needs no other arithmetic.
+        """
+        root = math.sqrt(self.hidden_size)
+        own = root if self.arch.embed_scale is EmbedScale.SQRT_HIDDEN else 1.0
+        return own * self.multipliers.embedding / self.multipliers.residual
+
+    @property
+    def state_eps(self) -> float:
+        """Epsilon of the norms of these states, which are unchanged by it."""
+        return self.norm_eps / self.multipliers.residual**2
 
     @property
     def num_layers(self) -> int:

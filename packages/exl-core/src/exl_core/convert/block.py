@@ -41,7 +41,7 @@ class Block:
 
     def __init__(self, config: ModelConfig, layer: int, norms: Mapping[str, Tensor]) -> None:
         spec = config.layers[layer]
-        self._eps = config.norm_eps
+        self._eps = config.state_eps
         self._norms = norms
         self._attention, self._mlp = spec.attention, spec.dense
         self._rope = config.rope_of(spec.attention)

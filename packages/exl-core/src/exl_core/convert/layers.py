@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from exl_core.arch.modules import Kind, ModuleRow, module_table
-from exl_core.arch.spec import EmbedScale, ModelConfig
+from exl_core.arch.spec import ModelConfig
 from exl_core.convert.block import MATRICES, Block, Linear
 from exl_core.errors import WeightValueError
 from exl_core.formats.checkpoint import Checkpoint
@@ -128,9 +127,7 @@ def embed_rows(checkpoint: Checkpoint, config: ModelConfig, token_ids: Tensor) -
     """
     table = read_tensor(checkpoint, module_table(config).embed.name).half()  # [vocab, hidden]
     x = table[token_ids].float()
-    if config.arch.embed_scale is EmbedScale.SQRT_HIDDEN:
-        x *= math.sqrt(config.hidden_size)
-    return x
+    return x * config.embed_factor
 
 
 @dataclass(slots=True)

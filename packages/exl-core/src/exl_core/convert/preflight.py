@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from exl_core.arch.layers import HeadNorm, LayerSpec, NormPlacement
 from exl_core.arch.modules import module_table
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
@@ -103,6 +104,12 @@ def model_problems(
         yield UnsupportedModelError(
             "models with interleaved RoPE rows cannot be written as EXL2 yet", where=path
         )
+    if any(_is_new_to_conversion(layer) for layer in config.layers):
+        yield UnsupportedModelError(
+            f"models of the family {config.arch.name!r} cannot be converted yet",
+            where=path,
+            next_step="Their layers have norms or factors that the conversion does not compute.",
+        )
     yield from shape_problems(path, config)
     yield from tokenizer_problems(path, source, config)
     embed = module_table(config).embed
@@ -118,6 +125,13 @@ def model_problems(
     report = verify(source, config, quantization, progress, dtype=torch.float16)
     for problem in report.problems:
         yield problem.error
+
+
+def _is_new_to_conversion(layer: LayerSpec) -> bool:
+    """Whether a layer has choices that `convert/block.py` does not compute."""
+    known = (NormPlacement.PRE, NormPlacement.SANDWICH)
+    is_whole = layer.attention.head_norm is HeadNorm.RMS_WHOLE
+    return layer.norms not in known or is_whole or layer.attention.temperature is not None
 
 
 def tokenizer_problems(path: Path, source: TensorSource, config: ModelConfig) -> Iterator[ExlError]:

@@ -121,7 +121,7 @@ def quantize_ends(
     head = embed if table.is_tied else read_tensor(checkpoint, table.head.name)
     norm = read_tensor(checkpoint, table.final_norm.name)
     stored = stored_norm(table.final_norm, norm)
-    dtype, eps = compute_type(device), config.norm_eps
+    dtype, eps = compute_type(device), config.state_eps
 
     def normed(states_of: Tensor, factor: Tensor) -> list[Tensor]:
         factor = factor.to(device)

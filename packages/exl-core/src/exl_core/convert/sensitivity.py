@@ -99,7 +99,7 @@ def _head_gradient(
     """Gradient of the summed loss of sampled tokens, with respect to the last layer's states."""
     device = torch.device(options.device)
     table = module_table(config)
-    norm = read_tensor(checkpoint, table.final_norm.name).to(device)
+    norm = read_tensor(checkpoint, table.final_norm.name).to(device) * config.multipliers.logits
     head_row = table.embed if table.is_tied else table.head
     head = read_tensor(checkpoint, head_row.name).to(device)
     head = head.to(compute_type(device))
@@ -111,7 +111,7 @@ def _head_gradient(
             workers.check()
             span = slice(first, first + HEAD_ROWS)
             x = states[row, span].to(device).requires_grad_()
-            normed = rms_norm(x, norm, config.norm_eps)
+            normed = rms_norm(x, norm, config.state_eps)
             logits = linear(normed.to(head.dtype), head).float()
             if config.final_softcap is not None:
                 logits = torch.tanh(logits / config.final_softcap) * config.final_softcap

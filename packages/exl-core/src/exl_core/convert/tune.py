@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from exl_core.arch.modules import ModuleTable, module_table
-from exl_core.arch.spec import EmbedScale, ModelConfig
+from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import free_memory_bytes
 from exl_core.convert.block import MATRICES, Block, rms_norm
 from exl_core.convert.layers import (
@@ -163,8 +163,9 @@ def _source_states(
         for _ in Stream(source.block(config), source.products(), states, device, workers).steps():
             pass
     norm = read_tensor(checkpoint, module_table(config).final_norm.name)
+    norm *= config.multipliers.logits
     normed = workers.map(
-        lambda row: rms_norm(states[row], norm, config.norm_eps), range(len(states))
+        lambda row: rms_norm(states[row], norm, config.state_eps), range(len(states))
     )
     return torch.stack([x.to(compute_type(device)) for x in normed])
 
@@ -264,8 +265,7 @@ class _TunedModel:
     def _forward(self, token_ids: Tensor, workers: Workers) -> tuple[Tensor, list[LoadTensor]]:
         """States after the last layer, float32 [R, T, hidden], and those before each."""
         x = self.embed[token_ids].float().to(self.device)
-        if self.config.arch.embed_scale is EmbedScale.SQRT_HIDDEN:
-            x = x * math.sqrt(self.config.hidden_size)
+        x = x * self.config.embed_factor
         before: list[LoadTensor] = []
         for layer in range(self.config.num_layers):
             before.append(_offload(x, self.scratch / f"states-{layer}"))
@@ -284,7 +284,8 @@ class _TunedModel:
         def run(piece: tuple[Tensor, Tensor]) -> tuple[float, list[Tensor]]:
             x, target = piece[0].detach().requires_grad_(), piece[1].flatten(0, 1).to(self.device)
             norm = self.norms[norm_name] * self.parameters[norm_name].exp()
-            inputs = self._scale_inputs(head_stem, rms_norm(x, norm, self.config.norm_eps)).to(
+            norm = norm * self.config.multipliers.logits
+            inputs = self._scale_inputs(head_stem, rms_norm(x, norm, self.config.state_eps)).to(
                 head.dtype
             )
             loss, input_gradient = self._divergence(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
-from exl_core.arch.modules import ModuleRow, ModuleTable, module_table
+from exl_core.arch.modules import Kind, ModuleRow, ModuleTable, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.source import Progress
@@ -42,7 +42,7 @@ def build_weights(
             packer.start([row])
         for layer in range(config.num_layers):
             _start_block(table, packer, layer)
-        final_norm = RmsNorm(packer.norm(table.final_norm), config.norm_eps)
+        final_norm = _final_norm(config, packer)
         blocks = tuple(_block(config, packer, layer) for layer in range(config.num_layers))
         embed = packer.packed([table.embed])
         head = embed if table.is_tied else packer.packed([table.head])
@@ -66,7 +66,7 @@ def stream_weights(
     with Packer(checkpoint, ops, threads, None) as packer:
         for row in _ends(table):
             packer.start([row])
-        final_norm = RmsNorm(packer.norm(table.final_norm), config.norm_eps)
+        final_norm = _final_norm(config, packer)
         embed = packer.packed([table.embed])
         head = embed if table.is_tied else packer.packed([table.head])
     blocks = _StreamedBlocks(config, checkpoint, ops, threads, held_bytes)
@@ -115,6 +115,12 @@ class _StreamedBlocks(Sequence[BlockWeights]):
         return self._last[layer]
 
 
+def _final_norm(config: ModelConfig, packer: Packer) -> RmsNorm:
+    """The norm before the head. Its factors include the multiplier of the logits."""
+    weight = packer.norm(module_table(config).final_norm)
+    return RmsNorm(weight * config.multipliers.logits, config.state_eps)
+
+
 def _ends(table: ModuleTable) -> list[ModuleRow]:
     return [table.embed] if table.is_tied else [table.embed, table.head]
 
@@ -128,26 +134,28 @@ def _block(config: ModelConfig, packer: Packer, layer: int) -> BlockWeights:
     table, eps = module_table(config), config.norm_eps
     rows, matrices = table.layers[layer], table.packed(layer)
 
-    def norm(role: str) -> RmsNorm:
-        return RmsNorm(packer.norm(rows[role]), eps)
+    def norm(role: str) -> RmsNorm | None:
+        return RmsNorm(packer.norm(rows[role]), config.state_eps) if role in rows else None
 
-    def optional_norm(role: str) -> RmsNorm | None:
-        return norm(role) if role in rows else None
-
-    head_norms = NO_HEAD_NORMS
+    head_norms, whole_norms = NO_HEAD_NORMS, None
     if "q_norm" in rows:
-        head_norms = HeadNorms(packer.norm(rows["q_norm"]), packer.norm(rows["k_norm"]), eps)
+        q_norm, k_norm = packer.norm(rows["q_norm"]), packer.norm(rows["k_norm"])
+        if rows["q_norm"].kind is Kind.HEAD_NORM:
+            head_norms = HeadNorms(q_norm, k_norm, eps)
+        else:
+            whole_norms = RmsNorm(q_norm, eps), RmsNorm(k_norm, eps)
     attention = AttentionWeights(
         norm=norm("attention_norm"),
         qkv=packer.packed(matrices["qkv"]),
         head_norms=head_norms,
+        whole_norms=whole_norms,
         output=packer.packed(matrices["output"]),
-        post_norm=optional_norm("attention_post_norm"),
+        post_norm=norm("attention_post_norm"),
     )
     mlp = MlpWeights(
         norm=norm("mlp_norm"),
         gate_up=packer.packed(matrices["gate_up"]),
         down=packer.packed(matrices["down"]),
-        post_norm=optional_norm("mlp_post_norm"),
+        post_norm=norm("mlp_post_norm"),
     )
     return BlockWeights(attention, mlp)

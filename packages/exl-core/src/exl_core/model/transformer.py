@@ -10,14 +10,14 @@ Dimension: R rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from exl_core.arch.spec import EmbedScale, ModelConfig
+from exl_core.arch.layers import QueryTemperature
+from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, RowFormat, pages_for
 from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
@@ -60,6 +60,8 @@ class Transformer:
             index: None if index is None else RotationTable(config.ropes[index], ops.device)
             for index in dict.fromkeys(layer.attention.rope for layer in config.layers)
         }
+        settings = (layer.attention.temperature for layer in config.layers)
+        self._temperatures = tuple(dict.fromkeys(one for one in settings if one is not None))
         self._sample_ids = sample_ids[: config.max_seq_len]
 
     @torch.inference_mode()
@@ -102,8 +104,8 @@ class Transformer:
             )
 
     def _scaled(self, x: Tensor) -> Tensor:
-        if self.config.arch.embed_scale is EmbedScale.SQRT_HIDDEN:
-            x *= math.sqrt(self.config.hidden_size)
+        if self.config.embed_factor != 1.0:
+            x *= self.config.embed_factor
         return x
 
     def _embedding(self, batch: Batch) -> Tensor:
@@ -175,7 +177,18 @@ class Transformer:
         if store.kv_format.key_rows is RowFormat.CODES4 and len(self._sample_ids) > 1:
             smoothing = self._key_smoothing
         buffers = make_buffers(self.ops, self.config.layers, batch.token_ids.shape[0])
-        return PassState(store, bound, smoothing, buffers)
+        return PassState(store, bound, smoothing, buffers, self._factors(batch.positions))
+
+    def _factors(self, positions: Tensor) -> dict[QueryTemperature | None, Tensor]:
+        """Factors on the queries at int64 positions [R], by the layers' settings. Positions on a
+        GPU are not read by the host."""
+        found: dict[QueryTemperature | None, Tensor] = {}
+        for setting in self._temperatures:
+            periods = (positions + setting.offset) // setting.length
+            if positions.device.type != "cpu" or bool(periods.any()):
+                factors = 1.0 + setting.beta * torch.log1p(periods.to(torch.float32))
+                found[setting] = factors.to(self.ops.device)
+        return found
 
     def _angles(self, index: int | None, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of a RoPE table for int64 positions [R]; [R, 0] without RoPE."""

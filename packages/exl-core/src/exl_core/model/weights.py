@@ -23,11 +23,13 @@ class AttentionWeights:
     """qkv [q_size + 2 kv_size, hidden], output [hidden, q_size], and the norms of the heads.
 
     `norm` comes before qkv, `post_norm` after output; None where the layer has no such norm.
+    `whole_norms` are norms over all queries and over all keys of a row.
     """
 
-    norm: RmsNorm
+    norm: RmsNorm | None
     qkv: PackedLinear
     head_norms: HeadNorms
+    whole_norms: tuple[RmsNorm, RmsNorm] | None
     output: PackedLinear
     post_norm: RmsNorm | None
 
@@ -38,7 +40,8 @@ class AttentionWeights:
     @property
     def vectors(self) -> tuple[Tensor, ...]:
         heads = (self.head_norms.q, self.head_norms.k)
-        return (*_norm_weights(self.norm, self.post_norm), *(x for x in heads if x is not None))
+        norms = (self.norm, self.post_norm, *(self.whole_norms or ()))
+        return (*_norm_weights(*norms), *(x for x in heads if x is not None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class MlpWeights:
     `norm` comes before gate_up, `post_norm` after down; None where the layer has no such norm.
     """
 
-    norm: RmsNorm
+    norm: RmsNorm | None
     gate_up: PackedLinear
     down: PackedLinear
     post_norm: RmsNorm | None

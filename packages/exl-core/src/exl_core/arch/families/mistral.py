@@ -19,6 +19,7 @@ MISTRAL = ArchSpec(
     ),
     text_types=("mistral",),
     gguf_names=("mistral3",),
+    has_query_temperature=True,
     window_pattern=(Window.LOCAL,),
     sliding_window_default=4096,
     hidden_size_default=4096,  # multimodal configurations omit values equal to these defaults
@@ -30,3 +31,16 @@ MISTRAL = ArchSpec(
     safetensors=replace(HF, roots=MULTIMODAL_ROOTS),
     gguf=replace(GGUF, is_interleaved=True),
 )
+
+MINISTRAL3 = replace(
+    MISTRAL,
+    name="ministral3",
+    hf_names=("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
+    text_types=("ministral3",),
+    gguf_names=(),
+    sliding_window_default=None,
+    head_dim_default=128,
+    rope_base_default=1_000_000.0,
+    norm_eps_default=1e-5,
+)
+"""Ministral 3 and Devstral Small 2: queries grow with the logarithm of their position."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from exl_core.arch.layers import Activation, Dense
-from exl_core.model.layers.residual import add_output, inputs_buffer
+from exl_core.model.layers.residual import add_output, inputs_buffer, read_gated_linear
 from exl_core.model.layers.state import PassState
 from exl_core.model.weights import BlockWeights
 from exl_core.ops.elementwise import GateKind
@@ -35,7 +35,7 @@ def mlp(step: MlpStep, ops: LayerOps, x: Tensor, block: BlockWeights, state: Pas
     weights, gated = block.mlp, state.buffers[step.layer].gated
     out = inputs_buffer(ops, weights.down, gated, weights.post_norm)
 
-    h = ops.norm_gated_linear(
-        x, weights.norm, weights.gate_up, step.activation, out
+    h = read_gated_linear(
+        ops, x, weights.norm, weights.gate_up, step.activation, out=out
     )  # [R, intermediate]
     return add_output(ops, x, h, weights.down, weights.post_norm)  # [R, hidden]

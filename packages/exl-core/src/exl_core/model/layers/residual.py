@@ -10,9 +10,31 @@ from typing import cast
 
 from torch import Tensor
 
-from exl_core.ops.elementwise import RmsNorm
+from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.table import LayerOps
+
+
+def read_linear(
+    ops: LayerOps, x: Tensor, norm: RmsNorm | None, w: PackedLinear, out: Tensor | None = None
+) -> Tensor:
+    """norm(x) @ w; x @ w if the part has no norm before it."""
+    return ops.linear(x, w) if norm is None else ops.norm_linear(x, norm, w, out)
+
+
+def read_gated_linear(
+    ops: LayerOps,
+    x: Tensor,
+    norm: RmsNorm | None,
+    w: PackedLinear,
+    kind: GateKind,
+    *,
+    out: Inputs | None = None,
+) -> Inputs:
+    """The gated activation of norm(x) @ w, or of x @ w."""
+    if norm is None:
+        return ops.gated_activation(ops.linear(x, w), kind)
+    return ops.norm_gated_linear(x, norm, w, kind, out)
 
 
 def inputs_buffer(

@@ -6,12 +6,12 @@ The transformer makes it once per pass. The functions of the layers read their o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
-from exl_core.arch.layers import LayerSpec
+from exl_core.arch.layers import LayerSpec, QueryTemperature
 from exl_core.ops.attention import AttentionBatch, CacheLayer, KeySmoothing
 
 
@@ -44,6 +44,8 @@ class PassState:
     rows: Mapping[int | None, AttentionBatch]  # by RoPE table; None: layers without RoPE
     smoothing: Sequence[KeySmoothing | None]  # by layer
     buffers: Sequence[Buffers]  # by layer
+    temperatures: Mapping[QueryTemperature | None, Tensor] = field(default_factory=dict)
+    """Factors on the queries [R]; no entry where all are 1."""
 
 
 def make_buffers(ops: Activations, layers: Sequence[LayerSpec], rows: int) -> tuple[Buffers, ...]:
