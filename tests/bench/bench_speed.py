@@ -55,6 +55,7 @@ def test_gated_linear_of_all_layers(benchmark: BenchmarkFixture, ready: Ready, r
     def run() -> None:
         for block in blocks:
             matrix, norm = block.mlp.gate_up, block.mlp.norm
+            assert norm is not None
             model.ops.norm_gated_linear(x, norm, matrix, "silu")
 
     benchmark(run)

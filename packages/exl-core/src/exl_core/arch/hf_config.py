@@ -159,7 +159,7 @@ def _scale(arch: ArchSpec, text: Fields, head_dim: int) -> float:
     """Factor of the scores."""
     if arch.has_multipliers and text.has("attention_multiplier"):
         return text.number("attention_multiplier")
-    return text.number("query_pre_attn_scalar", float(head_dim)) ** -0.5
+    return math.pow(text.number("query_pre_attn_scalar", float(head_dim)), -0.5)
 
 
 def _multipliers(arch: ArchSpec, text: Fields, hidden_size: int, layers: int) -> Multipliers:

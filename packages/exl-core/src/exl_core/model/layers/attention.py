@@ -70,7 +70,7 @@ def _changed(
 ) -> Tensor:
     """qkv [R, (H + 2K) * D] with norms over all queries and all keys, and `factors` [R] on the
     queries."""
-    q, k, v = qkv.split([step.q_size, step.kv_size, step.kv_size], 1)
+    q, k, v = qkv.split_with_sizes([step.q_size, step.kv_size, step.kv_size], 1)
     if norms is not None:
         q, k = ops.rms_norm(q, norms[0]), ops.rms_norm(k, norms[1])
     if factors is not None:
