@@ -76,19 +76,7 @@ def write_gguf(
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if rope.get("rope_type") == "longrope":
         extra_tensors = {**(extra_tensors or {}), **_add_longrope(writer, config)}
-    if "yarn" in (rope.get("rope_type"), rope.get("full_attention", {}).get("rope_type")):
-        _add_yarn(writer, rope.get("full_attention", rope))
-    if hasattr(config, "residual_multiplier"):
-        writer.add_embedding_scale(config.embedding_multiplier)
-        writer.add_residual_scale(config.residual_multiplier)
-        writer.add_attention_scale(config.attention_multiplier)
-        writer.add_logit_scale(config.logits_scaling)
-    has_window = arch in ("phi3", "olmo2", "exaone4") and getattr(config, "sliding_window", None)
-    if arch in ("gemma2", "gemma3") or has_window:
-        writer.add_sliding_window(config.sliding_window)
-    if arch == "gemma2":
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    _add_choices(writer, config, arch)
     _add_vocabulary(writer)
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -106,6 +94,24 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_choices(writer: GGUFWriter, config: Any, arch: str) -> None:
+    """Writes the settings of a family's own mechanisms."""
+    rope = config.rope_parameters
+    if "yarn" in (rope.get("rope_type"), rope.get("full_attention", {}).get("rope_type")):
+        _add_yarn(writer, rope.get("full_attention", rope))
+    if hasattr(config, "residual_multiplier"):
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    has_window = arch in ("phi3", "olmo2", "exaone4") and getattr(config, "sliding_window", None)
+    if arch in ("gemma2", "gemma3") or has_window:
+        writer.add_sliding_window(config.sliding_window)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
 def _add_yarn(writer: GGUFWriter, rope: dict[str, Any]) -> None:

@@ -92,33 +92,12 @@ def read_gguf_config(
     hidden_size = own.integer("embedding_length", high=MAX_HIDDEN_SIZE)
     layers = own.integer("block_count", high=MAX_LAYERS)
     heads = _by_layer(own, "attention.head_count", layers, MAX_HEADS)
-    kv_heads = _by_layer(own, "attention.head_count_kv", layers, MAX_HEADS, heads)
-    widths = _by_layer(own, "feed_forward_length", layers, MAX_INTERMEDIATE_SIZE)
     head_dim = own.integer(
         "attention.key_length", arch.head_dim_default or hidden_size // heads[0], high=MAX_HEAD_DIM
     )
     ropes = _ropes(arch, own, head_dim, rope_factors or {})
     pattern, window = _windows(arch, own)
-    first = LayerNumbers(
-        num_q_heads=heads[0],
-        num_kv_heads=kv_heads[0],
-        head_dim=head_dim,
-        scale=own.number(
-            "attention.scale", _attention_scale(arch, layers, hidden_size, heads[0], head_dim)
-        ),
-        rope=0,
-        window=0,
-        softcap=own.optional_number("attn_logit_softcapping") or arch.attention_softcap_default,
-        has_qkv_bias=arch.gguf.is_stored("q", "bias", tensor_names, layer=0),
-        has_output_bias=arch.gguf.is_stored("output", "bias", tensor_names, layer=0),
-        intermediate_size=widths[0],
-        has_mlp_bias=arch.gguf.is_stored("gate", "bias", tensor_names, layer=0),
-        temperature=_temperature(arch, own),
-    )
-    numbers = [
-        replace(first, num_q_heads=q, num_kv_heads=kv, intermediate_size=width)
-        for q, kv, width in zip(heads, kv_heads, widths, strict=True)
-    ]
+    numbers = _layer_numbers(arch, own, tensor_names, head_dim)
     windows = tuple(pattern[i % len(pattern)] for i in range(layers))
     by_layer = with_windows(numbers, windows, window, len(ropes))
     vocabulary = metadata.get("tokenizer.ggml.tokens")
@@ -141,6 +120,37 @@ def read_gguf_config(
     )
     check_config(config, where)
     return config
+
+
+def _layer_numbers(
+    arch: ArchSpec, own: Fields, tensor_names: Collection[str], head_dim: int
+) -> list[LayerNumbers]:
+    """Numbers of each layer, without its window."""
+    hidden_size = own.integer("embedding_length", high=MAX_HIDDEN_SIZE)
+    layers = own.integer("block_count", high=MAX_LAYERS)
+    heads = _by_layer(own, "attention.head_count", layers, MAX_HEADS)
+    kv_heads = _by_layer(own, "attention.head_count_kv", layers, MAX_HEADS, heads)
+    widths = _by_layer(own, "feed_forward_length", layers, MAX_INTERMEDIATE_SIZE)
+    scale = _attention_scale(arch, layers, hidden_size, heads[0], head_dim)
+    first = LayerNumbers(
+        num_q_heads=heads[0],
+        num_kv_heads=kv_heads[0],
+        head_dim=head_dim,
+        scale=own.number("attention.scale", scale),
+        rope=0,
+        window=0,
+        softcap=own.optional_number("attn_logit_softcapping") or arch.attention_softcap_default,
+        has_qkv_bias=arch.gguf.is_stored("q", "bias", tensor_names, layer=0),
+        has_output_bias=arch.gguf.is_stored("output", "bias", tensor_names, layer=0),
+        intermediate_size=widths[0],
+        has_mlp_bias=arch.gguf.is_stored("gate", "bias", tensor_names, layer=0),
+        temperature=_temperature(arch, own),
+    )
+    return [
+        replace(first, num_q_heads=q, num_kv_heads=kv, intermediate_size=width)
+        for q, kv, width in zip(heads, kv_heads, widths, strict=True)
+    ]
+    windows = tuple(pattern[i % len(pattern)] for i in range(layers))
 
 
 def _multipliers(arch: ArchSpec, own: Fields) -> Multipliers:
