@@ -150,7 +150,6 @@ def _layer_numbers(
         replace(first, num_q_heads=q, num_kv_heads=kv, intermediate_size=width)
         for q, kv, width in zip(heads, kv_heads, widths, strict=True)
     ]
-    windows = tuple(pattern[i % len(pattern)] for i in range(layers))
 
 
 def _multipliers(arch: ArchSpec, own: Fields) -> Multipliers:
