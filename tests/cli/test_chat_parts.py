@@ -15,8 +15,10 @@ from exl_cli.chat import commands, transcript
 from exl_cli.chat.conversation import Conversation
 from exl_cli.chat.settings import NAMES, ChatOptions, ChatSettings
 from exl_cli.chat.terminal import CommandCompleter
+from exl_cli.reply_options import ReplyOptions
 from exl_cli.sampling_options import SamplingOptions
 from exl_core.errors import ExlError, RequestError
+from support.scripted import ByteTokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 GOOD = {
@@ -128,6 +130,53 @@ def test_invalid_setting_is_refused_and_changes_nothing(
     with pytest.raises(RequestError, match=message):
         settings.set(name, value)
     assert settings.shown() == before
+
+
+def test_reply_options_are_set_shown_and_cleared(settings: ChatSettings) -> None:
+    for name, value in (("ban", "red"), ("ban", "off white"), ("bias", "7=-inf"), ("bias", "A=2")):
+        settings.set(name, value, ByteTokenizer())
+    settings.set("min-tokens", "5")
+    settings.set("token-healing", "on")
+    assert settings.shown("ban") == {"ban": "'red', 'off white'"}
+    assert settings.shown("bias") == {"bias": "'7=-inf', 'A=2'"}
+    assert settings.replying.fields() == {
+        "min_tokens": 5,
+        "banned_strings": ("red", "off white"),
+        "token_healing": True,
+    }
+    for name in ("ban", "bias"):
+        settings.set(name, "off")
+        assert settings.shown(name) == {name: "off"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("bias", "two words=1", "is not one token"),
+        ("bias", "7", "is not a token and a number"),
+        ("bias", "99999=1", "does not have"),
+        ("min-tokens", "2000", "more than the limit"),
+        ("negative-prompt", "Be rude.", "began without guidance"),
+        ("guidance-scale", "2", "began without guidance"),
+    ],
+)
+def test_bad_reply_options_change_nothing(
+    settings: ChatSettings, name: str, value: str, message: str
+) -> None:
+    before = settings.shown()
+    with pytest.raises(RequestError, match=message):
+        settings.set(name, value, ByteTokenizer())
+    assert settings.shown() == before
+
+
+def test_guidance_can_be_changed_where_the_chat_began_with_it() -> None:
+    replying = ReplyOptions(negative_prompt="Be rude.", guidance_scale=1.5)
+    settings = ChatSettings(SamplingOptions(), ChatOptions(), replying)
+    settings.set("guidance-scale", "2")
+    settings.set("negative-prompt", "Be terse.")
+    assert settings.shown("guidance-scale") == {"guidance-scale": "2"}
+    with pytest.raises(RequestError, match="without --negative-prompt"):
+        settings.set("negative-prompt", "off")
 
 
 def test_each_reply_has_its_own_seed() -> None:

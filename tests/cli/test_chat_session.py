@@ -130,6 +130,24 @@ def test_amnesia_forgets_each_turn() -> None:
     assert chat.prompts == [f"[system]S[user]{text}[assistant]" for text in ("Hello", "Again")]
 
 
+def test_set_ban_and_bias_change_the_next_reply() -> None:
+    lines = ["Hi", "/set ban cd", "Hi", "/set ban off", f"/set bias {ord('c')}=-inf", "Hi"]
+    chat = Chat(reply_with("abcd"), lines, amnesia=True, max_response_tokens=4)
+    replies: list[str] = []
+    answer = chat.session.conversation.answer
+
+    def remember(text: str, reasoning: str = "") -> None:
+        replies.append(text)
+        answer(text, reasoning)
+
+    chat.session.conversation.answer = remember  # type: ignore[method-assign]
+    chat.run()
+    assert replies[0] == "abcd"
+    assert "cd" not in replies[1]
+    assert "c" not in replies[2]
+    assert "ban is now off." in chat.typist.notes
+
+
 def test_retry_undo_edit_and_clear() -> None:
     lines: list[Any] = ["One", "Two", "/retry", "/undo", "/edit", "Uno", "/edit", KeyboardInterrupt]
     chat = Chat(reply_with("Yes"), lines).run()

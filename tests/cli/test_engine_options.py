@@ -159,6 +159,12 @@ def test_unknown_cache_type_is_reported_before_loading(
             assert "fp16 or fp8 or q8 or q6 or q4" in line
 
 
+def test_streamed_layers_give_the_same_reply(generate: Command, answer: JsonCommand) -> None:
+    args = ("-n", 6, "--temp", 0)
+    assert answer(*args, "--held-memory", 0)["token_ids"] == answer(*args)["token_ids"]
+    assert "--held-memory" in generate(*args, "--held-memory", "-1").error_line(2)
+
+
 def test_quantized_cache_needs_a_suitable_head_size(generate: Command) -> None:
     assert "fp16 or fp8" in generate("--cache-type", "q4").error_line(2)
     assert generate("--cache-type", "fp8", "-n", 4).code == 0

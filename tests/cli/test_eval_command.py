@@ -67,6 +67,14 @@ def test_by_position(perplexity: Command, tiny_llama_dir: Path) -> None:
     assert pair.out.count(f"{buckets[3]['nll']:.4f} ± {buckets[3]['nll_stderr']:.4f}") == 2
 
 
+def test_streamed_layers_give_the_same_figure(perplexity: Command) -> None:
+    args = ("--ctx", 64, "--windows", 1, "--json")
+    whole = json.loads(perplexity(*args).out)
+    streamed = json.loads(perplexity(*args, "--held-memory", 0).out)
+    assert streamed["perplexity"] == whole["perplexity"]
+    assert "--held-memory" in perplexity(*args, "--held-memory", "much").error_line(2)
+
+
 def test_bos_rules_differ(perplexity: Command) -> None:
     figures = {
         rule: json.loads(perplexity("--ctx", 64, "--bos", rule, "--json").out)

@@ -110,6 +110,10 @@ class ScriptedModel:
     failure: BaseException | None = None
     ops: OpTable = field(default_factory=lambda: get_table("reference", threads=1))
 
+    @property
+    def is_streamed(self) -> bool:
+        return False
+
     def reserve_positions(self, end: int) -> None:
         """Does nothing: the rule has no position tables."""
 

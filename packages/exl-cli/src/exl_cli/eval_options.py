@@ -105,9 +105,12 @@ class Loading:
     threads: int | None
     is_quiet: bool
     exact: bool
+    held_bytes: int | None = None
+    """Limit on the memory for weights; layers beyond it are read again in every pass."""
 
     def load(self, model: ModelFiles | str | None) -> LoadedModel:
         from exl_cli.load import load_quietly
+        from exl_core.session.load import LoadOptions
 
         return load_quietly(
             model,
@@ -115,6 +118,7 @@ class Loading:
             threads=self.threads,
             is_quiet=self.is_quiet,
             exact=self.exact,
+            options=LoadOptions(held_bytes=self.held_bytes),
         )
 
 

@@ -34,6 +34,7 @@ class RunningOptions:
     device: options.Device = "auto"
     threads: options.Threads = None
     exact: options.Exact = False
+    held_memory: options.HeldMemory = None
     cache_type: options.CacheType = "fp16"
     lora: engine_options.Lora = None
     draft_model: engine_options.DraftModel = None
@@ -41,6 +42,7 @@ class RunningOptions:
     ngram: engine_options.Ngram = False
 
     def choices(self) -> EngineChoices:
+        options.held_bytes(self.held_memory)  # reports a bad value before anything is loaded
         return engine_options.choices_of(
             self.cache_type, self.lora, self.draft_model, self.draft_tokens, ngram=self.ngram
         )
@@ -65,8 +67,14 @@ class RunningOptions:
         draft = None
         if choices.ngram or choices.draft_model is not None:
             draft = DraftOptions(choices.draft_model, choices.draft_tokens)
-        options = RuntimeOptions(
-            load=LoadOptions(device=self.device, threads=self.threads, exact=self.exact),
+        held_bytes = options.held_bytes(self.held_memory)
+        runtime_options = RuntimeOptions(
+            load=LoadOptions(
+                device=self.device,
+                threads=self.threads,
+                exact=self.exact,
+                held_bytes=held_bytes,
+            ),
             ctx_size=self.ctx_size,
             cache_tokens=cache_tokens,
             max_batch=max_batch,
@@ -75,7 +83,7 @@ class RunningOptions:
             draft=draft,
             has_guidance=has_guidance,
         )
-        return open_runtime(path, options, loader(is_quiet=is_quiet))
+        return open_runtime(path, runtime_options, loader(is_quiet=is_quiet))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,9 @@ from exl_core.session.resolve import resolve_model
 from exl_core.settings import MAX_THREADS
 
 _RUNNING = "Running"
+
+_SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)\s*(k|m|g|t)?b?", re.IGNORECASE)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 MODEL_HELP = (
@@ -108,6 +112,17 @@ Exact = Annotated[
         rich_help_panel=_RUNNING,
     ),
 ]
+HeldMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--held-memory",
+        metavar="SIZE",
+        help="Limit on the memory for weights, such as 2GB. Layers beyond it are read from the "
+        "files again in every pass, one at a time: slow, for models larger than the memory. 0: "
+        "keep no layer.",
+        rich_help_panel=_RUNNING,
+    ),
+]
 Stop = Annotated[
     list[str] | None,
     typer.Option(
@@ -178,6 +193,26 @@ def token_limit(max_tokens: int) -> int | None:
             "the token limit is 0", expected="-n 1 or more, or -1 for no limit", got="-n 0"
         )
     return None if max_tokens < 0 else max_tokens
+
+
+def parse_size(text: str, option: str, *, least: int = 1, example: str = "2GB") -> int:
+    """Bytes of a size such as 2GB or 500 MB. RequestError if it is below `least`, or no size."""
+    match = _SIZE.fullmatch(text.strip())
+    size = int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else -1
+    if size < least:
+        raise RequestError(
+            f"{option} is not a size",
+            expected=f"a number of bytes, such as {example}",
+            got=text[:50],
+        )
+    return size
+
+
+def held_bytes(held_memory: str | None) -> int | None:
+    """Value of --held-memory for `LoadOptions`."""
+    if held_memory is None:
+        return None
+    return parse_size(held_memory, "--held-memory", least=0)
 
 
 def examples(lines: Sequence[tuple[str, str]]) -> str:

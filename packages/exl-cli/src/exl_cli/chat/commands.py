@@ -73,8 +73,9 @@ def _set(session: ChatSession, argument: str) -> Outcome:
     if not value.strip():
         shown = session.settings.shown(name)
         return Outcome(note="\n".join(f"{key:<20}{text}" for key, text in shown.items()))
-    session.settings.set(name, value.strip())
-    return Outcome(note=f"{name} is now {value.strip()}.")
+    session.settings.set(name, value.strip(), session.tokenizer)
+    now = next(iter(session.settings.shown(name).values()))
+    return Outcome(note=f"{name} is now {now}.")
 
 
 def _system(session: ChatSession, argument: str) -> Outcome:

@@ -20,11 +20,11 @@ from exl_cli.chat.terminal import Terminal
 from exl_cli.interrupt import Interrupt
 from exl_cli.load import explaining_long_prompts
 from exl_cli.reply import stream_reply
-from exl_cli.reply_options import ReplyOptions
 from exl_core.engine.events import FinishReason
 from exl_core.errors import ExlError, RequestError
 from exl_core.files import PROMPT_LIMIT_BYTES, decode_text
 from exl_core.session.runtime import Runtime
+from exl_core.tokenizer.base import Tokenizer
 
 
 class ChatSession:
@@ -39,7 +39,6 @@ class ChatSession:
         system: str | None,
         stop: Sequence[str],
         terminal: Terminal | None,
-        replying: ReplyOptions | None = None,
         is_quiet: bool = False,
     ) -> None:
         self.style = style
@@ -47,10 +46,13 @@ class ChatSession:
         self.conversation = Conversation(system)
         self._runtime = runtime
         self._stop = stop
-        self._replying = replying or ReplyOptions()
         self._terminal = terminal
         self._is_quiet = is_quiet
         self._lines = _stdin_lines()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._runtime.loaded.tokenizer
 
     @property
     def model_name(self) -> str:
@@ -126,8 +128,8 @@ class ChatSession:
         If the context fills up during the reply, older turns are dropped and generation continues
         with a further request.
         """
-        tokenizer = self._runtime.loaded.tokenizer
-        limit, replying = self.settings.max_tokens, self._replying
+        tokenizer = self.tokenizer
+        limit, replying = self.settings.max_tokens, self.settings.replying
         params = replying.sampler(self.settings.params(tokenizer), tokenizer)
         prompt_ids = self._fit(limit)
         screen = ReplyScreen(shows_reasoning=self.settings.chat.reasoning, is_quiet=self._is_quiet)
@@ -164,7 +166,7 @@ class ChatSession:
 
     def _negative_ids(self, reply_ids: Sequence[int]) -> list[int] | None:
         """The conversation with the negative prompt as its system prompt, and the reply so far."""
-        negative = self._replying.negative_prompt
+        negative = self.settings.replying.negative_prompt
         if negative is None:
             return None
         turns = [turn for turn in self.conversation.messages if turn["role"] != "system"]

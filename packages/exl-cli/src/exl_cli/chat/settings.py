@@ -1,4 +1,4 @@
-"""Settings that `/set` shows and changes: sampler options and chat options, by name."""
+"""Settings that `/set` shows and changes, by name: options of sampling, of replies, of the chat."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from exl_cli import options
+from exl_cli.reply_options import ReplyOptions
 from exl_cli.sampling_options import SamplingOptions
 from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams
@@ -29,20 +30,27 @@ class ChatOptions:
 
 
 SAMPLING = get_type_hints(SamplingOptions)
+REPLYING = get_type_hints(ReplyOptions)
 CHAT = get_type_hints(ChatOptions)
 NAMES = tuple(
     field.name.replace("_", "-")
-    for group in (ChatOptions, SamplingOptions)
+    for group in (ChatOptions, ReplyOptions, SamplingOptions)
     for field in fields(group)
 )
 
 
 class ChatSettings:
-    """Sampler options and chat options, read and set by name."""
+    """Options of sampling, of replies and of the chat, read and set by name."""
 
-    def __init__(self, sampling: SamplingOptions, chat: ChatOptions) -> None:
+    def __init__(
+        self,
+        sampling: SamplingOptions,
+        chat: ChatOptions,
+        replying: ReplyOptions | None = None,
+    ) -> None:
         self.sampling = sampling
         self.chat = chat
+        self.replying = replying or ReplyOptions()
         self._replies = 0
 
     @property
@@ -67,7 +75,7 @@ class ChatSettings:
         """
         values = {
             field.name.replace("_", "-"): _shown(getattr(group, field.name))
-            for group in (self.chat, self.sampling)
+            for group in (self.chat, self.replying, self.sampling)
             for field in fields(group)
         }
         if not name:
@@ -77,20 +85,42 @@ class ChatSettings:
             raise _unknown(name)
         return {key: values[key]}
 
-    def set(self, name: str, text: str) -> None:
-        """Change one setting. Raises RequestError for an unknown name or a bad value."""
+    def set(self, name: str, text: str, tokenizer: Tokenizer | None = None) -> None:
+        """Change one setting; `ban` and `bias` get one more item, and `off` clears them.
+
+        Raises RequestError for an unknown name or a bad value, with `tokenizer` also for a bias of
+        what is not one token.
+        """
         key = name.replace("-", "_").lstrip("_")
         if key in SAMPLING:
             sampling = replace(self.sampling, **{key: _parsed(name, text, SAMPLING[key])})
             sampling.params()
             self.sampling = sampling
             return
+        if key in REPLYING:
+            self.replying = self._replying_with(key, _parsed(name, text, REPLYING[key]), tokenizer)
+            return
         if key in CHAT:
             chat = replace(self.chat, **{key: _parsed(name, text, CHAT[key])})
-            options.token_limit(chat.max_response_tokens)
+            self.replying.check(options.token_limit(chat.max_response_tokens))
             self.chat = chat
             return
         raise _unknown(name)
+
+    def _replying_with(self, key: str, value: Any, tokenizer: Tokenizer | None) -> ReplyOptions:
+        is_guidance = key in ("negative_prompt", "guidance_scale")
+        if is_guidance and value is not None and not self.replying.has_guidance:
+            raise RequestError(
+                "the chat began without guidance, so the cache has no place for a second prompt",
+                next_step="Start exl chat with --negative-prompt and --guidance-scale.",
+            )
+        if key in ("ban", "bias") and value is not None:
+            value = [*(getattr(self.replying, key) or ()), *value]
+        replying = replace(self.replying, **{key: value})
+        replying.check(self.max_tokens)
+        if tokenizer is not None:
+            replying.sampler(SamplerParams(), tokenizer)
+        return replying
 
 
 def _unknown(name: str) -> RequestError:
@@ -100,6 +130,8 @@ def _unknown(name: str) -> RequestError:
 
 def _parsed(name: str, text: str, hint: object) -> Any:
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if list[str] in kinds:
+        return None if text == "off" else [text]
     if NoneType in kinds and text in OFF:
         return None
     if bool in kinds:
@@ -118,4 +150,6 @@ def _parsed(name: str, text: str, hint: object) -> Any:
 def _shown(value: object) -> str:
     if isinstance(value, bool) or value is None:
         return "on" if value else "off"
+    if isinstance(value, list):
+        return ", ".join(map(repr, value))
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -106,11 +106,10 @@ def chat(
     session = ChatSession(
         runtime,
         style,
-        ChatSettings(sampling, behaviour),
+        ChatSettings(sampling, behaviour, replying),
         system=system,
         stop=stop or (),
         terminal=_terminal(runtime, is_quiet=quiet),
-        replying=replying,
         is_quiet=quiet,
     )
     if kept is not None:

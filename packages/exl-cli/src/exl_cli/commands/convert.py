@@ -6,7 +6,6 @@ This module declares the options. `conversion.py` prepares the inputs and prints
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,6 @@ import typer
 
 from exl_cli import options
 from exl_cli.interrupt import exits_at_once
-from exl_core.errors import RequestError
 
 EXAMPLES = (
     ("exl convert model -o model-4.0 --bits 4.0", "calibrate on text that the model generates"),
@@ -27,8 +25,6 @@ EXAMPLES = (
     ("exl convert model -o out --bits 4 --json", "events as JSON, one per line"),
 )
 SELF = "self"
-_SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)\s*(k|m|g|t)?b?", re.IGNORECASE)
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 _JOB, _EFFORT = "The job", "Calibration"
 
@@ -192,7 +188,7 @@ def convert(
             seed=seed,
             measurement=measurement,
             work=work,
-            shard_bytes=_size(shard_size),
+            shard_bytes=options.parse_size(shard_size, "--shard-size", example="8GB"),
             device=device,
         ),
         command=_command(ctx),
@@ -200,16 +196,6 @@ def convert(
         is_json=json,
         is_quiet=quiet,
     )
-
-
-def _size(text: str) -> int:
-    match = _SIZE.fullmatch(text.strip())
-    size = int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0
-    if size < 1:
-        raise RequestError(
-            "--shard-size is not a size", expected="a number of bytes, such as 8GB", got=text[:50]
-        )
-    return size
 
 
 def _command(ctx: typer.Context) -> str:

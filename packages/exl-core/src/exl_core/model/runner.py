@@ -114,7 +114,8 @@ class Runner:
     def __init__(self, model: Model, store: KVStore) -> None:
         self.model = model
         self.store = store
-        self._graphs = CudaGraphs(model, store) if store.device.type == "cuda" else None
+        has_graphs = store.device.type == "cuda" and not model.is_streamed
+        self._graphs = CudaGraphs(model, store) if has_graphs else None
 
     @torch.inference_mode()
     def run(

@@ -31,7 +31,7 @@ from exl_core.model.observe import Observer, Part, checked_states
 from exl_core.model.rotation import RotationTable
 from exl_core.model.runner import make_batch, store_for
 from exl_core.model.segment import LogitRows, Segment
-from exl_core.model.weights import BlockWeights, ModelWeights
+from exl_core.model.weights import BlockWeights, ModelWeights, StreamedWeights
 from exl_core.ops.attention import AttentionRows, KeySmoothing
 from exl_core.ops.table import LayerOps, OpTable
 
@@ -54,6 +54,7 @@ class Transformer:
         self.ops = ops
         self.weights_bytes = weights.size_bytes
         self.decode_weight_bytes = weights.decode_bytes
+        self.is_streamed = isinstance(weights, StreamedWeights)
         self._weights = weights
         self._steps = steps_of(config.layers)
         self._ropes = {

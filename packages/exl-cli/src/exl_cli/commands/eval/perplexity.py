@@ -29,6 +29,10 @@ EXAMPLES = (
     ("exl eval perplexity -m model --dataset wikitext", "test split of WikiText-2, from the hub"),
     ("exl eval perplexity -m model --text wiki.txt --cache-type q4", "with a quantized cache"),
     ("exl eval perplexity a --compare-to b --text wiki.txt", "two models, with paired errors"),
+    (
+        "exl eval perplexity big-model --text wiki.txt --held-memory 4GB",
+        "a model that is larger than the memory",
+    ),
     ("exl eval perplexity --text wiki.txt --by-position", "the effect of the context length"),
     ("exl eval perplexity -m model --text wiki.txt --json", "a record for 'exl eval compare'"),
 )
@@ -100,6 +104,7 @@ def perplexity(
     token_by_token: TokenByToken = False,
     by_position: ByPosition = False,
     exact: options.Exact = False,
+    held_memory: options.HeldMemory = None,
 ) -> None:
     """Measure perplexity of a text, with standard error, word perplexity and bits per byte.
 
@@ -115,7 +120,8 @@ def perplexity(
     choices = PerplexityOptions(
         style, ctx, stride, windows, bos, kv_format=kv_format, token_by_token=token_by_token
     )
-    loading = eval_options.Loading(device, threads, quiet, exact)
+    held_bytes = options.held_bytes(held_memory)
+    loading = eval_options.Loading(device, threads, quiet, exact, held_bytes)
     if compare_to is None:
         result = _scored(loading, spec, content, choices, resume).result
         _show(result, is_json=json, has_positions=by_position)
