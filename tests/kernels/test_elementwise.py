@@ -14,7 +14,7 @@ from kernel_support import (
 )
 from torch import Tensor
 
-from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNorm
 from exl_core.ops.table import OpTable
 from support.profiles import first_by_default
 
@@ -49,6 +49,45 @@ def test_rms_norm_of_either_type_of_activations(
     x, weight = normal(rng, rows, d + 24).to(dtype)[:, :d], normal(rng, d)
     y = gpu_table.rms_norm(x, RmsNorm(weight, EPS))
     assert_norm_within(y, exact_norm(x, weight, EPS), GPU_BOUND[y.dtype])
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("rows", [1, 33])
+@pytest.mark.parametrize("d", [15, 100, 2048])
+def test_layer_norm_matches_float64(
+    table: OpTable, rng: torch.Generator, rows: int, d: int, has_bias: bool
+) -> None:
+    x = strided_rows(rng, rows, d) + 3.0  # a mean that must be subtracted
+    weight, bias = normal(rng, d), normal(rng, d)
+
+    y = table.layer_norm(x, LayerNorm(weight, bias if has_bias else None, EPS))
+
+    wide = (value.double() for value in (weight, bias))
+    weight, bias = wide
+    exact = torch.nn.functional.layer_norm(
+        x.double(), (d,), weight, bias if has_bias else None, EPS
+    )
+    # Sums of d terms for mean and variance; the mean is about three deviations, which cancel.
+    bound = (d + 64) * UNIT * (exact.abs() + 3 * weight.abs() + bias.abs())
+    assert_near(table, y, exact, bound, GPU_BOUND[y.dtype])
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2"])
+def test_activations_match_float64(
+    table: OpTable, rng: torch.Generator, kind: ActivationKind
+) -> None:
+    x = 4 * strided_rows(rng, 33, 100)
+
+    y = table.activation(x, kind)
+
+    wide = x.double()
+    exact = {
+        "silu": lambda: torch.nn.functional.silu(wide),
+        "gelu_tanh": lambda: torch.nn.functional.gelu(wide, approximate="tanh"),
+        "relu2": lambda: wide.clamp(min=0).square(),
+    }[kind]()
+    # tanh-GELU of a large negative number is a difference of numbers near 1.
+    assert_near(table, y, exact, 16 * UNIT * (exact.abs() + wide.abs()), GPU_BOUND[y.dtype])
 
 
 @pytest.mark.parametrize("rows", ROWS)

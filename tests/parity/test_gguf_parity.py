@@ -16,6 +16,9 @@ from support.gguf_models import write_gguf
 from support.paged import logits_of
 from support.tiny_models import (
     VOCAB_SIZE,
+    tiny_arcee,
+    tiny_cohere,
+    tiny_cohere2,
     tiny_ernie,
     tiny_exaone4,
     tiny_gemma,
@@ -27,12 +30,14 @@ from support.tiny_models import (
     tiny_mistral,
     tiny_olmo2,
     tiny_olmo3,
+    tiny_orion,
     tiny_phi3,
     tiny_phi3_longrope,
     tiny_qwen2,
     tiny_qwen3,
     tiny_seed_oss,
     tiny_smollm3,
+    tiny_starcoder2,
 )
 
 EXACT = LoadOptions(exact=True)
@@ -79,6 +84,12 @@ MODELS: dict[str, tuple[str | None, Any]] = {
     "ministral3": (None, tiny_ministral3),
     "granite": (None, tiny_granite),
     "minicpm": ("minicpm", lambda: tiny_granite(tie_word_embeddings=True)),
+    "command-r": ("command-r", tiny_cohere),
+    "command-r-head-norm": ("command-r", lambda: tiny_cohere(use_qk_norm=True)),
+    "cohere2": (None, tiny_cohere2),
+    "starcoder2": (None, tiny_starcoder2),
+    "arcee": (None, tiny_arcee),
+    "orion": ("orion", tiny_orion),
     "gemma": (None, tiny_gemma),
     "gemma2": (None, lambda: tiny_gemma2(query_pre_attn_scalar=20)),
     "gemma3": (

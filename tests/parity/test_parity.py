@@ -12,22 +12,27 @@ from torch import Tensor
 from exl_core.session.load import LoadOptions, load_model
 from support.paged import PagedRun, logits_of
 from support.profiles import first_by_default
-from support.renamed_models import as_internlm2, as_minicpm, as_yi
+from support.renamed_models import as_index, as_internlm2, as_minicpm, as_orion, as_yi
 from support.tiny_models import (
     VOCAB_SIZE,
     converted,
     save,
+    tiny_arcee,
+    tiny_cohere,
+    tiny_cohere2,
     tiny_ernie,
     tiny_exaone4,
     tiny_gemma,
     tiny_gemma2,
     tiny_gemma3,
     tiny_granite,
+    tiny_index,
     tiny_llama,
     tiny_ministral3,
     tiny_mistral,
     tiny_olmo2,
     tiny_olmo3,
+    tiny_orion,
     tiny_phi3,
     tiny_phi3_longrope,
     tiny_pixtral,
@@ -37,6 +42,7 @@ from support.tiny_models import (
     tiny_qwen3_vl,
     tiny_seed_oss,
     tiny_smollm3,
+    tiny_starcoder2,
 )
 
 TOLERANCE = 1e-4  # relative to the largest logit; both sides sum in float32, in different orders
@@ -104,6 +110,15 @@ VARIANTS: dict[str, Any] = {
     "granite": tiny_granite,
     "granite-tied": lambda: tiny_granite(tie_word_embeddings=True),
     "minicpm": lambda: tiny_granite(attention_multiplier=0.25),
+    "cohere": tiny_cohere,
+    "cohere-head-norm": lambda: tiny_cohere(use_qk_norm=True, attention_bias=True),
+    "cohere2": tiny_cohere2,
+    "starcoder2": lambda: tiny_starcoder2(sliding_window=50),
+    "starcoder2-no-bias": lambda: tiny_starcoder2(use_bias=False),
+    "arcee": tiny_arcee,
+    "arcee-bias": lambda: tiny_arcee(mlp_bias=True, attention_bias=True),
+    "orion": tiny_orion,
+    "index": tiny_index,
     "gemma": tiny_gemma,
     "gemma2": tiny_gemma2,
     "gemma3": tiny_gemma3,
@@ -124,6 +139,7 @@ VARIANTS: dict[str, Any] = {
 
 # Families that transformers has no class for: what turns the saved folder into one of theirs.
 REWRITTEN = {"yi": as_yi, "internlm2": as_internlm2, "minicpm": as_minicpm}
+REWRITTEN |= {"orion": as_orion, "index": as_index}
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEARS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("c_fc", "c_proj"),
+)
 PREFIX = "base_model.model."
 
 

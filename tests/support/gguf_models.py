@@ -29,10 +29,18 @@ _PARTS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
 }
 _PERMUTED = (  # architectures of which the converter interleaves the rows of q and k
-    *("llama", "mistral3", "internlm2", "smollm3", "granite", "minicpm"),
+    *("llama", "mistral3", "internlm2", "smollm3", "granite", "minicpm", "arcee"),
 )
+_LAYER_NORMS = {  # architectures with LayerNorm, and the name of its epsilon in config.json
+    "command-r": "layer_norm_eps",
+    "cohere2": "layer_norm_eps",
+    "starcoder2": "norm_epsilon",
+    "orion": "rms_norm_eps",
+}
 _LLAMA_NORMS = {"post_attention_layernorm": "ffn_norm"}
 _FUSED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}  # Phi-3
 _SEED_NORMS = {"post_attention_layernorm": "post_attention_norm"}
@@ -70,7 +78,10 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     writer.add_key_length(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if arch in _LAYER_NORMS:
+        writer.add_layer_norm_eps(getattr(config, _LAYER_NORMS[arch]))
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
@@ -101,12 +112,15 @@ def _add_choices(writer: GGUFWriter, config: Any, arch: str) -> None:
     rope = config.rope_parameters
     if "yarn" in (rope.get("rope_type"), rope.get("full_attention", {}).get("rope_type")):
         _add_yarn(writer, rope.get("full_attention", rope))
+    if arch in ("command-r", "cohere2"):
+        writer.add_logit_scale(config.logit_scale)
     if hasattr(config, "residual_multiplier"):
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_logit_scale(config.logits_scaling)
-    has_window = arch in ("phi3", "olmo2", "exaone4") and getattr(config, "sliding_window", None)
+    may_have_window = arch in ("phi3", "olmo2", "exaone4", "cohere2")
+    has_window = may_have_window and getattr(config, "sliding_window", None)
     if arch in ("gemma2", "gemma3") or has_window:
         writer.add_sliding_window(config.sliding_window)
     if arch == "gemma2":

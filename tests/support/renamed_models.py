@@ -90,6 +90,22 @@ def as_minicpm(folder: Path) -> Path:
     )
 
 
+def as_orion(folder: Path) -> Path:
+    return _rewrite(
+        folder, lambda tensors, _: tensors, architectures=["OrionForCausalLM"], model_type="orion"
+    )
+
+
+def as_index(folder: Path) -> Path:
+    return _rewrite(
+        folder,
+        lambda tensors, _: tensors,
+        architectures=["IndexForCausalLM"],
+        model_type="index",
+        norm_head=1,
+    )
+
+
 def _rewrite(
     folder: Path, change: Callable[[Tensors, dict[str, Any]], Tensors], **settings: Any
 ) -> Path:

@@ -12,6 +12,12 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    ArceeConfig,
+    ArceeForCausalLM,
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
     Exaone4Config,
@@ -52,6 +58,8 @@ from transformers import (
     SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
@@ -238,6 +246,49 @@ GRANITE_MULTIPLIERS: dict[str, Any] = {
 def tiny_granite(**changes: Any) -> GraniteForCausalLM:
     defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16, **GRANITE_MULTIPLIERS}
     return _randomized(GraniteForCausalLM(GraniteConfig(**{**defaults, **changes})))
+
+
+def tiny_cohere(**changes: Any) -> CohereForCausalLM:
+    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16, "logit_scale": 0.3}
+    return _randomized(CohereForCausalLM(CohereConfig(**{**defaults, **changes})))
+
+
+def tiny_cohere2(**changes: Any) -> Cohere2ForCausalLM:
+    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16, "logit_scale": 0.3}
+    defaults |= {"num_hidden_layers": 4, "sliding_window": 50}
+    return _randomized(Cohere2ForCausalLM(Cohere2Config(**{**defaults, **changes})))
+
+
+def tiny_starcoder2(**changes: Any) -> Starcoder2ForCausalLM:
+    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16}
+    return _randomized(Starcoder2ForCausalLM(Starcoder2Config(**{**defaults, **changes})))
+
+
+def tiny_arcee(**changes: Any) -> ArceeForCausalLM:
+    return _randomized(ArceeForCausalLM(ArceeConfig(**{**_COMMON, **changes})))
+
+
+def tiny_orion() -> LlamaForCausalLM:
+    """A Llama whose norms are LayerNorms with a bias."""
+    model = LlamaForCausalLM(LlamaConfig(**_COMMON))
+    for module in (*model.model.layers, model.model):
+        for name, part in list(module.named_children()):
+            if "norm" in name:
+                new = torch.nn.LayerNorm(part.weight.shape[0], eps=1e-6)
+                setattr(module, name, new)
+    return _randomized(model)
+
+
+class _NormedHead(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, torch.nn.functional.normalize(self.weight))
+
+
+def tiny_index() -> LlamaForCausalLM:
+    """A Llama whose head is normalized by row."""
+    model = LlamaForCausalLM(LlamaConfig(**_COMMON))
+    model.lm_head = _NormedHead(72, VOCAB_SIZE, bias=False)
+    return _randomized(model)
 
 
 def _randomized(model: Any) -> Any:

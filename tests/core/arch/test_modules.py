@@ -21,6 +21,9 @@ from support.mixed_model import CONFIG
 from support.renamed_models import as_internlm2
 from support.tiny_models import (
     save,
+    tiny_arcee,
+    tiny_cohere,
+    tiny_cohere2,
     tiny_ernie,
     tiny_exaone4,
     tiny_gemma,
@@ -35,6 +38,7 @@ from support.tiny_models import (
     tiny_qwen3,
     tiny_seed_oss,
     tiny_smollm3,
+    tiny_starcoder2,
 )
 
 FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -50,6 +54,10 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "olmo3": (tiny_olmo3, {}),
     "exaone4": (tiny_exaone4, {}),
     "granite": (tiny_granite, {}),
+    "cohere": (tiny_cohere, {}),
+    "cohere2": (tiny_cohere2, {}),
+    "starcoder2": (tiny_starcoder2, {}),
+    "arcee": (tiny_arcee, {}),
     "gemma": (tiny_gemma, {}),
     "gemma2": (tiny_gemma2, {}),
     "gemma3": (tiny_gemma3, {}),
@@ -64,6 +72,10 @@ GGUF_ARCHITECTURES = {
     "olmo3": MODEL_ARCH.OLMO2,
     "exaone4": MODEL_ARCH.EXAONE4,
     "granite": MODEL_ARCH.GRANITE,
+    "cohere": MODEL_ARCH.COMMAND_R,
+    "cohere2": MODEL_ARCH.COHERE2,
+    "starcoder2": MODEL_ARCH.STARCODER2,
+    "arcee": MODEL_ARCH.ARCEE,
     "gemma": MODEL_ARCH.GEMMA,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3": MODEL_ARCH.GEMMA3,
@@ -88,7 +100,9 @@ def test_rows_cover_every_tensor_of_transformers(tmp_path: Path, family: str) ->
         ends = [last for _, last in sorted(ranges)]
         assert [first for first, _ in sorted(ranges)] == [0, *ends[:-1]], name
         assert ends[-1] == source.tensors[name].shape[0], name
-    assert table.is_tied == family.startswith(("llama-tied", "gemma", "ernie", "smollm"))
+    assert table.is_tied == family.startswith(
+        ("llama-tied", "gemma", "ernie", "smollm", "co", "star")
+    )
 
 
 @pytest.mark.parametrize("family", GGUF_ARCHITECTURES)

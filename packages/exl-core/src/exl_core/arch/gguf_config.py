@@ -21,7 +21,7 @@ from exl_core.arch.fields import (
     MAX_VOCAB_SIZE,
     Fields,
 )
-from exl_core.arch.layers import QueryTemperature
+from exl_core.arch.layers import HeadNorm, NormKind, QueryTemperature
 from exl_core.arch.registry import find_by_gguf_name
 from exl_core.arch.rope import yarn_magnitude
 from exl_core.arch.spec import (
@@ -38,6 +38,8 @@ from exl_core.arch.spec import (
 )
 from exl_core.errors import ConfigError, UnsupportedModelError
 
+EPS_KEYS = {True: "attention.layer_norm_rms_epsilon", False: "attention.layer_norm_epsilon"}
+"""Key of the norms' epsilon, by whether they are RMSNorms."""
 NO_ROPE_INTERVAL = 4  # the format has no key for it
 TEMPERATURE_KEYS = frozenset(
     {
@@ -110,7 +112,7 @@ def read_gguf_config(
         hidden_size=hidden_size,
         vocab_size=own.integer("vocab_size", vocab_default, high=MAX_VOCAB_SIZE),
         max_seq_len=own.integer("context_length"),
-        norm_eps=own.number("attention.layer_norm_rms_epsilon"),
+        norm_eps=own.number(EPS_KEYS[arch.norm_kind is NormKind.RMS]),
         final_softcap=own.optional_number("final_logit_softcapping") or arch.final_softcap_default,
         has_tied_embeddings=not arch.gguf.is_stored("head", "weight", tensor_names),
         bos_id=tokens.first_token_id("tokenizer.ggml.bos_token_id"),
@@ -143,8 +145,9 @@ def _layer_numbers(
         has_qkv_bias=arch.gguf.is_stored("q", "bias", tensor_names, layer=0),
         has_output_bias=arch.gguf.is_stored("output", "bias", tensor_names, layer=0),
         intermediate_size=widths[0],
-        has_mlp_bias=arch.gguf.is_stored("gate", "bias", tensor_names, layer=0),
+        has_mlp_bias=arch.gguf.is_stored("up", "bias", tensor_names, layer=0),
         temperature=_temperature(arch, own),
+        head_norm=_head_norm(arch, tensor_names),
     )
     return [
         replace(first, num_q_heads=q, num_kv_heads=kv, intermediate_size=width)
@@ -152,7 +155,14 @@ def _layer_numbers(
     ]
 
 
+def _head_norm(arch: ArchSpec, tensor_names: Collection[str]) -> HeadNorm | None:
+    has_norm = arch.gguf.is_stored("q_norm", "weight", tensor_names, layer=0)
+    return HeadNorm.LAYER if arch.may_have_head_norm and has_norm else None
+
+
 def _multipliers(arch: ArchSpec, own: Fields) -> Multipliers:
+    if arch.logit_scale_default is not None:
+        return Multipliers(logits=own.number("logit_scale", arch.logit_scale_default))
     if not arch.has_multipliers:
         return Multipliers()
     return Multipliers(

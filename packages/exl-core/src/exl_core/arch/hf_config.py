@@ -21,7 +21,7 @@ from exl_core.arch.fields import (
     MAX_VOCAB_SIZE,
     Fields,
 )
-from exl_core.arch.layers import Activation, QueryTemperature
+from exl_core.arch.layers import Activation, HeadNorm, QueryTemperature
 from exl_core.arch.registry import find_by_hf_name
 from exl_core.arch.rope import longrope_magnitude, ntk_base, yarn_magnitude
 from exl_core.arch.spec import (
@@ -43,6 +43,7 @@ ACTIVATIONS = {
     "silu": Activation.SILU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "gelu_new": Activation.GELU_TANH,
+    "relu2": Activation.RELU2,
 }
 NO_ROPE_INTERVAL = 4
 LAYER_TYPES = {"sliding_attention": Window.LOCAL, "full_attention": Window.GLOBAL}
@@ -108,7 +109,7 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
     if text.flag("use_bidirectional_attention", False):
         raise UnsupportedModelError("bidirectional attention is not supported", where=text.where)
     _check_activation(arch, text)
-    has_bias = arch.has_qkv_bias or text.flag(arch.bias_key, False)
+    has_bias = arch.has_qkv_bias or text.flag(arch.bias_key, arch.has_bias_default)
     window = _sliding_window(arch, text)
     windows = _layer_windows(arch, text, layers, window)
     if window is None and Window.LOCAL in windows:
@@ -133,8 +134,9 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         intermediate_size=text.integer(
             "intermediate_size", arch.intermediate_size_default, high=MAX_INTERMEDIATE_SIZE
         ),
-        has_mlp_bias=text.flag(arch.mlp_bias_key, False),
+        has_mlp_bias=text.flag(arch.mlp_bias_key, arch.has_bias_default),
         temperature=_temperature(arch, text),
+        head_norm=_head_norm(arch, text),
     )
     by_layer = with_windows([numbers] * layers, windows, window, len(ropes))
     ids = text if text.has("eos_token_id") else top
@@ -144,14 +146,15 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         ropes=ropes,
         hidden_size=hidden_size,
         vocab_size=text.integer("vocab_size", arch.vocab_size_default, high=MAX_VOCAB_SIZE),
-        max_seq_len=text.integer("max_position_embeddings", 2048),
-        norm_eps=text.number("rms_norm_eps", arch.norm_eps_default),
+        max_seq_len=_context(arch, text),
+        norm_eps=_norm_eps(arch, text),
         final_softcap=_softcap(text, "final_logit_softcapping", arch.final_softcap_default),
         has_tied_embeddings=_tied(arch, top, text),
         bos_id=ids.first_token_id("bos_token_id"),
         eos_ids=ids.token_ids("eos_token_id"),
         pad_id=ids.first_token_id("pad_token_id"),
         multipliers=_multipliers(arch, text, hidden_size, layers),
+        has_normalized_head=arch.may_normalize_head and text.integer("norm_head", 0, low=0) != 0,
     )
 
 
@@ -163,7 +166,9 @@ def _scale(arch: ArchSpec, text: Fields, head_dim: int) -> float:
 
 
 def _multipliers(arch: ArchSpec, text: Fields, hidden_size: int, layers: int) -> Multipliers:
-    """Multipliers under Granite's or MiniCPM's names."""
+    """Multipliers under Granite's, MiniCPM's or Cohere's names."""
+    if arch.logit_scale_default is not None:
+        return Multipliers(logits=text.number("logit_scale", arch.logit_scale_default))
     if not arch.has_multipliers:
         return Multipliers()
     depth = text.optional_number("scale_depth")
@@ -175,6 +180,23 @@ def _multipliers(arch: ArchSpec, text: Fields, hidden_size: int, layers: int) ->
         ),
         logits=(1.0 if width is None else width / hidden_size) / text.number("logits_scaling", 1.0),
     )
+
+
+def _context(arch: ArchSpec, text: Fields) -> int:
+    length = text.integer("max_position_embeddings", 2048)
+    return (
+        length if arch.context_key is None else max(length, text.integer(arch.context_key, length))
+    )
+
+
+def _norm_eps(arch: ArchSpec, text: Fields) -> float:
+    found = (text.number(key) for key in arch.norm_eps_keys if text.has(key))
+    return next(found, arch.norm_eps_default)
+
+
+def _head_norm(arch: ArchSpec, text: Fields) -> HeadNorm | None:
+    has_norm = arch.may_have_head_norm and text.flag("use_qk_norm", False)
+    return HeadNorm.LAYER if has_norm else None
 
 
 def _temperature(arch: ArchSpec, text: Fields) -> QueryTemperature | None:

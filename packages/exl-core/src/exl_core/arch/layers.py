@@ -16,25 +16,38 @@ from typing import NamedTuple
 from exl_core.errors import UnsupportedModelError
 
 
+class NormKind(Enum):
+    """RMS: RMSNorm. LAYER: LayerNorm without a bias. LAYER_BIAS: LayerNorm with a bias."""
+
+    RMS = "rms"
+    LAYER = "layer"
+    LAYER_BIAS = "layer_bias"
+
+
 class NormPlacement(Enum):
-    """PRE: x + f(norm(x)). SANDWICH: x + post_norm(f(pre_norm(x))). POST: x + post_norm(f(x))."""
+    """PRE: x + f(norm(x)). SANDWICH: x + post_norm(f(pre_norm(x))). POST: x + post_norm(f(x)).
+    PARALLEL: x + attention(norm(x)) + mlp(norm(x)), with one norm."""
 
     PRE = "pre"
     SANDWICH = "sandwich"
     POST = "post"
+    PARALLEL = "parallel"
 
 
 class Activation(Enum):
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
+    RELU2 = "relu2"
 
 
 class HeadNorm(Enum):
-    """Norm of queries and keys before RoPE: of each head, or of all heads together (WHOLE)."""
+    """Norm of queries and keys before RoPE: of each head, or of all heads together (WHOLE). LAYER
+    is a LayerNorm of each head, with factors of its own for every head."""
 
     NONE = "none"
     RMS = "rms"
     RMS_WHOLE = "rms_whole"
+    LAYER = "layer"
 
 
 class QueryTemperature(NamedTuple):
@@ -109,11 +122,12 @@ class Attention(Mixer):
 
 @dataclass(frozen=True, slots=True)
 class Dense(FeedForward):
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)); without a gate down(activation(up(x)))."""
 
     intermediate_size: int
     activation: Activation
     has_bias: bool = False
+    is_gated: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +135,7 @@ class LayerSpec:
     mixer: Mixer
     feed_forward: FeedForward
     norms: NormPlacement = NormPlacement.PRE
+    norm_kind: NormKind = NormKind.RMS
 
     @property
     def attention(self) -> Attention:

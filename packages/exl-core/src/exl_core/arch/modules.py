@@ -25,6 +25,7 @@ from exl_core.arch.layers import (
     HeadNorm,
     LayerSpec,
     Mixer,
+    NormKind,
     NormPlacement,
     unsupported,
 )
@@ -118,6 +119,8 @@ class ModuleRow:
     shard      dimension that tensor parallelism divides; None for a copy on every device
     num_heads  heads that a head norm applies to
     is_converted  whether the converter quantizes it
+    is_normalized  whether files that do not quantize it store rows that have yet to be divided by
+                   their length
     """
 
     name: str
@@ -133,6 +136,7 @@ class ModuleRow:
     shard: Shard | None = None
     num_heads: int = 0
     is_converted: bool = False
+    is_normalized: bool = False
 
     @property
     def is_norm(self) -> bool:
@@ -205,8 +209,10 @@ class ModuleTable:
         embed = _Part("embed", Kind.EMBEDDING, ends, shard=Shard.OUT_FEATURES)
         head = _Part("head", Kind.HEAD, ends, shard=Shard.OUT_FEATURES, is_converted=True)
         (self.embed,) = _rows([embed], forms)
-        (self.final_norm,) = _rows([_Part("final_norm", Kind.NORM, (hidden,))], forms)
+        final = _rows([_norm_part("final_norm", hidden, config.arch.norm_kind)], forms)
+        self.final_norm = final[0]
         (self.head,) = _rows([head], forms)
+        self.head = replace(self.head, is_normalized=config.has_normalized_head)
         layers = [
             _rows(_layer_parts(config, layer), forms, index)
             for index, layer in enumerate(config.layers)
@@ -215,7 +221,7 @@ class ModuleTable:
             {row.role: row for row in rows if row.kind is not Kind.BIAS} for rows in layers
         )
         """Weights of each layer by role, without biases."""
-        body = (self.embed, *chain.from_iterable(layers), self.final_norm)
+        body = (self.embed, *chain.from_iterable(layers), *final)
         self.is_tied = config.has_tied_embeddings
         self.rows: tuple[ModuleRow, ...] = body if self.is_tied else (*body, self.head)
         self._by_name = {row.name: row for row in (*body, self.head)}
@@ -285,6 +291,7 @@ def _layer_parts(config: ModelConfig, layer: LayerSpec) -> list[_Part]:
     norms = {
         NormPlacement.PRE: ("attention_norm", "mlp_norm"),
         NormPlacement.POST: ("attention_post_norm", "mlp_post_norm"),
+        NormPlacement.PARALLEL: ("attention_norm",),
         NormPlacement.SANDWICH: (
             *("attention_norm", "attention_post_norm"),
             *("mlp_norm", "mlp_post_norm"),
@@ -293,9 +300,13 @@ def _layer_parts(config: ModelConfig, layer: LayerSpec) -> list[_Part]:
     return [
         *matrices,
         *_feed_forward_parts(hidden, layer.feed_forward),
-        *(_Part(role, Kind.NORM, (hidden,)) for role in norms),
+        *(_norm_part(role, hidden, layer.norm_kind) for role in norms),
         *others,
     ]
+
+
+def _norm_part(role: str, hidden: int, kind: NormKind) -> _Part:
+    return _Part(role, Kind.NORM, (hidden,), has_bias=kind is NormKind.LAYER_BIAS)
 
 
 def _mixer_parts(config: ModelConfig, mixer: Mixer) -> list[_Part]:
@@ -344,7 +355,7 @@ def _attention_parts(config: ModelConfig, spec: Attention) -> list[_Part]:
     )
     if spec.head_norm is not HeadNorm.NONE:
         for role, num_heads in (("q_norm", spec.num_q_heads), ("k_norm", spec.num_kv_heads)):
-            if spec.head_norm is HeadNorm.RMS_WHOLE:
+            if spec.head_norm is not HeadNorm.RMS:
                 shape = (num_heads * spec.head_dim,)
                 parts.append(_Part(role, Kind.NORM, shape, heads=heads(num_heads)))
                 continue
@@ -355,12 +366,13 @@ def _attention_parts(config: ModelConfig, spec: Attention) -> list[_Part]:
 
 def _feed_forward_parts(hidden: int, feed_forward: FeedForward) -> list[_Part]:
     match feed_forward:
-        case Dense(intermediate_size=inner, has_bias=has_bias):
+        case Dense(intermediate_size=inner, has_bias=has_bias, is_gated=is_gated):
             wide = _Part("gate", Kind.LINEAR, (inner, hidden), has_bias, "gate_up")
             wide = wide._replace(shard=Shard.OUT_FEATURES, is_converted=True)
             down = _Part("down", Kind.LINEAR, (hidden, inner), has_bias, "down")
             down = down._replace(shard=Shard.IN_FEATURES, is_converted=True)
-            return [wide, wide._replace(role="up"), down]
+            up = wide._replace(role="up")
+            return [wide, up, down] if is_gated else [up, down]
         case _:
             raise unsupported("feed-forward part", feed_forward)
 
@@ -409,7 +421,8 @@ def _places(
     order = part.heads if form.is_interleaved and part.heads and part.heads.rotary_dim else None
     places = []
     for fused in form.fused:
-        if part.role not in fused.roles or layer is None:
+        is_here = part.role in fused.roles and by_role.keys() >= set(fused.roles)
+        if not is_here or layer is None:
             continue
         for root in form.roots:
             name = f"{root}{form.layer.format(layer)}{fused.name}.{suffix}"

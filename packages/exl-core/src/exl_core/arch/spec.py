@@ -21,6 +21,7 @@ from exl_core.arch.layers import (
     HeadNorm,
     KVShape,
     LayerSpec,
+    NormKind,
     NormPlacement,
     QueryTemperature,
 )
@@ -122,6 +123,8 @@ class LayerNumbers:
     intermediate_size: int
     has_mlp_bias: bool
     temperature: QueryTemperature | None = None
+    head_norm: HeadNorm | None = None
+    """None: the choice of the family."""
 
 
 def with_windows(
@@ -159,12 +162,14 @@ def decoder_layer(arch: ArchSpec, numbers: LayerNumbers) -> LayerSpec:
         window=numbers.window,
         softcap=numbers.softcap,
         temperature=numbers.temperature,
-        head_norm=arch.head_norm,
+        head_norm=numbers.head_norm or arch.head_norm,
         has_qkv_bias=numbers.has_qkv_bias,
         has_output_bias=numbers.has_output_bias,
     )
-    dense = Dense(numbers.intermediate_size, arch.activation, numbers.has_mlp_bias)
-    return LayerSpec(attention, dense, arch.norm_placement)
+    dense = Dense(
+        numbers.intermediate_size, arch.activation, numbers.has_mlp_bias, arch.has_gated_mlp
+    )
+    return LayerSpec(attention, dense, arch.norm_placement, arch.norm_kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +180,19 @@ class ArchSpec:
     hf_names: tuple[str, ...]
     gguf_names: tuple[str, ...]
     norm_placement: NormPlacement = NormPlacement.PRE
+    norm_kind: NormKind = NormKind.RMS
     activation: Activation = Activation.SILU
     activation_aliases: tuple[str, ...] = ()
     """Other names under which this family's configurations mean `activation`."""
     text_types: tuple[str, ...] = ()
     """`model_type` of the language model, if `hf_names` has multimodal models whose language models
     belong to different families."""
+    has_gated_mlp: bool = True
     head_norm: HeadNorm = HeadNorm.NONE
+    may_have_head_norm: bool = False
+    """A checkpoint has `HeadNorm.LAYER` if its `use_qk_norm` is true."""
+    may_normalize_head: bool = False
+    """A checkpoint's `norm_head` says whether each row of the head is divided by its length."""
     embed_scale: EmbedScale = EmbedScale.NONE
     window_pattern: tuple[Window, ...] = (Window.GLOBAL,)
     """Repeated over the layers. A checkpoint's own `layer_types` or pattern length overrides it. If
@@ -193,6 +204,8 @@ class ArchSpec:
     """A checkpoint may ask for a `QueryTemperature`."""
     has_multipliers: bool = False
     """A checkpoint may have `Multipliers` and a factor of the scores."""
+    logit_scale_default: float | None = None
+    """Factor on the logits if a checkpoint lacks `logit_scale`; None: the family has none."""
     sliding_window_default: int | None = None
     """Window size if a checkpoint lacks the key. A checkpoint that sets it to null has no
     window."""
@@ -206,7 +219,11 @@ class ArchSpec:
     mlp_bias_key: str = "mlp_bias"
     partial_rotary_default: float = 1.0
     """Rotated share of each head if a checkpoint does not state it."""
+    norm_eps_keys: tuple[str, ...] = ("rms_norm_eps",)
     norm_eps_default: float = 1e-6
+    context_key: str | None = None
+    """Key with the context size, if that is larger than `max_position_embeddings`."""
+    has_bias_default: bool = False
     tie_embeddings_default: bool = False
     hidden_size_default: int | None = None
     intermediate_size_default: int | None = None
@@ -254,6 +271,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     pad_id: int | None
     multipliers: Multipliers = Multipliers()
+    has_normalized_head: bool = False
 
     @property
     def embed_factor(self) -> float:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from exl_core.arch.layers import HeadNorm, LayerSpec, NormPlacement
+from exl_core.arch.layers import HeadNorm, LayerSpec, NormKind, NormPlacement
 from exl_core.arch.modules import module_table
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
@@ -131,7 +131,10 @@ def _is_new_to_conversion(layer: LayerSpec) -> bool:
     """Whether a layer has choices that `convert/block.py` does not compute."""
     known = (NormPlacement.PRE, NormPlacement.SANDWICH)
     is_whole = layer.attention.head_norm is HeadNorm.RMS_WHOLE
-    return layer.norms not in known or is_whole or layer.attention.temperature is not None
+    is_layer_norm = layer.norm_kind is not NormKind.RMS
+    has_factors = layer.attention.temperature is not None
+    is_plain = not layer.dense.is_gated
+    return layer.norms not in known or is_whole or is_layer_norm or has_factors or is_plain
 
 
 def tokenizer_problems(path: Path, source: TensorSource, config: ModelConfig) -> Iterator[ExlError]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from exl_core.arch.modules import ModuleRow, module_table
+from exl_core.arch.modules import Kind, ModuleRow, module_table
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
 from exl_core.errors import UnsupportedModelError, WeightValueError
@@ -214,6 +214,8 @@ class Checkpoint:
                 )
             part = move(part)
             _check_finite(tensor, part, "The file is damaged or its conversion failed")
+            if self.rows[name].is_normalized and matrix is None:
+                part = torch.nn.functional.normalize(part.to(torch.float32))
             if part.dtype is not dtype:
                 part = part.to(dtype)
                 _check_finite(tensor, part, f"As {dtype} they overflow")
@@ -230,6 +232,8 @@ class Checkpoint:
         """Factors of a norm, float32 [rows], with the 1 added where the file stores them minus
         one."""
         weight, place = self.vector(name), self._located[name].place
+        if weight.dim() == MATRIX and self.rows[name].kind is Kind.NORM:
+            weight = weight.flatten()
         if weight.dim() == MATRIX:
             if not torch.equal(weight, weight[:1].expand_as(weight)):
                 raise UnsupportedModelError(

@@ -72,6 +72,8 @@ def _located_tensor(source: TensorSource, row: ModuleRow, place: Place) -> Locat
     whole = (place.num_rows, *row.shape[1:])
     if row.kind is Kind.HEAD_NORM and found.shape[1:] == row.shape:
         return Located(found, place)  # EXL2 files repeat the norm for every head
+    if row.kind is Kind.NORM and found.num_values == row.shape[0]:
+        return Located(found, place)  # norms of all heads may be stored by head
     if found.shape != whole and not _is_padded_bias(source, found, whole):
         raise WeightShapeError(
             f"tensor {found.name!r} has the wrong shape",

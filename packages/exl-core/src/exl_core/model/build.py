@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
+from exl_core.arch.layers import HeadNorm, NormKind
 from exl_core.arch.modules import Kind, ModuleRow, ModuleTable, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.formats.checkpoint import Checkpoint
@@ -23,7 +24,7 @@ from exl_core.model.weights import (
     StreamedWeights,
 )
 from exl_core.ops.attention import NO_HEAD_NORMS, HeadNorms
-from exl_core.ops.elementwise import RmsNorm
+from exl_core.ops.elementwise import LayerNorm, Norm, RmsNorm
 from exl_core.ops.table import OpTable
 
 
@@ -115,10 +116,19 @@ class _StreamedBlocks(Sequence[BlockWeights]):
         return self._last[layer]
 
 
-def _final_norm(config: ModelConfig, packer: Packer) -> RmsNorm:
+def _norm(packer: Packer, row: ModuleRow, kind: NormKind, eps: float, factor: float = 1.0) -> Norm:
+    """A norm whose outputs are multiplied by `factor`."""
+    weight = packer.norm(row) * factor
+    if kind is NormKind.RMS:
+        return RmsNorm(weight, eps)
+    bias = packer.norm_bias(row)
+    return LayerNorm(weight, None if bias is None else bias * factor, eps)
+
+
+def _final_norm(config: ModelConfig, packer: Packer) -> Norm:
     """The norm before the head. Its factors include the multiplier of the logits."""
-    weight = packer.norm(module_table(config).final_norm)
-    return RmsNorm(weight * config.multipliers.logits, config.state_eps)
+    row, kind = module_table(config).final_norm, config.arch.norm_kind
+    return _norm(packer, row, kind, config.state_eps, config.multipliers.logits)
 
 
 def _ends(table: ModuleTable) -> list[ModuleRow]:
@@ -134,14 +144,18 @@ def _block(config: ModelConfig, packer: Packer, layer: int) -> BlockWeights:
     table, eps = module_table(config), config.norm_eps
     rows, matrices = table.layers[layer], table.packed(layer)
 
-    def norm(role: str) -> RmsNorm | None:
-        return RmsNorm(packer.norm(rows[role]), config.state_eps) if role in rows else None
+    def norm(role: str) -> Norm | None:
+        kind = config.layers[layer].norm_kind
+        return _norm(packer, rows[role], kind, config.state_eps) if role in rows else None
 
-    head_norms, whole_norms = NO_HEAD_NORMS, None
+    head_norms: HeadNorms = NO_HEAD_NORMS
+    whole_norms: tuple[Norm, Norm] | None = None
     if "q_norm" in rows:
         q_norm, k_norm = packer.norm(rows["q_norm"]), packer.norm(rows["k_norm"])
         if rows["q_norm"].kind is Kind.HEAD_NORM:
             head_norms = HeadNorms(q_norm, k_norm, eps)
+        elif config.layers[layer].attention.head_norm is HeadNorm.LAYER:
+            whole_norms = LayerNorm(q_norm, None, eps), LayerNorm(k_norm, None, eps)
         else:
             whole_norms = RmsNorm(q_norm, eps), RmsNorm(k_norm, eps)
     attention = AttentionWeights(

@@ -84,6 +84,13 @@ class Packer:
         # them.
         return weight.to(self._ops.device)
 
+    def norm_bias(self, row: ModuleRow) -> Tensor | None:
+        """Bias of a norm, or None if it has none."""
+        if row.bias is None:
+            return None
+        self._report(self._checkpoint.stored[row.bias].size_bytes)
+        return self._checkpoint.vector(row.bias).to(self._ops.device)
+
     def _start_part(self, name: str) -> list[Future[PackedLinear]]:
         if not self._checkpoint.is_quantized(name):
             return self._start_dense([name])

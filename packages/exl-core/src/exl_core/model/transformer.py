@@ -25,6 +25,7 @@ from exl_core.model.adapted import adapt_embedding_, adapted, add_to_logits_, he
 from exl_core.model.adapters import AdapterUse
 from exl_core.model.batch import Batch
 from exl_core.model.key_smoothing import SAMPLE_POSITION_RANGE, KeySmoothingOps
+from exl_core.model.layers.residual import normed, read_linear
 from exl_core.model.layers.state import PassState, make_buffers
 from exl_core.model.layers.steps import Steps, observed, steps_of, with_ops
 from exl_core.model.observe import Observer, Part, checked_states
@@ -130,9 +131,9 @@ class Transformer:
         config, weights, ops = self.config, self._weights, self.ops
         if observe is None and not batch.adapters:
             out = None if batch.logits is None else batch.logits[: len(x)]
-            logits = ops.norm_linear(x, weights.final_norm, weights.head, out)
+            logits = read_linear(ops, x, weights.final_norm, weights.head, out)
         else:
-            x = ops.rms_norm(x, weights.final_norm)
+            x = normed(ops, x, weights.final_norm)
             if observe is not None:
                 x = checked_states(HEAD, observe.before(HEAD, x), x)
             logits = self._adapted_logits(x, batch)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from exl_core.arch.modules import Packed
 from exl_core.ops.attention import HeadNorms
-from exl_core.ops.elementwise import RmsNorm
+from exl_core.ops.elementwise import LayerNorm, Norm
 from exl_core.ops.linear import PackedLinear
 
 
@@ -23,15 +23,15 @@ class AttentionWeights:
     """qkv [q_size + 2 kv_size, hidden], output [hidden, q_size], and the norms of the heads.
 
     `norm` comes before qkv, `post_norm` after output; None where the layer has no such norm.
-    `whole_norms` are norms over all queries and over all keys of a row.
+    `whole_norms` have factors for all queries and for all keys of a row.
     """
 
-    norm: RmsNorm | None
+    norm: Norm | None
     qkv: PackedLinear
     head_norms: HeadNorms
-    whole_norms: tuple[RmsNorm, RmsNorm] | None
+    whole_norms: tuple[Norm, Norm] | None
     output: PackedLinear
-    post_norm: RmsNorm | None
+    post_norm: Norm | None
 
     @property
     def matrices(self) -> dict[Packed, PackedLinear]:
@@ -51,10 +51,10 @@ class MlpWeights:
     `norm` comes before gate_up, `post_norm` after down; None where the layer has no such norm.
     """
 
-    norm: RmsNorm | None
-    gate_up: PackedLinear
+    norm: Norm | None
+    gate_up: PackedLinear  # up alone, if the MLP has no gate
     down: PackedLinear
-    post_norm: RmsNorm | None
+    post_norm: Norm | None
 
     @property
     def matrices(self) -> dict[Packed, PackedLinear]:
@@ -84,8 +84,10 @@ class BlockWeights:
         return size + sum(vector.nbytes for vector in vectors)
 
 
-def _norm_weights(*norms: RmsNorm | None) -> tuple[Tensor, ...]:
-    return tuple(norm.weight for norm in norms if norm is not None)
+def _norm_weights(*norms: Norm | None) -> tuple[Tensor, ...]:
+    weights = [norm.weight for norm in norms if norm is not None]
+    layer_norms = (norm for norm in norms if isinstance(norm, LayerNorm))
+    return (*weights, *(norm.bias for norm in layer_norms if norm.bias is not None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class ModelWeights:
 
     embed: PackedLinear
     blocks: Sequence[BlockWeights]
-    final_norm: RmsNorm
+    final_norm: Norm
     head: PackedLinear
 
     @property

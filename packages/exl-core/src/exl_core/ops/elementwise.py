@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 GateKind = Literal["silu", "gelu_tanh"]
+ActivationKind = Literal["silu", "gelu_tanh", "relu2"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,11 +22,33 @@ class RmsNorm:
     eps: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerNorm:
+    """Factors and, if not None, bias of a LayerNorm, float32 [d], and the number that is added to
+    the variance."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+Norm = RmsNorm | LayerNorm
+
+
 class RowOps(Protocol):
     """Ops on rows of states, as the layers call them."""
 
     def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor:
         """x [m, d] strided rows -> x / sqrt(mean(x^2) + norm.eps) * norm.weight [m, d]."""
+        ...
+
+    def layer_norm(self, x: Tensor, norm: LayerNorm) -> Tensor:
+        """x [m, d] strided rows -> (x - mean) / sqrt(variance + norm.eps) * norm.weight + norm.bias
+        [m, d], with the population variance of each row."""
+        ...
+
+    def activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
+        """x [m, d] strided rows -> act(x) [m, d]. relu2: max(x, 0)^2."""
         ...
 
     def gated_activation(self, gate_up: Tensor, kind: GateKind) -> Tensor:

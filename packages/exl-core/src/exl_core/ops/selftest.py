@@ -16,7 +16,7 @@ from torch import Tensor
 from exl_core.ops.attention import AttentionRows, CacheLayer, HeadNorms, Scoring
 from exl_core.ops.backends.reference.table import ReferenceTable
 from exl_core.ops.cache_rows import encode_rows, row_size
-from exl_core.ops.elementwise import RmsNorm
+from exl_core.ops.elementwise import ActivationKind, LayerNorm, RmsNorm
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
 from exl_core.ops.table import OpTable
@@ -127,6 +127,16 @@ def _rms_norm(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     return [table.rms_norm(_normal(generator, 5, 99), RmsNorm(_normal(generator, 99), 1e-6))]
 
 
+def _layer_norm(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    weight, bias = _normal(generator, 99), _normal(generator, 99)
+    return [table.layer_norm(_normal(generator, 5, 99), LayerNorm(weight, bias, 1e-6))]
+
+
+def _activation(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    kinds: tuple[ActivationKind, ...] = ("silu", "gelu_tanh", "relu2")
+    return [table.activation(_normal(generator, 5, 99), kind) for kind in kinds]
+
+
 def _rms_norm_heads(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     x = _normal(generator, 5, 3 * 20 + 7)[:, :60].view(5, 3, 20)
     table.rms_norm_heads_(x, RmsNorm(_normal(generator, 20), 1e-6))
@@ -218,6 +228,8 @@ CASES: dict[str, tuple[float, Callable[[OpTable, torch.Generator], list[Tensor]]
     "rms_norm": (8 * EPS, _rms_norm),
     "rms_norm_heads_": (8 * EPS, _rms_norm_heads),
     "rope_": (4 * EPS, _rope),
+    "layer_norm": (8 * EPS, _layer_norm),
+    "activation": (8 * EPS, _activation),
     "gated_activation": (8 * EPS, _gated_activation),
     "log_sum_exp": (8 * EPS, _log_sum_exp),
     "write_kv": (0.0, _write_kv),

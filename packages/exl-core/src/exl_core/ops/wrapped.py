@@ -14,7 +14,7 @@ from exl_core.ops.attention import (
     KeySmoothing,
     Scoring,
 )
-from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.table import LayerOps
 
@@ -64,6 +64,12 @@ class WrappedOps:
 
     def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor:
         return self.inner.rms_norm(x, norm)
+
+    def layer_norm(self, x: Tensor, norm: LayerNorm) -> Tensor:
+        return self.inner.layer_norm(x, norm)
+
+    def activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
+        return self.inner.activation(x, kind)
 
     def gated_activation(self, gate_up: Tensor, kind: GateKind) -> Tensor:
         return self.inner.gated_activation(gate_up, kind)

@@ -1,4 +1,4 @@
-"""The gated MLP, with its norms."""
+"""The MLP, gated or not, with its norms."""
 
 from __future__ import annotations
 
@@ -7,35 +7,61 @@ from typing import NamedTuple
 from torch import Tensor
 
 from exl_core.arch.layers import Activation, Dense
-from exl_core.model.layers.residual import add_output, inputs_buffer, read_gated_linear
+from exl_core.model.layers.residual import (
+    add_output,
+    inputs_buffer,
+    read_gated_linear,
+    read_linear,
+)
 from exl_core.model.layers.state import PassState
 from exl_core.model.weights import BlockWeights
-from exl_core.ops.elementwise import GateKind
+from exl_core.ops.elementwise import ActivationKind, GateKind, Norm
+from exl_core.ops.linear import Inputs
 from exl_core.ops.table import LayerOps
 
-ACTIVATIONS: dict[Activation, GateKind] = {
+ACTIVATIONS: dict[Activation, ActivationKind] = {
+    Activation.SILU: "silu",
+    Activation.GELU_TANH: "gelu_tanh",
+    Activation.RELU2: "relu2",
+}
+GATES: dict[Activation, GateKind] = {
     Activation.SILU: "silu",
     Activation.GELU_TANH: "gelu_tanh",
 }
 
 
 class MlpStep(NamedTuple):
-    """Choices of one layer's MLP, the same in every pass."""
+    """Choices of one layer's MLP, the same in every pass. `gate` is None for an MLP without one."""
 
     layer: int
-    activation: GateKind
+    activation: ActivationKind
+    gate: GateKind | None
 
     @classmethod
     def of(cls, layer: int, spec: Dense) -> MlpStep:
-        return cls(layer, ACTIVATIONS[spec.activation])
+        gate = GATES[spec.activation] if spec.is_gated else None
+        return cls(layer, ACTIVATIONS[spec.activation], gate)
 
 
 def mlp(step: MlpStep, ops: LayerOps, x: Tensor, block: BlockWeights, state: PassState) -> Tensor:
     """x [R, hidden] plus down(activation(gate) * up)."""
-    weights, gated = block.mlp, state.buffers[step.layer].gated
-    out = inputs_buffer(ops, weights.down, gated, weights.post_norm)
-
-    h = read_gated_linear(
-        ops, x, weights.norm, weights.gate_up, step.activation, out=out
-    )  # [R, intermediate]
+    weights = block.mlp
+    h = widened(step, ops, x, block, state, norm=weights.norm)
     return add_output(ops, x, h, weights.down, weights.post_norm)  # [R, hidden]
+
+
+def widened(
+    step: MlpStep,
+    ops: LayerOps,
+    x: Tensor,
+    block: BlockWeights,
+    state: PassState,
+    *,
+    norm: Norm | None,
+) -> Inputs:
+    """Inputs of the matrix `down` [R, intermediate], for states x [R, hidden] before `norm`."""
+    weights = block.mlp
+    if step.gate is None:
+        return ops.activation(read_linear(ops, x, norm, weights.gate_up), step.activation)
+    out = inputs_buffer(ops, weights.down, state.buffers[step.layer].gated, weights.post_norm)
+    return read_gated_linear(ops, x, norm, weights.gate_up, step.gate, out=out)

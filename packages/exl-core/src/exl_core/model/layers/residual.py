@@ -10,46 +10,51 @@ from typing import cast
 
 from torch import Tensor
 
-from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.elementwise import GateKind, Norm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.table import LayerOps
 
 
+def normed(ops: LayerOps, x: Tensor, norm: Norm) -> Tensor:
+    """norm(x) [R, hidden]."""
+    return ops.rms_norm(x, norm) if isinstance(norm, RmsNorm) else ops.layer_norm(x, norm)
+
+
 def read_linear(
-    ops: LayerOps, x: Tensor, norm: RmsNorm | None, w: PackedLinear, out: Tensor | None = None
+    ops: LayerOps, x: Tensor, norm: Norm | None, w: PackedLinear, out: Tensor | None = None
 ) -> Tensor:
     """norm(x) @ w; x @ w if the part has no norm before it."""
-    return ops.linear(x, w) if norm is None else ops.norm_linear(x, norm, w, out)
+    if isinstance(norm, RmsNorm):
+        return ops.norm_linear(x, norm, w, out)
+    return ops.linear(x if norm is None else normed(ops, x, norm), w)
 
 
 def read_gated_linear(
     ops: LayerOps,
     x: Tensor,
-    norm: RmsNorm | None,
+    norm: Norm | None,
     w: PackedLinear,
     kind: GateKind,
     *,
     out: Inputs | None = None,
 ) -> Inputs:
     """The gated activation of norm(x) @ w, or of x @ w."""
-    if norm is None:
-        return ops.gated_activation(ops.linear(x, w), kind)
-    return ops.norm_gated_linear(x, norm, w, kind, out)
+    if isinstance(norm, RmsNorm):
+        return ops.norm_gated_linear(x, norm, w, kind, out)
+    return ops.gated_activation(read_linear(ops, x, norm, w), kind)
 
 
-def inputs_buffer(
-    ops: LayerOps, w: PackedLinear, plain: Tensor, post_norm: RmsNorm | None
-) -> Inputs:
+def inputs_buffer(ops: LayerOps, w: PackedLinear, plain: Tensor, post_norm: Norm | None) -> Inputs:
     """Buffer for the inputs of the matrix `w` whose outputs `add_output` adds: `plain` [R, k], or
     one in the form that the kernel of `w` prefers."""
     return ops.inputs_for(w, plain) if post_norm is None else plain
 
 
 def add_output(
-    ops: LayerOps, x: Tensor, h: Inputs, w: PackedLinear, post_norm: RmsNorm | None
+    ops: LayerOps, x: Tensor, h: Inputs, w: PackedLinear, post_norm: Norm | None
 ) -> Tensor:
     """x [R, hidden] plus the output h @ w of a part, after `post_norm` if there is one."""
     if post_norm is None:
         return ops.linear_add_(h, w, x)
     y = ops.linear(cast(Tensor, h), w)  # [R, hidden]
-    return ops.add_(x, ops.rms_norm(y, post_norm))
+    return ops.add_(x, normed(ops, y, post_norm))

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from exl_core.arch.layers import Attention, Dense, LayerSpec, unsupported
+from exl_core.arch.layers import Attention, Dense, LayerSpec, NormPlacement, unsupported
 from exl_core.model.layers.attention import AttentionStep, attention
 from exl_core.model.layers.mlp import MlpStep, mlp
+from exl_core.model.layers.parallel import parallel
 from exl_core.model.layers.state import PassState
 from exl_core.model.observe import Observer, Part, checked_states
 from exl_core.model.weights import BlockWeights
@@ -45,9 +46,16 @@ Steps = tuple[tuple[Step, ...], ...]
 def steps_of(layers: Sequence[LayerSpec]) -> Steps:
     """Raises UnsupportedModelError for kinds of parts without a function here."""
     return tuple(
-        (_mixer_step(index, layer), _feed_forward_step(index, layer))
+        (_parallel_step(index, layer),)
+        if layer.norms is NormPlacement.PARALLEL
+        else (_mixer_step(index, layer), _feed_forward_step(index, layer))
         for index, layer in enumerate(layers)
     )
+
+
+def _parallel_step(index: int, layer: LayerSpec) -> Step:
+    parts = AttentionStep.of(index, layer.attention), MlpStep.of(index, layer.dense)
+    return Step(Part("attention", index), Part("mlp", index), partial(parallel, parts))
 
 
 def _mixer_step(index: int, layer: LayerSpec) -> Step:

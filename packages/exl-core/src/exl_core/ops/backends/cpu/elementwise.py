@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from exl_core.ops.backends.composed import ComposedOps
 from exl_core.ops.backends.cpu.library import exl_kernels
 from exl_core.ops.elementwise import GateKind, RmsNorm
 
 
-class CpuElementwiseOps:
+class CpuElementwiseOps(ComposedOps):
     """ElementwiseOps of the CPU kernels."""
 
     _ops: exl_kernels.Table

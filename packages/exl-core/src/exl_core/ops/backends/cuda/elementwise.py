@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from exl_core.ops.backends.composed import ComposedOps
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.matmul import Linears
 from exl_core.ops.elementwise import GateKind, RmsNorm
 
 
-class CudaElementwiseOps:
+class CudaElementwiseOps(ComposedOps):
     """ElementwiseOps of one GPU."""
 
     _gpu: Gpu

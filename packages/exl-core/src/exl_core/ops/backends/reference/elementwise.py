@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.checks import F32, OpInputError, check, check_contiguous
-from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNorm
 
 
 class ReferenceElementwiseOps:
@@ -20,6 +20,32 @@ class ReferenceElementwiseOps:
         check_contiguous("rms_norm", "x", x, 1)
         check("rms_norm", "weight", norm.weight, F32, x.shape[1])
         return rms_norm_rows(x, norm)
+
+    @staticmethod
+    def layer_norm(x: Tensor, norm: LayerNorm) -> Tensor:
+        check("layer_norm", "x", x, F32, None, None)
+        check_contiguous("layer_norm", "x", x, 1)
+        check("layer_norm", "weight", norm.weight, F32, x.shape[1])
+        wide = x.double()
+        wide = wide - wide.mean(-1, keepdim=True)
+        factor = (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+        y = wide * factor * norm.weight.double()
+        if norm.bias is not None:
+            check("layer_norm", "bias", norm.bias, F32, x.shape[1])
+            y = y + norm.bias.double()
+        return y.float()
+
+    @staticmethod
+    def activation(x: Tensor, kind: ActivationKind) -> Tensor:
+        check("activation", "x", x, F32, None, None)
+        check_contiguous("activation", "x", x, 1)
+        wide = x.double()
+        match kind:
+            case "relu2":
+                return wide.clamp(min=0).square().float()
+            case "silu" | "gelu_tanh":
+                return active_values(wide, kind).float()
+        raise OpInputError(f"activation: {kind}")
 
     @staticmethod
     def rms_norm_heads_(x: Tensor, norm: RmsNorm) -> None:
@@ -53,19 +79,21 @@ class ReferenceElementwiseOps:
         if gate_up.shape[1] % 2 != 0 or kind not in ("silu", "gelu_tanh"):
             raise OpInputError(f"gated_activation: {kind} of rows of {gate_up.shape[1]} values")
         gate, up = gate_up.double().chunk(2, dim=1)
-        if kind == "silu":
-            active = torch.nn.functional.silu(gate)
-        else:
-            # 0.5 x (1 + tanh u) = x sigmoid(2u), which does not cancel for negative x.
-            u = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-            active = gate * torch.sigmoid(2 * u)
-        return (active * up).float()
+        return (active_values(gate, kind) * up).float()
 
     @staticmethod
     def add_(residual: Tensor, y: Tensor) -> Tensor:
         check("add_", "residual", residual, F32, None, None)
         check("add_", "y", y, F32, *residual.shape)
         return residual.add_(y)
+
+
+def active_values(x: Tensor, kind: GateKind) -> Tensor:
+    if kind == "silu":
+        return torch.nn.functional.silu(x)
+    # 0.5 x (1 + tanh u) = x sigmoid(2u), which does not cancel for negative x.
+    u = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    return x * torch.sigmoid(2 * u)
 
 
 def rms_norm_rows(x: Tensor, norm: RmsNorm) -> Tensor:
