@@ -19,6 +19,7 @@ from exl_core.cache.format import KVFormat
 from exl_core.convert.gptq import Variant, factorize, quantize_columns
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Request
+from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.open import available_isas
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import Sampler
@@ -55,7 +56,7 @@ def test_gated_linear_of_all_layers(benchmark: BenchmarkFixture, ready: Ready, r
     def run() -> None:
         for block in blocks:
             matrix, norm = block.mlp.gate_up, block.mlp.norm
-            assert norm is not None
+            assert isinstance(norm, RmsNorm)
             model.ops.norm_gated_linear(x, norm, matrix, "silu")
 
     benchmark(run)
