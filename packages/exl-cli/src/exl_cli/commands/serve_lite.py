@@ -77,6 +77,15 @@ ApiKeyFile = Annotated[
         rich_help_panel=_SERVER,
     ),
 ]
+AdminKey = Annotated[
+    str | None,
+    typer.Option(
+        "--admin-key",
+        metavar="KEY",
+        help="Key with which clients may load and unload models. Without it they may not.",
+        rich_help_panel=_SERVER,
+    ),
+]
 ServedName = Annotated[
     str | None,
     typer.Option(
@@ -262,6 +271,7 @@ class ServerOptions:
     port: Port = 8080
     api_key: ApiKey = None
     api_key_file: ApiKeyFile = None
+    admin_key: AdminKey = None
     served_model_name: ServedName = None
     models_dir: ModelsDir = None
     allow_special: AllowSpecial = False
@@ -431,7 +441,10 @@ def _app(
         host,
         limits=limits,
         access=Access(
-            keys, hosts_of(server.host, keys, server.allow_host or ()), server.cors or ()
+            keys,
+            hosts_of(server.host, keys, server.allow_host or ()),
+            server.cors or (),
+            admin_keys=_keys(server.admin_key, None),
         ),
         allow_special=server.allow_special,
         is_strict=server.strict,

@@ -23,6 +23,7 @@ from exl_cli.server import metrics
 from exl_cli.server.bodies import long_body_route
 from exl_cli.server.chat import Chat
 from exl_cli.server.completions import Completion
+from exl_cli.server.dialects import add_dialects, add_tabby_models
 from exl_cli.server.errors import ApiError, install_handlers, json_reply
 from exl_cli.server.limits import Gate, Limits
 from exl_cli.server.models import ModelHost
@@ -66,11 +67,13 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 @dataclass(frozen=True, slots=True)
 class Access:
     """Who may send requests. `api_keys` empty: everyone. `hosts`: host names that the server
-    answers to; None: any. `origins`: sites whose pages may use it."""
+    answers to; None: any. `origins`: sites whose pages may use it. `admin_keys`: may also load and
+    unload models."""
 
     api_keys: frozenset[str] = frozenset()
     hosts: Collection[str] | None = None
     origins: Collection[str] = ()
+    admin_keys: frozenset[str] = frozenset()
 
 
 def create_app(
@@ -111,6 +114,8 @@ def create_app(
     _add_generation(app, service)
     _add_models(app, service)
     add_tokenizer(app, service)
+    add_dialects(app, service, _answer)
+    add_tabby_models(app, service, access.admin_keys)
     _add_watching(app, service)
     _add_page(app)
     _without_422(app)
@@ -118,7 +123,7 @@ def create_app(
     app.add_middleware(
         Gate,
         limits=limits,
-        api_keys=access.api_keys,
+        api_keys=access.api_keys | access.admin_keys if access.api_keys else (),
         hosts=access.hosts,
         origins=access.origins,
     )
@@ -127,35 +132,38 @@ def create_app(
     return app
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
-    async def open_stream(work: Chat | Completion, stack: AsyncExitStack) -> EventStream:
+async def _answer(work: Chat | Completion, body: GenerationBody, request: Request) -> Response:
+    """The answer, whole or as a stream. A client that leaves ends the work."""
+    work.record = record_of(request.scope)
+    stack = AsyncExitStack()
+
+    async def open_stream() -> EventStream:
         return await work.stream(stack)
 
-    async def answer(work: Chat | Completion, body: GenerationBody, request: Request) -> Response:
-        work.record = record_of(request.scope)
-        stack = AsyncExitStack()
-        try:
-            if body.stream:
-                opening = closing(stack, lambda: open_stream(work, stack))
-                return EventStreamResponse(await unless_gone(request, opening), stack)
-            async with stack:
-                return json_reply(await unless_gone(request, work.whole(stack)))
-        except ClientGoneError:
-            return Response(status_code=_CLIENT_GONE)
+    try:
+        if body.stream:
+            opening = closing(stack, open_stream)
+            return EventStreamResponse(await unless_gone(request, opening), stack)
+        async with stack:
+            return json_reply(await unless_gone(request, work.whole(stack)))
+    except ClientGoneError:
+        return Response(status_code=_CLIENT_GONE)
 
+
+def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/completions", include_in_schema=False)
     @app.post("/v1/completions", tags=["generation"], responses=_ANSWERS)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue one or several texts."""
         service.accept(body, record_of(request.scope))
-        return await answer(Completion(service, body), body, request)
+        return await _answer(Completion(service, body), body, request)
 
     @app.post("/chat/completions", include_in_schema=False)
     @app.post("/v1/chat/completions", tags=["generation"], responses=_ANSWERS)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer the last message of a conversation."""
         service.accept(body, record_of(request.scope))
-        return await answer(Chat(service, body), body, request)
+        return await _answer(Chat(service, body), body, request)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

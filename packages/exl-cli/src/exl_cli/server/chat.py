@@ -22,7 +22,7 @@ from exl_cli.server.service import (
     timings_of,
     wants_usage_chunk,
 )
-from exl_cli.server.streaming import Event, TextEvents
+from exl_cli.server.streaming import EVENTS, Event, EventStream, TextEvents
 from exl_cli.server.tools import ToolCall, ToolSplitter
 from exl_core.engine.events import FinishEvent, SampledToken
 from exl_core.engine.request import Report
@@ -48,14 +48,14 @@ class Chat:
         self._body = body
         self._n = settings.n
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._model = ""
+        self.created = int(time.time())
+        self.model = ""
 
-    async def start(self, stack: AsyncExitStack) -> list[_Choice]:
+    async def start(self, stack: AsyncExitStack) -> list[Choice]:
         """Start the replies. They run until the stack is closed."""
         body, settings = self._body, self._body.settings
         resident = await self._service.enter(stack, body.model, self._n)
-        self._model = resident.name
+        self.model = resident.name
         loaded = resident.runtime.loaded
         ctx_size = resident.runtime.ctx_size
         with refusing_long_prompts(ctx_size, "messages"):
@@ -85,40 +85,47 @@ class Chat:
         )
         only_one = body.parallel_tool_calls is False
         return [
-            _Choice(i, job, prompt, loaded.tokenizer, num_top, only_one=only_one)
+            Choice(i, job, prompt, loaded.tokenizer, num_top, only_one=only_one)
             for i, job in enumerate(jobs)
         ]
 
-    async def whole(self, stack: AsyncExitStack) -> dict[str, object]:
+    async def collect(self, stack: AsyncExitStack) -> list[Choice]:
+        """The complete replies."""
         choices = await self.start(stack)
         async for number, result in results_of([choice.job for choice in choices]):
             choices[number].take(result)
+        return choices
+
+    async def whole(self, stack: AsyncExitStack) -> dict[str, object]:
+        choices = await self.collect(stack)
         return {
             **self.head("chat.completion"),
             "choices": [choice.message() for choice in choices],
             **self.figures(choices),
         }
 
-    async def stream(self, stack: AsyncExitStack) -> _ChatStream:
+    async def stream(self, stack: AsyncExitStack) -> EventStream:
         """Start the replies and return their events."""
         return _ChatStream(self, self._body, await self.start(stack))
 
-    def ends(self, choices: Sequence[_Choice]) -> list[FinishEvent]:
+    def ends(self, choices: Sequence[Choice]) -> list[FinishEvent]:
         ends = self._service.ends_of([choice.end for choice in choices])
         self.record.ends = ends
         return ends
 
-    def figures(self, choices: Sequence[_Choice]) -> dict[str, object]:
+    def figures(self, choices: Sequence[Choice]) -> dict[str, object]:
         return figures_of(self.ends(choices), self._n)
 
     def head(self, kind: str) -> dict[str, object]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        return {"id": self._id, "object": kind, "created": self.created, "model": self.model}
 
 
 class _ChatStream:
     """Server-sent events of a chat request."""
 
-    def __init__(self, chat: Chat, body: ChatBody, choices: Sequence[_Choice]) -> None:
+    framing = EVENTS
+
+    def __init__(self, chat: Chat, body: ChatBody, choices: Sequence[Choice]) -> None:
         self.jobs = [choice.job for choice in choices]
         self._chat = chat
         self._head = chat.head("chat.completion.chunk")
@@ -156,14 +163,14 @@ class _ChatStream:
         if self._wants_usage or self._left:
             yield {**self._head, "choices": [], **self._chat.figures(self._choices)}
 
-    def _chunk(self, choice: _Choice, delta: Delta, *, is_last: bool = False) -> dict[str, object]:
+    def _chunk(self, choice: Choice, delta: Delta, *, is_last: bool = False) -> dict[str, object]:
         return {**self._head, "choices": [choice.chunk(delta, is_last=is_last)], **self._extra()}
 
-    def _texts(self, choice: _Choice, name: str) -> TextEvents:
+    def _texts(self, choice: Choice, name: str) -> TextEvents:
         return TextEvents(lambda text: self._chunk(choice, {name: text}))
 
 
-class _Choice:
+class Choice:
     """One reply, split into text, reasoning and tool calls. A piece is reported once no further
     token can change its kind."""
 
@@ -183,10 +190,10 @@ class _Choice:
         self._tokenizer = tokenizer
         self._num_top = num_top
         self._only_one = only_one
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCall] = []
-        self._entries: list[dict[str, object]] = []  # log probabilities by token
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self.calls: list[ToolCall] = []
+        self.entries: list[dict[str, object]] = []  # log probabilities by token
         self._num_reported = 0  # number of entries in the chunks so far
         self._splitter: ReasoningSplitter | None = None
         if not prompt.is_constrained:
@@ -198,11 +205,19 @@ class _Choice:
             )
 
     @property
+    def content(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._thoughts)
+
+    @property
     def finish_reason(self) -> str | None:
         if self.end is None:
             return None
         reason = END_REASONS[self.end.reason]
-        return "tool_calls" if self._calls and reason == "stop" else reason
+        return "tool_calls" if self.calls and reason == "stop" else reason
 
     def take(self, result: Result) -> list[Delta]:
         """Process a result of the engine. Returns the new deltas."""
@@ -217,8 +232,8 @@ class _Choice:
     def chunk(self, delta: Delta, *, is_last: bool = False) -> dict[str, object]:
         reported: dict[str, object] | None = None
         if self._num_top is not None and (is_last or "content" in delta):
-            reported = {"content": self._entries[self._num_reported :]}
-            self._num_reported = len(self._entries)
+            reported = {"content": self.entries[self._num_reported :]}
+            self._num_reported = len(self.entries)
         return {
             "index": self._index,
             "delta": delta,
@@ -227,25 +242,25 @@ class _Choice:
         }
 
     def message(self) -> dict[str, object]:
-        content = "".join(self._content)
+        content = self.content
         message: dict[str, object] = {
             "role": "assistant",
-            "content": None if self._calls and not content.strip() else content,
+            "content": None if self.calls and not content.strip() else content,
         }
-        if self._reasoning:
-            message["reasoning_content"] = "".join(self._reasoning)
-        if self._calls:
-            message["tool_calls"] = [call.as_json() for call in self._calls]
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [call.as_json() for call in self.calls]
         return {
             "index": self._index,
             "message": message,
-            "logprobs": None if self._num_top is None else {"content": self._entries},
+            "logprobs": None if self._num_top is None else {"content": self.entries},
             "finish_reason": self.finish_reason,
         }
 
     def _note(self, tokens: Sequence[SampledToken]) -> None:
         if self._num_top is not None:
-            self._entries += [chat_entry(self._tokenizer, one, self._num_top) for one in tokens]
+            self.entries += [chat_entry(self._tokenizer, one, self._num_top) for one in tokens]
 
     def _read(self, text: str, *, is_end: bool) -> list[Delta]:
         deltas: list[Delta] = []
@@ -255,7 +270,7 @@ class _Choice:
             answers = [piece.text for piece in pieces if not piece.is_reasoning]
             for piece in pieces:
                 if piece.is_reasoning:
-                    self._reasoning.append(piece.text)
+                    self._thoughts.append(piece.text)
                     deltas.append({"reasoning_content": piece.text})
         for answer in answers:
             deltas += self._answer(answer)
@@ -272,9 +287,9 @@ class _Choice:
         deltas: list[Delta] = []
         for part in parts:
             if isinstance(part, str):
-                self._content.append(part)
+                self._texts.append(part)
                 deltas.append({"content": part})
-            elif not (self._only_one and self._calls):
-                self._calls.append(part)
-                deltas.append({"tool_calls": [part.as_json(len(self._calls) - 1)]})
+            elif not (self._only_one and self.calls):
+                self.calls.append(part)
+                deltas.append({"tool_calls": [part.as_json(len(self.calls) - 1)]})
         return deltas

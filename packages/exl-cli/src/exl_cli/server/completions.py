@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from exl_cli.server.engine_request import (
     Wanted,
@@ -28,7 +29,7 @@ from exl_cli.server.service import (
     wants_usage_chunk,
 )
 from exl_cli.server.settings import Settings
-from exl_cli.server.streaming import Event, TextEvents
+from exl_cli.server.streaming import EVENTS, Event, EventStream, TextEvents
 from exl_core.constrain.filter import Constraint
 from exl_core.engine.events import FinishEvent, FinishReason
 from exl_core.engine.request import Report
@@ -79,16 +80,16 @@ class Completion:
         self._n = self._settings.n
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._model = ""
+        self.model = ""
         self._prompts: list[Prompt] = []
         self._scores_only = _is_scores_only(body.settings)
 
-    async def start(self, stack: AsyncExitStack) -> list[_Choice]:
+    async def start(self, stack: AsyncExitStack) -> list[Choice]:
         """Start the replies. They run until the stack is closed."""
         body, settings = self._body, self._settings
         given = _listed(body)
         resident = await self._service.enter(stack, body.model, len(given) * self._n)
-        self._model = resident.name
+        self.model = resident.name
         tokenizer = resident.runtime.loaded.tokenizer
         most = resident.runtime.ctx_size - 1
 
@@ -126,7 +127,7 @@ class Completion:
             [prompt.token_ids for prompt in self._prompts],
             Wanted(
                 param="prompt",
-                max_tokens=1 if self._scores_only else self._max_tokens(),
+                max_tokens=1 if self._scores_only else self.limit(),
                 max_time_s=self._service.limits.reply_s,
                 report=Report(
                     log_probs=settings.logprobs,
@@ -137,32 +138,38 @@ class Completion:
             ),
         )
         return [
-            _Choice(i, job, self._prompts[i // self._n], settings, tokenizer)
+            Choice(i, job, self._prompts[i // self._n], settings, tokenizer)
             for i, job in enumerate(jobs)
         ]
 
-    def _max_tokens(self) -> int:
+    def limit(self) -> int:
+        """Token limit of each reply."""
         limit = self._settings.max_tokens
         return DEFAULT_MAX_TOKENS if limit is None else limit
 
-    async def whole(self, stack: AsyncExitStack) -> dict[str, object]:
+    async def collect(self, stack: AsyncExitStack) -> list[Choice]:
+        """The complete replies."""
         choices = await self.start(stack)
         async for number, result in results_of([choice.job for choice in choices]):
             choices[number].take(result)
+        return choices
+
+    async def whole(self, stack: AsyncExitStack) -> dict[str, object]:
+        choices = await self.collect(stack)
         return {
             **self.head(),
             "choices": [choice.as_json(choice.take_text()) for choice in choices],
             **self.figures(choices),
         }
 
-    async def stream(self, stack: AsyncExitStack) -> _CompletionStream:
+    async def stream(self, stack: AsyncExitStack) -> EventStream:
         """Start the replies and return their events."""
         return _CompletionStream(self, self._body, await self.start(stack))
 
-    def figures(self, choices: Sequence[_Choice]) -> dict[str, object]:
+    def figures(self, choices: Sequence[Choice]) -> dict[str, object]:
         return figures_of(self.ends(choices), self._n, no_reply=self._scores_only)
 
-    def ends(self, choices: Sequence[_Choice]) -> list[FinishEvent]:
+    def ends(self, choices: Sequence[Choice]) -> list[FinishEvent]:
         ends = self._service.ends_of([choice.end for choice in choices])
         self.record.ends = ends
         return ends
@@ -172,15 +179,17 @@ class Completion:
             "id": self._id,
             "object": "text_completion",
             "created": self._created,
-            "model": self._model,
+            "model": self.model,
         }
 
 
 class _CompletionStream:
     """Server-sent events of a completion request."""
 
+    framing = EVENTS
+
     def __init__(
-        self, completion: Completion, body: CompletionBody, choices: Sequence[_Choice]
+        self, completion: Completion, body: CompletionBody, choices: Sequence[Choice]
     ) -> None:
         self.jobs = [choice.job for choice in choices]
         self._completion = completion
@@ -215,11 +224,11 @@ class _CompletionStream:
             figures = self._completion.figures(self._choices)
             yield {**self._completion.head(), "choices": [], **figures}
 
-    def _chunk(self, choice: _Choice, text: str) -> dict[str, object]:
+    def _chunk(self, choice: Choice, text: str) -> dict[str, object]:
         return {**self._completion.head(), "choices": [choice.as_json(text)], **self._extra()}
 
 
-class _Choice:
+class Choice:
     """One reply, reported whole or in pieces."""
 
     def __init__(
@@ -232,7 +241,7 @@ class _Choice:
     ) -> None:
         self.job = job
         self.end: FinishEvent | None = None
-        self._index = index
+        self.index = index
         self._text = prompt.text if settings.echo else ""
         self._scores_only = _is_scores_only(settings)
         self._logprobs: LegacyLogprobs | None = None
@@ -263,9 +272,28 @@ class _Choice:
         text, self._text = self._text, ""
         return text
 
+    def probabilities(self) -> dict[str, object]:
+        """Log probabilities since the previous call, by llama.cpp's name; empty without them."""
+        if self._logprobs is None:
+            return {}
+        taken: Any = self._logprobs.take()
+        pieces = zip(taken["tokens"], taken["token_logprobs"], taken["top_logprobs"], strict=True)
+        return {
+            "completion_probabilities": [
+                {
+                    "token": token,
+                    "logprob": value,
+                    "top_logprobs": [
+                        {"token": one, "logprob": of_one} for one, of_one in (top or {}).items()
+                    ],
+                }
+                for token, value, top in pieces
+            ]
+        }
+
     def as_json(self, text: str) -> dict[str, object]:
         return {
-            "index": self._index,
+            "index": self.index,
             "text": text,
             "logprobs": None if self._logprobs is None else self._logprobs.take(),
             "finish_reason": None if self.end is None else END_REASONS[self.end.reason],

@@ -62,8 +62,30 @@ class ApiError(Exception):
             }
         }
 
-    def response(self) -> Response:
-        return json_reply(self.body, self.status, self.headers)
+    def response(self, path: str = "") -> Response:
+        """The response, in the form that clients of this path expect."""
+        return json_reply(shaped(self, path), self.status, self.headers)
+
+
+def shaped(error: ApiError, path: str) -> dict[str, object]:
+    """The body of an error: in OpenAI's form, in that of Anthropic, or in that of ollama."""
+    message = printable(error.message)
+    if path.endswith(("/messages", "/messages/count_tokens")):
+        kind = _ANTHROPIC_KINDS.get(error.status, error.kind)
+        return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"error": message} if path.startswith("/api/") else error.body
+
+
+_ANTHROPIC_KINDS = {
+    400: INVALID,
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -125,7 +147,7 @@ def install_handlers(app: FastAPI) -> None:
 
 def _answer(request: Request, error: ApiError) -> Response:
     record_of(request.scope).reason = error.message
-    return error.response()
+    return error.response(request.url.path)
 
 
 def _http_error(request: Request, error: HTTPException) -> ApiError:

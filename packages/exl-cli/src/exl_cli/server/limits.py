@@ -97,7 +97,7 @@ class Gate:
             body = await self._body(scope, headers, receive)
         except ApiError as error:
             record_of(scope).reason = error.message
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         if body is None:  # the client has disconnected
             return
@@ -202,7 +202,7 @@ def key_of(headers: dict[bytes, bytes]) -> bytes:
     scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer":
         return given.strip()
-    return headers.get(b"x-api-key", b"").strip()
+    return headers.get(b"x-api-key", headers.get(b"x-admin-key", b"")).strip()
 
 
 def _allowing(origin: str, headers: dict[bytes, bytes], send: Send) -> Send:

@@ -140,6 +140,24 @@ class ModelHost:
             self._in_use -= 1
             self._pump()
 
+    async def unload(self) -> None:
+        """Free the loaded model. The next request loads one again."""
+        if not self.others:
+            raise ApiError(400, "the only model of a server cannot be unloaded")
+        if self._in_use or self._swap is not None:
+            raise ApiError(409, "the model is in use", code="model_in_use")
+        self._swap = asyncio.get_running_loop().create_task(self._unload())
+        await asyncio.shield(self._swap)
+
+    async def _unload(self) -> None:
+        old, self._resident = self._resident, None
+        if old is not None:
+            await old.jobs.close()
+            del old
+        await asyncio.to_thread(_free_memory)
+        self._swap = None
+        self._pump()
+
     async def close(self) -> None:
         if self._swap is not None:
             await asyncio.wait({self._swap})

@@ -21,6 +21,10 @@ class PromptStyle:
     prompt_format: PromptFormat | None = None
 
     @property
+    def has_template(self) -> bool:
+        return self.prompt_format is not None or self.loaded.template is not None
+
+    @property
     def source(self) -> str:
         """All text that the template or the format itself writes. Raises ApiError without one."""
         if self.prompt_format is not None:

@@ -6,11 +6,12 @@ Unknown fields are kept in `model_extra`, so that the server can name them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
+from exl_cli.server.errors import refusal
 from exl_cli.server.fields import Table
 from exl_cli.server.settings import CHAT, COMPLETION, Settings, read_settings
 
@@ -40,6 +41,18 @@ class Body(BaseModel):
             elif isinstance(value, list) and value and isinstance(value[0], Body):
                 for one in value:
                     yield from one.unknown_fields(f"{prefix}{name}[].")
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parsed(kind: type[B], body: Mapping[str, object]) -> B:
+    """A body that another API's body was converted into. Raises ApiError for a wrong field."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        problems = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        raise refusal(problems) from error
 
 
 class StreamOptions(Body):
@@ -188,9 +201,30 @@ class ChatBody(GenerationBody):
 
 
 class TokenizeBody(Body):
-    prompt: str
-    add_special_tokens: bool = True
+    """vLLM's `prompt`, with BOS by default, or llama.cpp's `content`, without."""
+
+    inert = frozenset({"with_pieces", "parse_special", "return_token_strs"})
+
+    prompt: str | None = None
+    content: str | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
     model: str | None = None
+
+    @model_validator(mode="after")
+    def _has_text(self) -> TokenizeBody:
+        if self.text is None:
+            raise ValueError("prompt, or content as in llama.cpp, is missing")
+        return self
+
+    @property
+    def text(self) -> str | None:
+        return self.content if self.prompt is None else self.prompt
+
+    @property
+    def adds_special(self) -> bool:
+        given = self.add_special if self.add_special_tokens is None else self.add_special_tokens
+        return self.prompt is not None if given is None else given
 
 
 class DetokenizeBody(Body):

@@ -10,13 +10,14 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from exl_cli.server.errors import ApiError, to_json
+from exl_cli.server.errors import ApiError, shaped, to_json
 from exl_cli.server.limits import PIPE
 from exl_cli.server.record import record_of
 from exl_cli.server.service import failure_of
@@ -26,6 +27,35 @@ from exl_core.generate.dynamic import Result
 
 T = TypeVar("T")
 Event = dict[str, object] | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How the events of a stream are written.
+
+    has_names   each event is preceded by its type, as in Anthropic's API
+    has_prefix  events are server-sent events; otherwise lines of JSON
+    end         what follows the last event
+    """
+
+    media_type: str = "text/event-stream"
+    has_names: bool = False
+    has_prefix: bool = True
+    end: bytes = b""
+
+    def frame(self, event: Event) -> bytes:
+        data = event if isinstance(event, bytes) else to_json(event)
+        if not self.has_prefix:
+            return data + b"\n"
+        if self.has_names and not isinstance(event, bytes):
+            return b"event: " + str(event["type"]).encode() + b"\ndata: " + data + b"\n\n"
+        return b"data: " + data + b"\n\n"
+
+
+EVENTS = Framing(end=b"data: [DONE]\n\n")
+EVENTS_WITHOUT_END = Framing()
+NAMED_EVENTS = Framing(has_names=True)
+JSON_LINES = Framing("application/x-ndjson", has_prefix=False)
 
 
 class Pipe(Protocol):
@@ -41,6 +71,8 @@ class Pipe(Protocol):
 class EventStream(Protocol):
     """Source of events: at the beginning of a stream, for each result, and after all jobs ended."""
 
+    @property
+    def framing(self) -> Framing: ...
     @property
     def jobs(self) -> Sequence[AsyncJob]: ...
     def begin(self) -> Iterable[Event]: ...
@@ -70,12 +102,12 @@ class TextEvents:
 
 
 class EventStreamResponse(Response):
-    """Response that sends the events and `[DONE]`. It always closes the stack at its end."""
-
-    media_type = "text/event-stream"
+    """Response that sends the events and the end of their framing. It always closes the stack at
+    its end."""
 
     def __init__(self, events: EventStream, stack: AsyncExitStack) -> None:
         self.status_code = 200
+        self.media_type = events.framing.media_type
         self.background = None
         # Tells proxies not to buffer events.
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
@@ -94,16 +126,17 @@ class EventStreamResponse(Response):
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
-        last, bug = b"[DONE]", None
+        framing = self._events.framing
+        last, bug = framing.end, None
         try:
             await _StreamWriter(self._events, pipe).run()
         except Exception as error:  # noqa: BLE001 - sent to the client; a bug is raised again below
             failure = failure_of(error)
             record_of(scope).reason = failure.message
-            last = to_json(failure.body)
+            last = framing.frame(shaped(failure, scope["path"]))
             bug = None if isinstance(error, ApiError | ExlError) else error
         await pipe.drain()
-        await send({"type": "http.response.body", "body": _sse_event(last), "more_body": False})
+        await send({"type": "http.response.body", "body": last, "more_body": False})
         if bug is not None:
             raise bug  # uvicorn logs it
 
@@ -116,6 +149,7 @@ class _StreamWriter:
 
     def __init__(self, events: EventStream, pipe: Pipe) -> None:
         self._events = events
+        self._frame = events.framing.frame
         self._pipe = pipe
         self._is_done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
@@ -149,7 +183,7 @@ class _StreamWriter:
 
     def _write(self, events: Iterable[Event]) -> None:
         for event in events:
-            self._pipe.write(_sse_event(event if isinstance(event, bytes) else to_json(event)))
+            self._pipe.write(self._frame(event))
 
 
 class _AsgiPipe:
@@ -170,10 +204,6 @@ class _AsgiPipe:
         while self._held:
             body = self._held.popleft()
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-def _sse_event(event: bytes) -> bytes:
-    return b"data: " + event + b"\n\n"
 
 
 async def closing(stack: AsyncExitStack, make: Callable[[], Coroutine[Any, Any, T]]) -> T:

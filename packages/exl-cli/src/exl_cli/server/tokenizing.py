@@ -34,12 +34,13 @@ def _add_vllm(app: FastAPI, service: Service) -> None:
         """Token ids of a text. Text that spells a special token becomes that token."""
         async with host.use(body.model) as resident:
             tokenizer = resident.runtime.loaded.tokenizer
-            add_bos = None if body.add_special_tokens else False
+            add_bos = None if body.adds_special else False
+            text = body.text or ""
             longest = resident.runtime.ctx_size
             most = max(longest, MAX_TOKENS)
             prompt = await service.in_thread(
-                lambda: as_prompt(tokenizer, body.prompt, add_bos=add_bos, max_tokens=most),
-                len(body.prompt),
+                lambda: as_prompt(tokenizer, text, add_bos=add_bos, max_tokens=most),
+                len(text),
             )
             ids = prompt.token_ids
         return json_reply({"tokens": ids, "count": len(ids), "max_model_len": longest})
@@ -49,7 +50,7 @@ def _add_vllm(app: FastAPI, service: Service) -> None:
         """Text of token ids, including special tokens."""
         async with host.use(body.model) as resident:
             text = await _text_of(service, resident.runtime.loaded.tokenizer, body.tokens)
-        return json_reply({"prompt": text})
+        return json_reply({"prompt": text, "content": text})  # vLLM's name, llama.cpp's
 
     @app.get("/tokenizer_info", tags=["tokenizer"])
     async def tokenizer_info() -> Response:

@@ -18,13 +18,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from exl_core.constrain.filter import Filter
 from exl_core.constrain.trial import MAX_PROCESSES
 from exl_core.engine.request import Request
 from exl_core.errors import ExlError, RequestError
 from exl_core.generate.dynamic import DynamicGenerator, Job, Result, Stage, check_request
+
+T = TypeVar("T")
 
 _POLL_S = 0.5
 """Interval at which the engine's thread checks that an event loop that takes no results runs."""
@@ -123,7 +125,7 @@ class AsyncGenerator:
         self._is_closed = False
         # Used by the event loop's thread.
         self._live: set[AsyncJob] = set()
-        self._starting: set[asyncio.Future[AsyncJob]] = set()
+        self._starting: set[asyncio.Future[Any]] = set()  # they wait for the engine's thread
         self._running: asyncio.Task[None] | None = None
         self._returned_at = time.monotonic()
         # Used by the engine's thread until it has ended; `_dropped` is shared by both threads.
@@ -181,6 +183,20 @@ class AsyncGenerator:
             self._live.add(job)
             self._wake()
         return job
+
+    async def between_steps(self, work: Callable[[], T]) -> T:
+        """Result of `work`, which runs on the engine's thread between two steps.
+
+        For short work that uses the model, such as one more pass. All jobs wait for it.
+        """
+        if self._is_closed:
+            raise RequestError("the generator is closed")
+        if not self._pending():
+            self._returned_at = time.monotonic()
+        waiting = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        self._starting.add(waiting)
+        waiting.add_done_callback(self._starting.discard)
+        return await asyncio.shield(waiting)
 
     def drop(self, job: AsyncJob) -> None:
         """Forget a job without a consumer; the engine cancels it before its next step."""

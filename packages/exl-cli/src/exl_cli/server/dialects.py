@@ -1,0 +1,304 @@
+"""Routes of other servers' APIs: Anthropic, OpenAI's responses, ollama, llama.cpp, tabbyAPI.
+
+Each route reads a body as a JSON object, converts it into a chat request or a completion, and
+answers in its own form. Everything else is that of the routes in `app.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+from fastapi import Body, FastAPI, Request, Response
+
+from exl_cli.server import anthropic, llama_cpp, ollama, responses
+from exl_cli.server.conversation import chat_prompt, num_chars
+from exl_cli.server.embeddings import Embeddings, embeddings_body
+from exl_cli.server.engine_request import refusing_long_prompts
+from exl_cli.server.errors import ApiError, json_reply
+from exl_cli.server.models import Resident
+from exl_cli.server.record import record_of
+from exl_cli.server.schema import ChatBody, CompletionBody, GenerationBody, parsed
+from exl_cli.server.service import Service
+from exl_cli.server.streaming import EVENTS_WITHOUT_END
+
+JsonObject = Annotated[dict[str, Any], Body()]
+Answer = Callable[[Any, GenerationBody, Request], Coroutine[Any, Any, Response]]
+_TAG = "other APIs"
+
+
+def add_dialects(app: FastAPI, service: Service, answer: Answer) -> None:
+    _add_anthropic(app, service, answer)
+    _add_openai(app, service, answer)
+    _add_ollama(app, service, answer)
+    _add_ollama_models(app, service)
+    _add_llama_cpp(app, service, answer)
+
+
+def _accepted(service: Service, request: Request, body: GenerationBody) -> None:
+    service.accept(body, record_of(request.scope))
+
+
+def _add_anthropic(app: FastAPI, service: Service, answer: Answer) -> None:
+    @app.post("/messages", include_in_schema=False)
+    @app.post("/v1/messages", tags=[_TAG])
+    async def messages(body: JsonObject, request: Request) -> Response:
+        """Answer a conversation, by Anthropic's API."""
+        chat = anthropic.chat_body(body)
+        _accepted(service, request, chat)
+        return await answer(anthropic.Messages(service, chat), chat, request)
+
+    @app.post("/v1/messages/count_tokens", tags=[_TAG])
+    async def count_tokens(body: JsonObject, request: Request) -> Response:
+        """Number of tokens of a conversation's prompt, by Anthropic's API."""
+        chat = anthropic.chat_body(body)
+        _accepted(service, request, chat)
+        return json_reply({"input_tokens": len(await _prompt_of(service, chat))})
+
+
+def _add_openai(app: FastAPI, service: Service, answer: Answer) -> None:
+    @app.post("/responses", include_in_schema=False)
+    @app.post("/v1/responses", tags=[_TAG])
+    async def create_response(body: JsonObject, request: Request) -> Response:
+        """Answer a conversation, by OpenAI's responses API, without stored state."""
+        chat = responses.chat_body(body)
+        _accepted(service, request, chat)
+        return await answer(responses.Responses(service, chat, body), chat, request)
+
+    @app.post("/embeddings", include_in_schema=False)
+    @app.post("/v1/embeddings", tags=[_TAG])
+    async def embeddings(body: JsonObject) -> Response:
+        """Vectors of texts: pooled hidden states of the loaded model."""
+        return json_reply(await Embeddings(service, embeddings_body(body)).whole())
+
+
+def _add_ollama(app: FastAPI, service: Service, answer: Answer) -> None:
+    @app.post("/api/chat", tags=[_TAG])
+    async def chat(body: JsonObject, request: Request) -> Response:
+        """Answer a conversation, by ollama's API."""
+        if body.get("messages") == []:
+            return json_reply(_loaded(service, body))
+        made = ollama.chat_body(body)
+        _accepted(service, request, made)
+        return await answer(ollama.OllamaChat(service, made), made, request)
+
+    @app.post("/api/generate", tags=[_TAG])
+    async def generate(body: JsonObject, request: Request) -> Response:
+        """Answer a prompt, by ollama's API."""
+        if not body.get("prompt"):
+            return json_reply(_loaded(service, body))
+        resident = service.host.resident
+        has_template = resident is None or resident.style.has_template
+        made = ollama.generate_body(body, has_template=has_template)
+        _accepted(service, request, made)
+        if isinstance(made, CompletionBody):
+            return await answer(ollama.OllamaCompletion(service, made), made, request)
+        return await answer(ollama.OllamaChat(service, made, is_generate=True), made, request)
+
+    @app.post("/api/embed", tags=[_TAG])
+    async def embed(body: JsonObject) -> Response:
+        """Vectors of texts, by ollama's API."""
+        found = await Embeddings(service, embeddings_body(body)).whole()
+        return json_reply(
+            {
+                "model": found["model"],
+                "embeddings": [one["embedding"] for one in found["data"]],
+                "prompt_eval_count": found["usage"]["prompt_tokens"],
+            }
+        )
+
+    @app.post("/api/embeddings", tags=[_TAG])
+    async def old_embeddings(body: JsonObject) -> Response:
+        """The vector of one text, by ollama's older API."""
+        left = {**body, "input": body.get("prompt")}
+        left.pop("prompt", None)
+        found = await Embeddings(service, embeddings_body(left)).whole()
+        return json_reply({"embedding": found["data"][0]["embedding"]})
+
+
+def _loaded(service: Service, body: Mapping[str, Any]) -> dict[str, object]:
+    """ollama's clients load a model by a request without a prompt."""
+    return {
+        "model": str(body.get("model", service.host.default))[:200],
+        "created_at": ollama.created_at(),
+        "message": {"role": "assistant", "content": ""},
+        "response": "",
+        "done": True,
+        "done_reason": "load",
+    }
+
+
+def _add_ollama_models(app: FastAPI, service: Service) -> None:
+    host = service.host
+
+    @app.get("/api/tags", tags=[_TAG])
+    async def tags() -> Response:
+        """The models, by ollama's API."""
+        return json_reply({"models": [_model_json(host.resident, name) for name in host.names]})
+
+    @app.get("/api/ps", tags=[_TAG])
+    async def running_models() -> Response:
+        """The loaded model, by ollama's API."""
+        resident = host.resident
+        models = [] if resident is None else [_model_json(resident, resident.name)]
+        return json_reply({"models": models})
+
+    @app.get("/api/version", tags=[_TAG])
+    async def api_version() -> Response:
+        """Version of this server, by ollama's API."""
+        try:
+            found = version("exl-cli")
+        except PackageNotFoundError:
+            found = "0.0.0"
+        return json_reply({"version": found})
+
+    @app.post("/api/show", tags=[_TAG])
+    async def show(body: JsonObject) -> Response:
+        """Describe a model, by ollama's API."""
+        name = body.get("model", body.get("name"))
+        if not isinstance(name, str):
+            raise ApiError(400, "model: a name is expected", param="model")
+        async with host.use(name) as resident:
+            template = resident.runtime.loaded.template
+            capabilities = ["completion", "embedding"]
+            if template is not None and "tools" in template.source:
+                capabilities.append("tools")
+            return json_reply(
+                {
+                    "modelfile": "",
+                    "parameters": "\n".join(f"{k} {v}" for k, v in resident.defaults.items()),
+                    "template": "" if template is None else template.source,
+                    "details": _details(resident),
+                    "model_info": {"general.context_length": resident.runtime.ctx_size},
+                    "capabilities": capabilities,
+                }
+            )
+
+
+def _details(resident: Resident | None) -> dict[str, object]:
+    loaded = None if resident is None else resident.runtime.loaded
+    family = (
+        "" if loaded is None else str(getattr(getattr(loaded.config, "arch", None), "name", ""))
+    )
+    is_gguf = loaded is not None and loaded.path.suffix.lower() == ".gguf"
+    return {
+        "parent_model": "",
+        "format": "gguf" if is_gguf else "safetensors",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
+
+
+def _model_json(resident: Resident | None, name: str) -> dict[str, object]:
+    """A model in ollama's lists. Only the loaded one has details; the digest is one of its name."""
+    is_loaded = resident is not None and resident.name == name
+    size = resident.runtime.loaded.weights_bytes if resident is not None and is_loaded else 0
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": ollama.created_at(),
+        "size": size,
+        "digest": hashlib.sha256(name.encode("utf-8", "replace")).hexdigest(),
+        "details": _details(resident if is_loaded else None),
+    }
+
+
+def _add_llama_cpp(app: FastAPI, service: Service, answer: Answer) -> None:
+    @app.post("/completion", tags=[_TAG])
+    async def completion(body: JsonObject, request: Request) -> Response:
+        """Continue a text, by llama.cpp's API."""
+        made = llama_cpp.completion_body(body)
+        _accepted(service, request, made)
+        return await answer(llama_cpp.LlamaCompletion(service, made), made, request)
+
+    @app.post("/infill", tags=[_TAG])
+    async def infill(body: JsonObject, request: Request) -> Response:
+        """Fill in the text between two others, by llama.cpp's API."""
+        made = llama_cpp.infill_body(body)
+        _accepted(service, request, made)
+        return await answer(llama_cpp.LlamaCompletion(service, made), made, request)
+
+    @app.post("/apply-template", tags=[_TAG])
+    async def apply_template(body: JsonObject, request: Request) -> Response:
+        """The prompt of a conversation as text, by llama.cpp's API."""
+        chat = parsed(ChatBody, body)
+        _accepted(service, request, chat)
+        ids = await _prompt_of(service, chat)
+        async with service.host.use(chat.model) as resident:
+            tokenizer = resident.runtime.loaded.tokenizer
+            text = await service.in_thread(
+                lambda: tokenizer.decode(ids, skip_special=False), len(ids)
+            )
+        return json_reply({"prompt": text})
+
+    @app.get("/slots", tags=[_TAG])
+    async def slots() -> Response:
+        """Places for concurrent replies, by llama.cpp's API."""
+        resident = service.host.resident
+        if resident is None:
+            return json_reply([])
+        busy = len(resident.runtime.engine.scheduler.running)
+        n_ctx = resident.runtime.ctx_size
+        return json_reply(
+            [
+                {"id": number, "n_ctx": n_ctx, "is_processing": number < busy}
+                for number in range(resident.max_batch)
+            ]
+        )
+
+
+def add_tabby_models(app: FastAPI, service: Service, admin_keys: Collection[str]) -> None:
+    """tabbyAPI's loading and unloading of models, for holders of an admin key."""
+    host = service.host
+
+    def check_admin(request: Request) -> None:
+        given = request.headers.get("x-admin-key", "").encode()
+        # Compares with all keys, so that the time reveals nothing about them.
+        matches = [hmac.compare_digest(key.encode(), given) for key in admin_keys]
+        if not any(matches):
+            message = "an admin key is required: x-admin-key: KEY, of --admin-key"
+            raise ApiError(403, message, code="invalid_admin_key")
+
+    @app.get("/v1/model/list", tags=[_TAG])
+    async def list_models() -> Response:
+        """The models, by tabbyAPI's API."""
+        models = [{"id": name, "object": "model", "owned_by": "exl"} for name in host.names]
+        return json_reply({"object": "list", "data": models})
+
+    @app.post("/v1/model/load", tags=[_TAG])
+    async def load(body: JsonObject, request: Request) -> Response:
+        """Load a model of the folder, by tabbyAPI's API."""
+        check_admin(request)
+        name = body.get("model_name", body.get("name"))
+        if not isinstance(name, str):
+            raise ApiError(400, "model_name: a name is expected", param="model_name")
+        async with host.use(name) as resident:
+            event = {"model_type": "model", "module": 1, "modules": 1, "status": "finished"}
+            data = EVENTS_WITHOUT_END.frame({**event, "model": resident.name})
+        return Response(data, media_type=EVENTS_WITHOUT_END.media_type)
+
+    @app.post("/v1/model/unload", tags=[_TAG])
+    async def unload(request: Request) -> Response:
+        """Free the loaded model, by tabbyAPI's API."""
+        check_admin(request)
+        await host.unload()
+        return json_reply({"status": "ok"})
+
+
+async def _prompt_of(service: Service, chat: ChatBody) -> list[int]:
+    """Token ids of a conversation's prompt."""
+    async with service.host.use(chat.model) as resident:
+        ctx_size = resident.runtime.ctx_size
+        with refusing_long_prompts(ctx_size, "messages"):
+            prompt = await service.in_thread(
+                lambda: chat_prompt(
+                    resident.style, chat, ctx_size - 1, allow_special=service.allow_special
+                ),
+                num_chars(chat),
+            )
+    return prompt.token_ids

@@ -1,0 +1,226 @@
+"""ollama's API, `/api/*`, as another form of chat requests and completions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from typing import Any
+
+from exl_cli.server.chat import Chat, Choice, Delta
+from exl_cli.server.completions import END_REASONS, Completion
+from exl_cli.server.errors import ApiError
+from exl_cli.server.schema import ChatBody, CompletionBody, parsed
+from exl_cli.server.service import Service
+from exl_cli.server.streaming import JSON_LINES, Event
+from exl_core.engine.events import FinishEvent
+from exl_core.generate.asynchronous import AsyncJob
+from exl_core.generate.dynamic import Result
+
+Json = dict[str, Any]
+_ENDLESS = -1
+
+
+def chat_body(body: Mapping[str, Any]) -> ChatBody:
+    """The chat request that `/api/chat` stands for."""
+    left = _settings(body)
+    messages = left.get("messages")
+    if isinstance(messages, list):
+        left["messages"] = [_message(message) for message in messages]
+    return parsed(ChatBody, left)
+
+
+def generate_body(body: Mapping[str, Any], *, has_template: bool) -> ChatBody | CompletionBody:
+    """The request that `/api/generate` stands for: a chat of one message, unless `raw`."""
+    left = _settings(body)
+    for name in ("context", "template"):
+        if left.pop(name, None):
+            raise ApiError(
+                400,
+                f"{name}: not supported; /api/chat takes the whole conversation",
+                param=name,
+                code="unsupported_parameter",
+            )
+    system = left.pop("system", None)
+    if left.pop("raw", None) or left.get("suffix") or not has_template:
+        left.pop("enable_thinking", None)
+        left.pop("reasoning_effort", None)
+        return parsed(CompletionBody, left)
+    first = [{"role": "system", "content": system}] if system else []
+    user = {"role": "user", "content": left.pop("prompt", ""), "images": left.pop("images", None)}
+    left.pop("suffix", None)
+    return parsed(ChatBody, {**left, "messages": [*first, _message(user)]})
+
+
+def _settings(body: Mapping[str, Any]) -> Json:
+    """The body with its options at the top, under the names of the settings table."""
+    left = dict(body)
+    options = left.pop("options", None) or {}
+    if not isinstance(options, dict):
+        raise ApiError(400, "options: an object is expected", param="options")
+    shape = left.pop("format", None)
+    if shape:
+        is_any = shape == "json"
+        left["response_format"] = {"type": "json_object"} if is_any else _schema(shape)
+    think = left.pop("think", None)
+    if isinstance(think, bool):
+        left["enable_thinking"] = think
+    elif think is not None:
+        left["reasoning_effort"] = think
+    left.setdefault("stream", True)
+    return {"num_predict": _ENDLESS, **options, **left}
+
+
+def _schema(shape: object) -> Json:
+    return {"type": "json_schema", "json_schema": {"name": "format", "schema": shape}}
+
+
+def _message(message: object) -> object:
+    if not isinstance(message, dict):
+        return message
+    left = dict(message)
+    if left.pop("images", None):
+        raise ApiError(
+            400, "images: this model takes text only", param="images", code="unsupported_parameter"
+        )
+    named = left.pop("tool_name", None)
+    if named is not None:
+        left.setdefault("name", named)
+    return left
+
+
+def created_at() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def counts_of(end: FinishEvent) -> Json:
+    """Counts and times in nanoseconds."""
+    times = {"prompt_eval_duration": end.prefill_s, "eval_duration": end.decode_s}
+    total = end.queued_s + end.prefill_s + end.decode_s
+    return {
+        "total_duration": int(1e9 * total),
+        "load_duration": 0,
+        "prompt_eval_count": end.prompt_tokens,
+        "eval_count": end.completion_tokens,
+        **{name: int(1e9 * value) for name, value in times.items()},
+    }
+
+
+class OllamaChat(Chat):
+    """`/api/chat`, or `/api/generate` with a template: one reply, whole or as lines of JSON."""
+
+    def __init__(self, service: Service, body: ChatBody, *, is_generate: bool = False) -> None:
+        super().__init__(service, body)
+        self._is_generate = is_generate
+        if body.settings.n != 1:
+            raise ApiError(400, "n: this API has one reply", param="n")
+
+    async def whole(self, stack: AsyncExitStack) -> dict[str, object]:
+        (choice,) = await self.collect(stack)
+        message: Json = {"content": choice.content}
+        if choice.reasoning:
+            message["thinking"] = choice.reasoning
+        if choice.calls:
+            message["tool_calls"] = [_call(call.as_json()) for call in choice.calls]
+        return {**self.line(message), **self.last(choice)}
+
+    async def stream(self, stack: AsyncExitStack) -> LineEvents:
+        return LineEvents(self, await self.start(stack))
+
+    def line(self, message: Mapping[str, Any]) -> Json:
+        head = {"model": self.model, "created_at": created_at(), "done": False}
+        if not self._is_generate:
+            return {**head, "message": {"role": "assistant", "content": "", **message}}
+        rest = {name: value for name, value in message.items() if name != "content"}
+        return {**head, "response": message.get("content", ""), **rest}
+
+    def last(self, choice: Choice) -> Json:
+        (end,) = self.ends([choice])
+        return {"done": True, "done_reason": END_REASONS[end.reason], **counts_of(end)}
+
+
+class LineEvents:
+    """Lines of one reply; the last one has its counts."""
+
+    framing = JSON_LINES
+
+    def __init__(self, work: OllamaChat, choices: list[Choice]) -> None:
+        self._work = work
+        (self._choice,) = choices
+
+    @property
+    def jobs(self) -> list[AsyncJob]:
+        return [self._choice.job]
+
+    def begin(self) -> Iterable[Event]:
+        return ()
+
+    def on_result(self, _number: int, result: Result) -> Iterable[Event]:
+        return [self._work.line(_fields(delta)) for delta in self._choice.take(result)]
+
+    def end(self) -> Iterable[Event]:
+        yield {**self._work.line({}), **self._work.last(self._choice)}
+
+
+def _fields(delta: Delta) -> Json:
+    ((name, value),) = delta.items()
+    if name == "tool_calls":
+        assert isinstance(value, list), "a list of calls"
+        return {"tool_calls": [_call(call) for call in value]}
+    return {"thinking" if name == "reasoning_content" else name: value}
+
+
+def _call(call: Mapping[str, Any]) -> Json:
+    """ollama has the arguments of a call as an object."""
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:  # a model wrote them, without a constraint
+        arguments = {"arguments": function["arguments"]}
+    return {"id": call["id"], "function": {"name": function["name"], "arguments": arguments}}
+
+
+class OllamaCompletion(Completion):
+    """`/api/generate` without a template: the prompt as it is."""
+
+    async def whole(self, stack: AsyncExitStack) -> dict[str, object]:
+        (choice,) = await self.collect(stack)
+        (end,) = self.ends([choice])
+        return {**self.line(choice.take_text()), **self.last(end)}
+
+    async def stream(self, stack: AsyncExitStack) -> CompletionLines:
+        return CompletionLines(self, await self.start(stack))
+
+    def line(self, text: str) -> Json:
+        model = self.model
+        return {"model": model, "created_at": created_at(), "response": text, "done": False}
+
+    def last(self, end: FinishEvent) -> Json:
+        return {"done": True, "done_reason": END_REASONS[end.reason], **counts_of(end)}
+
+
+class CompletionLines:
+    """Lines of one completion."""
+
+    framing = JSON_LINES
+
+    def __init__(self, work: OllamaCompletion, choices: list[Any]) -> None:
+        self._work = work
+        (self._choice,) = choices
+
+    @property
+    def jobs(self) -> list[AsyncJob]:
+        return [self._choice.job]
+
+    def begin(self) -> Iterable[Event]:
+        return ()
+
+    def on_result(self, _number: int, result: Result) -> Iterable[Event]:
+        self._choice.take(result)
+        text = self._choice.take_text()
+        return [self._work.line(text)] if text else []
+
+    def end(self) -> Iterable[Event]:
+        (end,) = self._work.ends([self._choice])
+        yield {**self._work.line(""), **self._work.last(end)}

@@ -1,0 +1,209 @@
+"""Real clients against the server. Each is optional: `nox -s thorough` installs the light ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from support.scripted import reply_with
+from support.server import Running, running, scripted_runtime
+
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.filterwarnings("ignore"),  # from the clients and their libraries
+]
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<{{ c.function.name }}{{ c.function.arguments.city }}>{% endfor %}{% endfor %}[assistant]"
+    "{# tools <tool_call> #}"
+)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+FUNCTION = {"name": "weather", "description": "The weather", "parameters": PARAMETERS}
+QUESTION = "Weather in Rome?"
+
+
+class Person(BaseModel):
+    """A reply with a schema."""
+
+    name: str
+    age: int
+
+
+def calls_then_answers(history: Any) -> Any:
+    """Calls the tool, and answers once the conversation has its result. Asks again after that."""
+    text = bytes(one for one in history if one < 256).decode()
+    turn = text.rpartition("[tool]")[2] if "[tool]" in text else ""
+    return reply_with("It is sunny." if turn else CALL)(history)
+
+
+@pytest.fixture(scope="module")
+def talker() -> Iterator[Running]:
+    with running(scripted_runtime(reply_with("Hello there."), ctx_size=4096)) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def caller() -> Iterator[Running]:
+    runtime = scripted_runtime(calls_then_answers, template=TEMPLATE, ctx_size=4096)
+    with running(runtime) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def person() -> Iterator[Running]:
+    with running(scripted_runtime(reply_with('{"name": "Ann", "age": 7}'))) as one:
+        yield one
+
+
+def test_openai_uses_tools_over_three_turns_with_its_own_history(caller: Running) -> None:
+    client = caller.openai()
+    messages: list[Any] = []
+    for _ in range(3):
+        messages.append({"role": "user", "content": QUESTION})
+        for _ in range(2):
+            tools: Any = [{"type": "function", "function": FUNCTION}]
+            reply = client.chat.completions.create(model="x", messages=messages, tools=tools)
+            message: Any = reply.choices[0].message
+            messages.append(message.model_dump())
+            if not message.tool_calls:
+                break
+            (call,) = message.tool_calls
+            assert json.loads(call.function.arguments) == {"city": "Rome"}
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
+        assert message.content == "It is sunny."
+
+
+def test_openai_parses_replies_and_responses(person: Running, talker: Running) -> None:
+    client = person.openai()
+    chat = client.chat.completions.parse(
+        model="x", messages=[{"role": "user", "content": "Who?"}], response_format=Person
+    )
+    assert chat.choices[0].message.parsed == Person(name="Ann", age=7)
+    response = client.responses.parse(model="x", input="Who?", text_format=Person)
+    assert response.output_parsed == Person(name="Ann", age=7)
+    other = talker.openai()
+    first = other.responses.create(model="x", input="hi", instructions="Be kind.")
+    assert first.output_text == "Hello there."
+    history: Any = [{"role": "user", "content": "hi"}, *first.output]
+    history.append({"role": "user", "content": "again"})
+    with other.responses.stream(model="x", input=history) as stream:
+        kinds = [event.type for event in stream]
+        assert stream.get_final_response().output_text == "Hello there."
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+
+
+def test_anthropic_streams_and_uses_tools(caller: Running, talker: Running) -> None:
+    anthropic = pytest.importorskip("anthropic", reason="anthropic is optional")
+    client = anthropic.Anthropic(base_url=talker.url, api_key="none", max_retries=0)
+    asked = [{"role": "user", "content": "hi"}]
+    settings = {"model": "claude", "max_tokens": 100}
+    message = client.messages.create(messages=asked, system="Be kind.", **settings)
+    assert message.content[0].text == "Hello there." and message.stop_reason == "end_turn"
+    with client.messages.stream(messages=asked, **settings) as stream:
+        assert "".join(stream.text_stream) == "Hello there."
+        assert stream.get_final_message().usage.output_tokens == message.usage.output_tokens
+    assert client.messages.count_tokens(model="claude", messages=asked).input_tokens > 2
+    tools = [{"name": "weather", "description": "d", "input_schema": PARAMETERS}]
+    client = anthropic.Anthropic(base_url=caller.url, api_key="none", max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    with client.messages.stream(messages=messages, tools=tools, **settings) as stream:
+        reply = stream.get_final_message()
+    (call,) = [block for block in reply.content if block.type == "tool_use"]
+    assert call.input == {"city": "Rome"} and reply.stop_reason == "tool_use"
+    messages.append({"role": "assistant", "content": reply.content})
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
+    messages.append({"role": "user", "content": [result]})
+    last = client.messages.create(messages=messages, tools=tools, **settings)
+    assert last.content[0].text == "It is sunny."
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        client.messages.create(messages=asked, model="claude", max_tokens=0)
+
+
+def test_ollama_chats_generates_and_lists(caller: Running, talker: Running) -> None:
+    ollama = pytest.importorskip("ollama", reason="ollama is optional")
+    client = ollama.Client(host=talker.url)
+    messages = [{"role": "user", "content": "hi"}]
+    assert client.chat(model="x", messages=messages).message.content == "Hello there."
+    pieces = client.chat(model="x", messages=messages, stream=True)
+    assert "".join(piece.message.content for piece in pieces) == "Hello there."
+    options = {"temperature": 0, "num_ctx": 2048, "repeat_last_n": 64, "seed": 1}
+    done = client.generate(model="x", prompt="hi", options=options)
+    assert done.response == "Hello there." and done.done_reason == "stop"
+    assert client.list().models[0].model == "scripted"
+    assert client.ps().models and "completion" in client.show("scripted").capabilities
+    with pytest.raises(ollama.ResponseError, match="temperature"):
+        client.generate(model="x", prompt="hi", options={"temperature": -1})
+    client = ollama.Client(host=caller.url)
+    tools = [{"type": "function", "function": FUNCTION}]
+    messages = [{"role": "user", "content": QUESTION}]
+    reply = client.chat(model="x", messages=messages, tools=tools)
+    assert reply.message.tool_calls[0].function.arguments == {"city": "Rome"}
+    result = {"role": "tool", "tool_name": "weather", "content": "sunny"}
+    again = client.chat(model="x", messages=[*messages, reply.message, result], tools=tools)
+    assert again.message.content == "It is sunny."
+
+
+def test_ollama_format_is_a_schema(person: Running) -> None:
+    ollama = pytest.importorskip("ollama", reason="ollama is optional")
+    client = ollama.Client(host=person.url)
+    messages = [{"role": "user", "content": "Who?"}]
+    reply = client.chat(model="x", messages=messages, format=Person.model_json_schema())
+    assert Person.model_validate_json(reply.message.content) == Person(name="Ann", age=7)
+
+
+def test_langchain_invokes_streams_and_uses_tools(caller: Running, person: Running) -> None:
+    openai = pytest.importorskip("langchain_openai", reason="langchain-openai is optional")
+    messages = pytest.importorskip("langchain_core.messages")
+    chat = openai.ChatOpenAI(base_url=f"{caller.url}/v1", api_key="none", model="x", max_retries=0)
+    bound = chat.bind_tools([{"type": "function", "function": FUNCTION}])
+    history: list[Any] = [messages.HumanMessage(QUESTION)]
+    reply = bound.invoke(history)
+    assert reply.tool_calls[0]["args"] == {"city": "Rome"}
+    call_id = reply.tool_calls[0]["id"]
+    history += [reply, messages.ToolMessage("sunny", tool_call_id=call_id)]
+    assert bound.invoke(history).content == "It is sunny."
+    assert "".join(piece.content for piece in bound.stream(history)) == "It is sunny."
+    chat = openai.ChatOpenAI(base_url=f"{person.url}/v1", api_key="none", model="x", max_retries=0)
+    assert chat.with_structured_output(Person).invoke("Who?") == Person(name="Ann", age=7)
+
+
+def test_litellm_chats_and_streams(talker: Running, caller: Running) -> None:
+    litellm = pytest.importorskip("litellm", reason="litellm is optional")
+    settings = {"model": "openai/x", "api_base": f"{talker.url}/v1", "api_key": "none"}
+    messages = [{"role": "user", "content": "hi"}]
+    reply = litellm.completion(messages=messages, **settings)
+    assert reply.choices[0].message.content == "Hello there."
+    pieces = litellm.completion(messages=messages, stream=True, **settings)
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == "Hello there."
+    settings["api_base"] = f"{caller.url}/v1"
+    tools = [{"type": "function", "function": FUNCTION}]
+    messages = [{"role": "user", "content": QUESTION}]
+    reply = litellm.completion(messages=messages, tools=tools, **settings)
+    call = reply.choices[0].message.tool_calls[0]
+    messages += [reply.choices[0].message.model_dump()]
+    messages += [{"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    last = litellm.completion(messages=messages, tools=tools, **settings)
+    assert last.choices[0].message.content == "It is sunny."
+
+
+def test_llama_index_chats_completes_and_streams(talker: Running) -> None:
+    like = pytest.importorskip("llama_index.llms.openai_like", reason="llama-index is optional")
+    llms = pytest.importorskip("llama_index.core.llms")
+    model = like.OpenAILike(
+        model="x", api_base=f"{talker.url}/v1", api_key="none", is_chat_model=True, max_retries=0
+    )
+    asked = [llms.ChatMessage(role="user", content="hi")]
+    assert model.chat(asked).message.content == "Hello there."
+    assert "".join(piece.delta for piece in model.stream_chat(asked)) == "Hello there."
+    assert str(model.complete("hi")) == "Hello there."
