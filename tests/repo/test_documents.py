@@ -99,7 +99,10 @@ def test_generated_pages_are_current(script: str, page: str) -> None:
 
 
 def test_every_distribution_contains_the_license() -> None:
-    for folder in ("csrc", "packages/exl-core", "packages/exl-eval", "packages/exl-cli"):
+    for folder in (
+        "csrc",
+        *(f"packages/{name}" for name in ("exl-core", "exl-eval", "exl-cli", "exl-exllamav2")),
+    ):
         project = tomllib.loads(read(f"{folder}/pyproject.toml"))["project"]
         assert (project["license"], project["license-files"]) == ("MIT", ["LICENSE"])
         assert read(f"{folder}/LICENSE") == read("LICENSE")

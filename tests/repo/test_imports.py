@@ -19,8 +19,11 @@ SOURCES = {
     "exl_core": ROOT / "packages/exl-core/src/exl_core",
     "exl_eval": ROOT / "packages/exl-eval/src/exl_eval",
     "exl_cli": ROOT / "packages/exl-cli/src/exl_cli",
+    "exl_exllamav2": ROOT / "packages/exl-exllamav2/src/exl_exllamav2",
 }
 DISTRIBUTION_RANK = {name: rank for rank, name in enumerate(SOURCES)}
+ALIAS = "exl_exllamav2"
+SHADOW = SOURCES[ALIAS] / "shadow"  # files of the old package names, which only re-export
 CORE_RANK = {
     "errors": -1,  # below settings, which raises errors too
     "files": 0,
@@ -154,6 +157,8 @@ def faults_of(module: str, path: Path) -> Iterator[str]:
             yield f"{module} imports {imported}: the server must not import commands"
         if top not in DISTRIBUTION_RANK:
             continue
+        if ALIAS in (top, own) and top != own and top not in ("exl_core", ALIAS):
+            yield f"{module} imports {imported}: the alias may import exl_core only"
         if DISTRIBUTION_RANK[top] > DISTRIBUTION_RANK[own]:
             yield f"{module} imports {imported}: upwards"
         may_call = module.startswith("exl_core.ops.backends.")
@@ -183,6 +188,8 @@ def test_imports_point_down() -> None:
         ("exl_core.engine.engine", "import rich", "only exl_cli"),
         ("exl_cli.server.app", "from exl_cli.commands import chat", "not import commands"),
         ("exl_eval.result", "from exl_cli.main import app", "upwards"),
+        ("exl_cli.main", "import exl_exllamav2.model", "upwards"),
+        ("exl_exllamav2.model", "import exl_cli.main", "exl_core only"),
         (
             "exl_core.model.weights",
             "def f():\n    import exl_kernels",
@@ -245,6 +252,7 @@ def test_package_inits_are_empty() -> None:
         for name, folder in SOURCES.items()
         if name != "exl_kernels"  # its purpose is to load the extension
         for path in folder.rglob("__init__.py")
+        if not path.is_relative_to(SHADOW)
     }
     assert len(inits) > 10
     own = {SOURCES[name] / "__init__.py": name for name in set(inits.values())}
@@ -253,6 +261,8 @@ def test_package_inits_are_empty() -> None:
     ]
     assert not filled
     for path, name in own.items():
+        if name == ALIAS:
+            continue  # it offers two functions too, and imports them when they are used
         expected = VERSION_INIT.replace("DISTRIBUTION", name.replace("_", "-"))
         docstring, _, rest = path.read_text(encoding="utf-8").partition("\n")
         assert docstring.startswith('"""')
@@ -278,9 +288,10 @@ def test_version_is_that_of_the_distribution_and_read_when_used(name: str) -> No
 
 def test_only_settings_reads_the_environment() -> None:
     readers = []
+    allowed = ("exl_core.settings", f"{ALIAS}.environment")
     for module, path in modules():
         for node in nodes_of(path):
-            if not isinstance(node, ast.Attribute) or module == "exl_core.settings":
+            if not isinstance(node, ast.Attribute) or module in allowed:
                 continue
             if node.attr in ("environ", "getenv"):
                 readers.append(f"{module}, line {node.lineno}")

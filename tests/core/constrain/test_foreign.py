@@ -31,6 +31,25 @@ class UncopyableObject(SelectObject):
         self.generator = (i for i in range(3))
 
 
+def test_an_object_in_place_keeps_the_state_of_the_reply() -> None:
+    vocabulary = next(iter(VOCABULARIES.values()))
+    wrapped = CloneObject(vocabulary, OPTIONS)
+    found = Foreign(wrapped, in_place=True).filter(vocabulary)
+    assert found.wrapped is wrapped
+    tokens = [i for i, text in enumerate(vocabulary.token_bytes) if text == b"c"]
+    found.mask()
+    found.accept(tokens[0])
+    assert found.wrapped is wrapped
+    before = found.mask()
+    found.rewind(1)
+    found.mask()
+    found.accept(tokens[0])
+    after = found.mask()
+    assert before is not None
+    assert after is not None
+    assert torch.equal(before, after)
+
+
 class MaskObject(CloneObject):
     """Object that masks logits itself, in the background; `next` must not be called."""
 

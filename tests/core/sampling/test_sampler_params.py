@@ -58,7 +58,7 @@ BAD = {
     ),
     "allowed_tokens": (set(), *NO_IDS),
     "banned_tokens": (None, *NO_IDS),
-    "cfg_scale": (-1, 101, *NO_NUMBERS),
+    "cfg_scale": (-101, 101, *NO_NUMBERS),
     "seed": (-1, 2**63, 0.5, math.nan, True),
 }
 

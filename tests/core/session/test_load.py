@@ -38,6 +38,20 @@ def test_options_change_only_their_configuration_values(folder: Path) -> None:
     assert changed == replace(plain, max_seq_len=99, ropes=(rope,))
 
 
+def test_yarn_stretches_the_models_own_context(folder: Path) -> None:
+    plain = load_model(str(folder)).config
+    changed = load_model(str(folder), LoadOptions(yarn_factor=4.0)).config
+    rope = replace(
+        plain.ropes[0],
+        method=RopeMethod.YARN,
+        factor=4.0,
+        original_max_seq_len=plain.max_seq_len,
+    )
+    assert changed == replace(plain, ropes=(rope,))
+    with pytest.raises(RequestError, match="YaRN"):
+        load_model(str(folder), LoadOptions(yarn_factor=0.0))
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -16,8 +16,10 @@ from typing import Annotated, TextIO
 import typer
 from typer.main import get_command
 
+from exl_cli import options
 from exl_cli.command import InspectGroup, register
 from exl_cli.commands import (
+    alias,
     bench,
     chat,
     convert,
@@ -29,6 +31,7 @@ from exl_cli.commands import (
     serve_lite,
     tokens,
 )
+from exl_cli.commands import exec as exec_
 from exl_cli.commands.eval import (
     acceptance,
     compare,
@@ -113,6 +116,12 @@ register(app, "bench", bench.bench, bench.EXAMPLES)
 app.add_typer(inspect_app, name="inspect")
 register(inspect_app, "model", inspect.inspect_model, inspect.EXAMPLES)
 register(inspect_app, "tokens", tokens.inspect_tokens, tokens.EXAMPLES)
+app.command(
+    "exec",
+    epilog=options.examples(exec_.EXAMPLES),
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)(exec_.exec_program)
+register(app, "alias", alias.alias, alias.EXAMPLES)
 register(app, "doctor", doctor.doctor, doctor.EXAMPLES)
 
 

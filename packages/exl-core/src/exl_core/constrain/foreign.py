@@ -7,8 +7,9 @@ may also have `clone()`, `use_background_worker()`, and masks of its own (`can_m
 allows EOS or allows every token.
 
 Each reply uses its own copy, because the object holds the state of one reply: `clone()` if there is
-one, else a deep copy that shares its `model` and `tokenizer`. An object that cannot be copied is
-used directly, for one reply at a time, and must treat a second `begin` as a restart. `rewind`
+one, else a deep copy that shares its `model` and `tokenizer`. With `in_place` the object itself
+follows one reply at a time, so that its owner can read the collected state afterwards. An object
+that is used in place, or that cannot be copied, must treat a second `begin` as a restart. `rewind`
 restores a copy that was made before the undone tokens, or else begins again and feeds the
 remaining tokens.
 """
@@ -35,9 +36,14 @@ _SHARED = ("model", "tokenizer")  # attributes that are not copied with the obje
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Foreign:
-    """A filter object of exllamav2 as a constraint. Its `begin` always gets an empty text."""
+    """A filter object of exllamav2 as a constraint. Its `begin` always gets an empty text.
+
+    in_place  the reply uses `wrapped` itself, not a copy. The caller uses the constraint for one
+              reply at a time
+    """
 
     wrapped: Any
+    in_place: bool = False
 
     def filter(self, vocabulary: Vocabulary) -> ForeignFilter:
         missing = [n for n in ("begin", "feed", "next") if not hasattr(self.wrapped, n)]
@@ -47,15 +53,16 @@ class Foreign:
                 expected="the methods begin, feed and next",
                 got=f"{type(self.wrapped).__name__} without {', '.join(missing)}",
             )
-        return ForeignFilter(self.wrapped, vocabulary)
+        return ForeignFilter(self.wrapped, vocabulary, in_place=self.in_place)
 
 
 class ForeignFilter(Filter):
     wrapped: Any
     """Copy of the object that follows this reply; callers may read the state that it collects."""
 
-    def __init__(self, original: Any, vocabulary: Vocabulary) -> None:
+    def __init__(self, original: Any, vocabulary: Vocabulary, *, in_place: bool = False) -> None:
         self._original = original
+        self._in_place = in_place
         self._vocabulary = vocabulary
         self._token_ids: list[int] = []
         self._snapshots: deque[tuple[int, Any]] = deque(maxlen=_SNAPSHOTS)
@@ -71,7 +78,7 @@ class ForeignFilter(Filter):
 
     def accept(self, token_id: int) -> None:
         self._update()
-        if hasattr(self.wrapped, "clone"):
+        if hasattr(self.wrapped, "clone") and not self._in_place:
             with self._errors_of("clone"):
                 self._snapshots.append((len(self._token_ids), self.wrapped.clone()))
         self._is_ended = token_id in (self._end_tokens or ())
@@ -136,7 +143,7 @@ class ForeignFilter(Filter):
             wrapped.feed(torch.tensor([[token_id]]))
 
     def _begun_copy(self) -> Any:
-        wrapped = _copy_of(self._original)
+        wrapped = self._original if self._in_place else _copy_of(self._original)
         with self._errors_of("begin"):
             wrapped.begin("")
         return wrapped

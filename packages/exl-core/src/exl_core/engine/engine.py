@@ -19,6 +19,7 @@ from functools import cached_property
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
 from exl_core.cache.page_pool import PagePool
+from exl_core.cache.store import KVStore
 from exl_core.constrain.filter import Filter
 from exl_core.constrain.filter_set import FilterSet
 from exl_core.constrain.limits import CompileLimits
@@ -40,6 +41,7 @@ from exl_core.errors import OutOfMemoryError, RequestError
 from exl_core.model.protocol import Model
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows
+from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import Sampler
 from exl_core.settings import available_cpus
 from exl_core.speculate.drafter import Draft, Drafter
@@ -92,19 +94,26 @@ class Engine:
         options: EngineOptions | None = None,
         *,
         drafter: Drafter | None = None,
+        store: KVStore | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`drafter` proposes tokens for speculative decoding. It does not change the replies."""
+        """`drafter` proposes tokens for speculative decoding. It does not change the replies.
+
+        `store` is memory for the cache that the caller owns; its size and precision then replace
+        `cache_tokens` and `kv_format`. Several engines and contexts may use one store, one at a
+        time: call `forget_cache` before an engine continues after another user of the store.
+        """
         self.options = options or EngineOptions()
         self.model = model
         self.tokenizer = tokenizer
         config = model.config
         # Vocabularies of models are often padded. Ids unknown to the tokenizer are never sampled.
         self.vocab_size = min(config.vocab_size, tokenizer.vocab_size)
-        num_tokens = self.options.cache_tokens or min(config.max_seq_len, DEFAULT_CACHE_TOKENS)
-        num_pages = pages_for(num_tokens)
-        self.store = store_for(model, self.options.kv_format, num_pages)
-        self.pool = PagePool(num_pages)
+        if store is None:
+            num_tokens = self.options.cache_tokens or min(config.max_seq_len, DEFAULT_CACHE_TOKENS)
+            store = store_for(model, self.options.kv_format, pages_for(num_tokens))
+        self.store = store
+        self.pool = PagePool(store.num_pages)
         self.scheduler = Scheduler(
             self.pool,
             max_batch=self.options.max_batch,
@@ -193,6 +202,34 @@ class Engine:
         """Exclude these ids from the next token of a live request."""
         check_banned(request_id, token_ids, self.vocab_size)
         self._live(request_id).ban_next(token_ids)
+
+    def set_sampler(self, request_id: str, params: SamplerParams) -> None:
+        """Change the sampler settings of a live request, from its next token on.
+
+        The random stream continues; the new `seed` is ignored. RequestError if the request is not
+        live, if the settings hold unknown ids, or if only one of both settings has a guidance
+        scale.
+        """
+        reply = self._live(request_id)
+        request = replace(reply.sequence.request, sampler=params)
+        check_ids(request, self.model.config, self.tokenizer.vocab_size)
+        reply.change(request)
+
+    def set_stops(
+        self, request_id: str, stop_ids: Iterable[int], stop_strings: Iterable[str]
+    ) -> None:
+        """Change the stop conditions of a live request, from its next token on.
+
+        Text that is held back as the beginning of an earlier stop string is matched anew.
+        """
+        reply = self._live(request_id)
+        request = replace(
+            reply.sequence.request,
+            stop_ids=frozenset(stop_ids),
+            stop_strings=tuple(stop_strings),
+        )
+        check_ids(request, self.model.config, self.tokenizer.vocab_size)
+        reply.change(request)
 
     def discard_events(self, request_id: str) -> None:
         """Drop the request's pending events, for a caller that no longer reads them."""

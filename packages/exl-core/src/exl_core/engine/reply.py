@@ -29,6 +29,7 @@ from exl_core.engine.failure import FailureGuard
 from exl_core.engine.healing import Healing
 from exl_core.engine.log_probs import with_log_probs
 from exl_core.engine.logits import LogitRow
+from exl_core.engine.request import Request
 from exl_core.engine.sequence import RequestSequence
 from exl_core.engine.stop import StopMatch, StopMatcher
 from exl_core.errors import ExlError, RequestError
@@ -135,6 +136,17 @@ class ReplyState:
 
     def ban_next(self, token_ids: frozenset[int]) -> None:
         self._banned_next = token_ids
+
+    def change(self, request: Request) -> None:
+        """Continue with the sampler settings and stop conditions of `request`."""
+        if request.sampler != self._request.sampler:
+            self._sampler = self._sampler.changed(request.sampler)
+        if request.stop_strings != self._request.stop_strings:
+            self._matcher = self._matcher.changed(request.stop_strings)
+        self._request = request
+        for member in self.sequence.members:
+            member.request = request
+        self._banned_at_first = frozenset(i for i in request.stop_ids if i < self._vocab_size)
 
     def start_mask(self) -> None:
         """Start computing the constraints' mask in the background, during the forward pass."""

@@ -32,10 +32,16 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> StopMatch:
-        if not self._strings:
+        if not self._strings and not self._held:
             return StopMatch(text, None)
         self._held += text
         return self._scan(is_end=False)
+
+    def changed(self, strings: tuple[str, ...]) -> StopMatcher:
+        """A matcher for other strings that continues with the held text of this one."""
+        other = StopMatcher(strings)
+        other._held = self._held
+        return other
 
     def finish(self, text: str = "") -> StopMatch:
         """Add the last text. Held text that is not part of a stop string is returned."""

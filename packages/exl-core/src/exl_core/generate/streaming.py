@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from threading import Event as Flag
 from typing import Unpack
 
-from exl_core.engine.engine import EngineOptions
+from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import (
     Event,
     FailEvent,
@@ -18,10 +18,12 @@ from exl_core.engine.events import (
     SampledToken,
     TextEvent,
 )
+from exl_core.engine.request import Request
 from exl_core.engine.sequence import RequestSequence
 from exl_core.errors import RequestError
 from exl_core.generate.generator import Generator, Prompt
 from exl_core.model.embedded import EmbeddedSpan
+from exl_core.sampling.params import SamplerParams
 from exl_core.session.load import LoadedModel
 from exl_core.session.request_fields import RequestFields, Stops, check_names, split_stops
 from exl_core.speculate.drafter import Drafter
@@ -93,9 +95,13 @@ class StreamingGenerator(Generator):
         *,
         drafter: Drafter | None = None,
         several_tokens: bool = False,
+        engine: Engine | None = None,
     ) -> None:
-        """`several_tokens`: with drafts, one step returns all tokens of a pass instead of one."""
-        super().__init__(loaded, options, drafter=drafter)
+        """`several_tokens`: with drafts, one step returns all tokens of a pass instead of one.
+
+        `engine`: an existing engine of this model; `options` and `drafter` are then ignored.
+        """
+        super().__init__(loaded, options, drafter=drafter, engine=engine)
         self.draft_stats = DraftStats()
         """Sum over all streams that ended since it was last set."""
         self._stop: Stops = tuple(self.eos_ids)
@@ -156,6 +162,10 @@ class StreamingGenerator(Generator):
             embeddings=embeddings,
             **settings,
         )
+        self.begin_request(request, abort)
+
+    def begin_request(self, request: Request, abort: Flag | None = None) -> None:
+        """`begin` with a request."""
         if self._stream is not None and not self._stream.has_ended:
             self.engine.check(request)
         filters = self.engine.compile(request)
@@ -184,6 +194,19 @@ class StreamingGenerator(Generator):
         error, stream.error = stream.error, None
         assert error is not None, "a result or an error was added"
         raise error
+
+    def change(self, sampler: SamplerParams | None = None, stop: Stops = None) -> None:
+        """Change settings of the running stream from its next token on; None keeps them.
+
+        No effect on tokens that a draft has brought already, nor on a stream that has ended.
+        """
+        stream = self._stream
+        if stream is None or stream.request_id not in self.engine.live_requests:
+            return
+        if sampler is not None:
+            self.engine.set_sampler(stream.request_id, sampler)
+        if stop is not None:
+            self.engine.set_stops(stream.request_id, *split_stops(stop))
 
     def cancel(self) -> None:
         """Cancel the running stream, if any, and drop results that were not returned."""

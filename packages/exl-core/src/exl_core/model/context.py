@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
+from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
 from exl_core.model.adapters import AdapterUse
 from exl_core.model.embedded import EMBEDDED_FROM, EmbeddedSpan
@@ -43,7 +44,10 @@ class Context:
         *,
         batch_size: int = 1,
         kv_format: KVFormat = KVFormat.FP16,
+        store: KVStore | None = None,
     ) -> None:
+        """`store`: memory that the caller owns, of at least the pages of all rows; its precision
+        then replaces `kv_format`."""
         if max_len < 1 or batch_size < 1:
             raise RequestError(
                 "a context needs at least one row and one token",
@@ -52,9 +56,16 @@ class Context:
         self.model = model
         self.max_len = max_len
         self.batch_size = batch_size
-        self.kv_format = kv_format
         self._pages_each = pages_for(max_len)
-        self.store = store_for(model, kv_format, batch_size * self._pages_each)
+        num_pages = batch_size * self._pages_each
+        self.store = store_for(model, kv_format, num_pages) if store is None else store
+        self.kv_format = self.store.kv_format
+        if self.store.num_pages < num_pages:
+            raise RequestError(
+                "the store is too small for this context",
+                expected=f"{num_pages} pages",
+                got=self.store.num_pages,
+            )
         self._lengths = [0] * batch_size
 
     @property

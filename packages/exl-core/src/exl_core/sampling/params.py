@@ -75,7 +75,7 @@ class SamplerParams:
     """Settings of one request's sampler.
 
     cfg_scale            guidance scale: weight of the prompt against the negative prompt; None is
-                         off, 1 ignores the negative prompt
+                         off, 1 ignores the negative prompt, below 0 the prompt is steered away from
     repetition_penalty   divides the positive logits of tokens that occurred, multiplies negative
                          ones
     frequency_penalty    subtracted from a logit for every occurrence of its token
@@ -169,7 +169,7 @@ class SamplerParams:
         if self.mirostat_tau is not None:
             _check_float("mirostat_tau", self.mirostat_tau, 0.0, 100.0)
         if self.cfg_scale is not None:
-            _check_float("cfg_scale", self.cfg_scale, 0.0, 100.0)
+            _check_float("cfg_scale", self.cfg_scale, -100.0, 100.0)
         if 0 < self.dry_range <= self.dry_max_ngram:
             expected = f"0, or more than dry_max_ngram, which is {self.dry_max_ngram}"
             _refuse("dry_range", expected, self.dry_range)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exl_core.errors import ExlError
+from exl_core.errors import ExlError, RequestError
 from exl_core.ops.sampling import RowSettings, Sampled, SampleSettings
 from exl_core.ops.table import OpTable
 from exl_core.sampling.chain import is_common, later_steps, scaling
@@ -122,13 +122,24 @@ class Sampler:
         mask: Tensor | None = None,
         num_top: int = 0,
         want_probability: bool = False,
+        uniform: float | None = None,
     ) -> Sample:
-        """Sample the next token. `mask`: packed bits, int32, of the allowed tokens."""
+        """Sample the next token.
+
+        mask     packed bits, int32, of the allowed tokens
+        uniform  number in [0, 1) that selects the token; None takes it from the random stream
+        """
         self._length = len(history)
+        if uniform is not None and not 0.0 <= uniform < 1.0:
+            raise RequestError("uniform is out of range", expected="0 to below 1", got=uniform)
         if not self._is_common:
             final = self._final(logits, history, banned, mask)
-            return self._sample(final, self._uniform(), num_top, want_probability)
-        uniform = 0.0 if self.params.is_greedy else self._uniform()
+            uniform = self._uniform() if uniform is None else uniform
+            return self._sample(final, uniform, num_top, want_probability)
+        if self.params.is_greedy:
+            uniform = 0.0
+        elif uniform is None:
+            uniform = self._uniform()
         sampled = self._sampled(logits, history, banned, mask, uniform=uniform, num_top=num_top)
         return _sample_of(sampled, want_probability)
 
@@ -230,6 +241,18 @@ class Sampler:
         """Record that this token was appended to the history that it was sampled for."""
         if self._mirostat is not None and sample.probability is not None:
             self._mirostat.accept(self._length + 1, sample.probability)
+
+    def changed(self, params: SamplerParams) -> Sampler:
+        """A sampler with other settings that continues this one's random stream.
+
+        Mirostat goes on from its current cut if its target stays the same.
+        """
+        other = Sampler(params, self._ops)
+        other._generator = self._generator
+        other._length = self._length
+        if other._mirostat is not None and params.mirostat_tau == self.params.mirostat_tau:
+            other._mirostat = self._mirostat
+        return other
 
     def rewind(self, length: int) -> None:
         """Record that the history was cut to `length` tokens."""

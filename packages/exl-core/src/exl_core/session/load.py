@@ -45,6 +45,8 @@ class LoadOptions:
     for long contexts (`longrope`)."""
     rope_factor: float | None = None
     rope_alpha: float | None = None
+    yarn_factor: float | None = None
+    """Stretch the model's own context by this factor with YaRN. Replaces `rope_factor`."""
     exact: bool = False
     """Compute in float32, with weights dequantized to float16 as their format defines."""
     held_bytes: int | None = None
@@ -165,11 +167,23 @@ def check_memory(needed: int, available: int | None, where: object) -> None:
 
 def _with_options(config: ModelConfig, options: LoadOptions) -> ModelConfig:
     rope = config.ropes[0]
-    for name, value in (("RoPE factor", options.rope_factor), ("RoPE alpha", options.rope_alpha)):
+    for name, value in (
+        ("RoPE factor", options.rope_factor),
+        ("RoPE alpha", options.rope_alpha),
+        ("YaRN factor", options.yarn_factor),
+    ):
         if value is not None and not 0.0 < value < float("inf"):
             raise RequestError(f"{name} must be a finite number above 0", got=value)
     if options.rope_factor is not None:
         rope = replace(rope, method=RopeMethod.LINEAR, factor=options.rope_factor)
+    if options.yarn_factor is not None:
+        native = rope.original_max_seq_len or config.max_seq_len
+        rope = replace(
+            rope,
+            method=RopeMethod.YARN,
+            factor=options.yarn_factor,
+            original_max_seq_len=native,
+        )
     if options.rope_alpha is not None:
         rope = replace(rope, alpha=options.rope_alpha)
     length = config.max_seq_len if options.max_seq_len is None else options.max_seq_len

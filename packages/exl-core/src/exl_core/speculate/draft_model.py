@@ -22,6 +22,7 @@ from torch import Tensor
 
 from exl_core.cache.format import KVFormat, pages_for
 from exl_core.cache.page_pool import PageKey
+from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
 from exl_core.model.protocol import Model
 from exl_core.model.runner import Runner, store_for
@@ -47,6 +48,7 @@ class ModelDrafter:
 
     vocab_size       vocabulary of the target model; the draft model's may be padded differently
     num_pages        pages of the target model's cache
+    store            memory of at least `num_pages` pages that the caller owns; None allocates it
     max_tokens       most tokens of a draft
     min_probability  a draft ends where the most likely token is less likely than this
     prefill_chunk    most rows of a pass that computes missing tokens
@@ -62,6 +64,7 @@ class ModelDrafter:
         max_tokens: int = 5,
         min_probability: float = 0.25,
         prefill_chunk: int = 512,
+        store: KVStore | None = None,
     ) -> None:
         if max_tokens < 1 or not 0.0 <= min_probability <= 1.0:
             raise RequestError(
@@ -73,7 +76,7 @@ class ModelDrafter:
         self.max_tokens = max_tokens
         self.min_probability = min_probability
         self.model = model
-        self.store = store_for(model, kv_format, num_pages)
+        self.store = store_for(model, kv_format, num_pages) if store is None else store
         self._runner = Runner(model, self.store)
         self._pages = DraftPages(num_pages, self.store.page_size)
         self._vocab_size = vocab_size

@@ -152,6 +152,18 @@ class Tokenizer(ABC):
         piece = self._piece(token_id)
         return _NO_TOKEN if piece is None else piece
 
+    @property
+    def base_size(self) -> int:
+        """Number of tokens in the vocabulary without tokens that were added to it later."""
+        return self.vocab_size
+
+    def raw_token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token, such as `Ġthe`, `▁the` or `<0x0A>`.
+
+        None for an id without a token.
+        """
+        return self.token_text(token_id) if self.has_token(token_id) else None
+
     def tokens_with(self, characters: str) -> frozenset[int]:
         """Ids of the ordinary tokens whose text contains one of these characters."""
         wanted = frozenset(characters)

@@ -152,6 +152,15 @@ class LibraryTokenizer(Tokenizer):
                     self._hidden[key] = _renamed(self._backend, names), names
             return self._hidden[key]
 
+    @property
+    def base_size(self) -> int:
+        return int(self._backend.get_vocab_size(with_added_tokens=False))
+
+    def raw_token(self, token_id: int) -> str | None:
+        with library_errors("the tokenizer cannot read this id", self.where):
+            token: str | None = self._backend.id_to_token(token_id)
+        return token
+
     def _piece(self, token_id: int) -> bytes | None:
         piece = self._pieces.get(token_id)
         if piece is not None:

@@ -164,6 +164,18 @@ class SentencePieceTokenizer(Tokenizer):
         cuts = self._cuts[adds_space]
         return [text] if cuts is None else cuts.parts(text)
 
+    @property
+    def base_size(self) -> int:
+        return self._piece_count
+
+    def raw_token(self, token_id: int) -> str | None:
+        added = self._added.get(token_id)
+        if added is not None:
+            return added.decode()
+        if 0 <= token_id < self._piece_count:
+            return str(self._processor.id_to_piece(token_id))
+        return self._special_text.get(token_id)
+
     def _piece(self, token_id: int) -> bytes | None:
         piece = self._pieces.get(token_id)
         if piece is not None:

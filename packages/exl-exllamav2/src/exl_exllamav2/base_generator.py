@@ -1,0 +1,164 @@
+"""ExLlamaV2BaseGenerator: one call from a prompt, or several prompts, to the completed texts."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exl_core.engine.engine import Engine
+from exl_core.engine.request import Request
+from exl_core.generate.base import BaseGenerator
+from exl_core.generate.driver import generate
+from exl_core.model.embedded import EmbeddedSpan
+from exl_exllamav2.cache import ExLlamaV2CacheBase
+from exl_exllamav2.engines import hooks_of, make_engine, random_seed
+from exl_exllamav2.errors import OldAssertionError, old_types
+from exl_exllamav2.filters import constraints_of
+from exl_exllamav2.forward import ForwardOwner
+from exl_exllamav2.lora import adapters_of
+from exl_exllamav2.model import ExLlamaV2
+from exl_exllamav2.settings import Settings, sampler_params
+from exl_exllamav2.tokenizer import ExLlamaV2Tokenizer
+
+
+class EngineOwner:
+    """User of a cache that generates with an engine of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    @property
+    def held_len(self) -> int:
+        return 0
+
+    def held_ids(self) -> list[list[int]]:
+        return []
+
+    def leave(self) -> None:
+        """Cancel the requests that still run."""
+        for request_id in self.engine.live_requests:
+            self.engine.cancel(request_id)
+            self.engine.discard_events(request_id)
+
+
+class ExLlamaV2BaseGenerator:
+    """Synchronous generator for a batch of prompts, up to the batch size of the cache."""
+
+    def __init__(
+        self, model: ExLlamaV2, cache: ExLlamaV2CacheBase, tokenizer: ExLlamaV2Tokenizer
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.tokenizer = tokenizer
+        self.sequence_ids: Tensor | None = None
+        self.abort_event: Any = None
+        self._simple: tuple[EngineOwner, BaseGenerator] | None = None
+
+    def warmup(self) -> None:
+        """Run a short reply in memory of its own; the cache is not touched."""
+        with old_types():
+            engine = Engine(self.model.weights, self.tokenizer.exl)
+            generate(engine, Request((0, 1), max_tokens=2))
+
+    def full(self) -> bool:
+        """Whether the sequence fills the context."""
+        held = self.sequence_ids
+        return held is not None and held.shape[-1] >= self.model.config.max_seq_len
+
+    def generate_simple(
+        self,
+        prompt: str | list[str],
+        gen_settings: Settings,
+        num_tokens: int,
+        seed: int | None = None,
+        token_healing: bool = False,
+        encode_special_tokens: bool = False,
+        decode_special_tokens: bool = False,
+        loras: Any = None,
+        stop_token: int | None = -1,
+        add_bos: bool = False,
+        abort_event: Any = None,
+        input_embeddings: Tensor | None = None,
+        completion_only: bool = False,
+        filters: list[Any] | None = None,
+        filter_prefer_eos: bool = False,
+    ) -> Any:
+        """Text, or a list of texts for a list of prompts; see exl's `BaseGenerator`."""
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        if len(prompts) > self.cache.batch_size:
+            raise OldAssertionError(
+                "the cache has too few rows", expected=len(prompts), got=self.cache.batch_size
+            )
+        if seed is not None:
+            random.seed(seed)
+        self.abort_event = abort_event
+        owner, generator = self._generator()
+        self.cache.pending_ids = None
+        if self.cache.take(owner):
+            owner.engine.forget_cache()
+        stop = self.tokenizer.eos_token_id if stop_token == -1 else stop_token
+        report_hooks = hooks_of(gen_settings)
+        constraints = constraints_of(filters)
+        with old_types():
+            texts = generator.generate_simple(
+                prompts,
+                num_tokens=num_tokens,
+                seed=random_seed(),
+                stop_token=stop,
+                add_bos=add_bos and self.tokenizer.bos_token_id is not None,
+                parse_special=encode_special_tokens,
+                completion_only=completion_only,
+                abort=abort_event,
+                input_embeddings=input_embeddings,
+                sampler=sampler_params(gen_settings, self.tokenizer, None),
+                token_healing=token_healing,
+                show_special=decode_special_tokens,
+                adapters=adapters_of(loras),
+                constraints=constraints,
+                prefer_eos=filter_prefer_eos and bool(constraints) and stop is not None,
+                hooks=report_hooks,
+            )
+        self.sequence_ids = self._padded(generator.sequence_ids)
+        return texts[0] if isinstance(prompt, str) else texts
+
+    def _generator(self) -> tuple[EngineOwner, BaseGenerator]:
+        if self._simple is None:
+            with old_types():
+                batch = max(1, self.cache.batch_size)
+                engine = make_engine(self.model, self.cache, self.tokenizer, max_batch=batch)
+                simple = BaseGenerator(self.model.loaded_model, engine=engine)
+                self._simple = EngineOwner(engine), simple
+        return self._simple
+
+    def _padded(self, rows: tuple[tuple[int, ...], ...]) -> Tensor:
+        longest = max(map(len, rows), default=0)
+        pad = self.tokenizer.pad_token_id
+        return torch.tensor([(*row, *[pad] * (longest - len(row))) for row in rows])
+
+    def _gen_begin_base(
+        self,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        loras: Any = None,
+        position_offsets: Tensor | None = None,
+        input_embeddings: Tensor | None = None,
+    ) -> None:
+        """Empty the cache and compute all tokens but the last."""
+        spans = () if input_embeddings is None else (EmbeddedSpan(input_embeddings[0]),)
+        if isinstance(self.cache.owner, ForwardOwner):
+            self.cache.current_seq_len = 0
+        self.cache.pending_ids = [[] for _ in range(self.cache.batch_size)]
+        self.sequence_ids = input_ids.clone()
+        if input_ids.shape[-1] > 1:
+            self.model.forward(
+                input_ids[:, :-1],
+                self.cache,
+                input_mask=mask,
+                preprocess_only=True,
+                loras=loras,
+                position_offsets=position_offsets,
+                indexed_embeddings=spans,
+            )

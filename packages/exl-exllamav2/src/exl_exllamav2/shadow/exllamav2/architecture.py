@@ -1,0 +1,3 @@
+"""Families of models."""
+
+from exl_core.arch.spec import ArchSpec as ExLlamaV2ArchParams

@@ -1,0 +1,4 @@
+"""Helpers for devices."""
+
+from exl_exllamav2.tools import pairs as pairwise
+from exl_exllamav2.tools import safe_move_tensor

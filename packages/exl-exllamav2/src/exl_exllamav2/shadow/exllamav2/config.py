@@ -1,0 +1,3 @@
+"""Configuration of a model."""
+
+from exl_exllamav2.config import ExLlamaV2Config

@@ -1,0 +1,3 @@
+"""Memory check of the converter."""
+
+from exl_exllamav2.tools import list_live_tensors

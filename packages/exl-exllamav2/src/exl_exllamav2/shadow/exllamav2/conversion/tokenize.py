@@ -1,0 +1,3 @@
+"""Rows of tokens from a parquet file."""
+
+from exl_exllamav2.tools import get_tokens

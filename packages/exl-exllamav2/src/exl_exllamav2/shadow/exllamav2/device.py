@@ -1,0 +1,1 @@
+"""Devices: exl runs a model on one."""

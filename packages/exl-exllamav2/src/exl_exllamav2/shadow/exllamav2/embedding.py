@@ -1,0 +1,3 @@
+"""Class name for isinstance checks."""
+
+from exl_exllamav2.modules import ExLlamaV2Embedding

@@ -1,0 +1,6 @@
+"""Dynamic generator for asyncio."""
+
+from exl_exllamav2.dynamic_async import (
+    ExLlamaV2DynamicGeneratorAsync,
+    ExLlamaV2DynamicJobAsync,
+)

@@ -1,0 +1,3 @@
+"""Embedded vectors in prompts."""
+
+from exl_exllamav2.embeddings import ExLlamaV2MMEmbedding

@@ -1,0 +1,3 @@
+"""Filter for the beginning of a text."""
+
+from exl_exllamav2.filters import ExLlamaV2PrefixFilter

@@ -1,0 +1,3 @@
+"""Sampler."""
+
+from exl_exllamav2.sampler import ExLlamaV2Sampler

@@ -1,0 +1,3 @@
+"""Streaming generator."""
+
+from exl_exllamav2.streaming import ExLlamaV2StreamingGenerator

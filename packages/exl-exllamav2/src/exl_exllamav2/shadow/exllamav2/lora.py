@@ -1,0 +1,3 @@
+"""LoRA adapters."""
+
+from exl_exllamav2.lora import ExLlamaV2Lora

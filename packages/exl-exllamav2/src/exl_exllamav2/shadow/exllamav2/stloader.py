@@ -1,0 +1,3 @@
+"""Reader of safetensors files: importable, refused at use."""
+
+from exl_exllamav2.refused import STFile

@@ -1,0 +1,1 @@
+from exl_exllamav2.tokenizer import ExLlamaV2Tokenizer

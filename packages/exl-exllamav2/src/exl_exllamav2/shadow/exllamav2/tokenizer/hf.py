@@ -1,0 +1,3 @@
+"""Vocabulary behind the tokenizer."""
+
+from exl_exllamav2.tokenizer import InnerTokenizer as ExLlamaV2TokenizerHF

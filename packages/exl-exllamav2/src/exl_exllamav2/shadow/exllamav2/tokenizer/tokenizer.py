@@ -1,0 +1,3 @@
+"""The tokenizer."""
+
+from exl_exllamav2.tokenizer import ExLlamaV2Tokenizer

@@ -1,0 +1,105 @@
+"""Sampler settings and stop conditions of a live request, changed between steps; shared stores."""
+
+from __future__ import annotations
+
+import pytest
+
+from exl_core.engine.engine import Engine
+from exl_core.engine.events import FinishEvent, TextEvent
+from exl_core.engine.request import Request
+from exl_core.errors import RequestError
+from exl_core.sampling.params import SamplerParams
+from support.driving import engine_for, run_all
+from support.scripted import ByteTokenizer, HashRule
+
+PROMPT = tuple(b"hello")
+GREEDY = SamplerParams(temperature=0.0)
+
+
+def steps(engine: Engine, count: int) -> list[int]:
+    return [
+        token
+        for _ in range(count)
+        for event in engine.step()
+        if isinstance(event, TextEvent)
+        for token in event.token_ids
+    ]
+
+
+def test_settings_apply_from_the_next_token_on() -> None:
+    engine = engine_for(HashRule(3))
+    greedy = Request(PROMPT, max_tokens=8, sampler=GREEDY)
+    plain = engine.submit(greedy)
+    run_all(engine)
+    first = plain.token_ids[len(PROMPT) : len(PROMPT) + 4]
+
+    request = Request(PROMPT, max_tokens=8, sampler=SamplerParams(allowed_tokens=frozenset((65,))))
+    sequence = engine.submit(request)
+    engine.step()
+    engine.step()
+    engine.set_sampler(request.request_id, GREEDY)
+    run_all(engine)
+    reply = sequence.token_ids[len(PROMPT) :]
+    assert reply[:2] == [65, 65]
+    assert reply[2:] != [65] * 6
+    assert first != reply[:4]
+
+
+def test_the_random_stream_continues_after_a_change() -> None:
+    engine = engine_for(HashRule(3))
+    plain = Request(PROMPT, max_tokens=12, sampler=SamplerParams(seed=5))
+    expected = engine.submit(plain)
+    run_all(engine)
+    changed = Request(PROMPT, max_tokens=12, sampler=SamplerParams(seed=5))
+    sequence = engine.submit(changed)
+    for number in range(4):
+        engine.step()
+        engine.set_sampler(changed.request_id, SamplerParams(seed=number))
+    run_all(engine)
+    assert sequence.token_ids == expected.token_ids
+
+
+def test_stops_apply_to_held_text_too() -> None:
+    engine = engine_for(HashRule(3))
+    whole = Request(PROMPT, max_tokens=20, sampler=GREEDY)
+    engine.submit(whole)
+    (end,) = [event for event in run_all(engine) if isinstance(event, FinishEvent)]
+    stop = end.text[6:8]
+    request = Request(
+        PROMPT, max_tokens=20, sampler=GREEDY, stop_strings=(end.text[2:4] + "\0never",)
+    )
+    engine.submit(request)
+    for _ in range(4):
+        engine.step()
+    engine.set_stops(request.request_id, (), (stop,))
+    (stopped,) = [event for event in run_all(engine) if isinstance(event, FinishEvent)]
+    assert stopped.stopped_by == stop
+    assert stopped.text == end.text[: end.text.index(stop)]
+
+
+@pytest.mark.parametrize(
+    "params", [SamplerParams(cfg_scale=1.5), SamplerParams(banned_tokens=frozenset((10**6,)))]
+)
+def test_settings_that_the_request_cannot_have_are_refused(params: SamplerParams) -> None:
+    engine = engine_for(HashRule(3))
+    request = Request(PROMPT, max_tokens=4)
+    engine.submit(request)
+    with pytest.raises(RequestError):
+        engine.set_sampler(request.request_id, params)
+    run_all(engine)
+    with pytest.raises(RequestError, match="no live request"):
+        engine.set_sampler(request.request_id, GREEDY)
+
+
+def test_two_engines_take_turns_on_one_store() -> None:
+    first = engine_for(HashRule(3))
+    second = Engine(first.model, ByteTokenizer(), store=first.store)
+    assert second.store is first.store
+    assert second.pool.num_pages == first.pool.num_pages
+    replies = []
+    for engine in (first, second, first):
+        engine.forget_cache()
+        sequence = engine.submit(Request(PROMPT, max_tokens=6, sampler=GREEDY))
+        run_all(engine)
+        replies.append(sequence.token_ids)
+    assert replies[0] == replies[1] == replies[2]
