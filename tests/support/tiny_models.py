@@ -26,6 +26,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     GraniteConfig,
@@ -246,6 +248,29 @@ GRANITE_MULTIPLIERS: dict[str, Any] = {
 def tiny_granite(**changes: Any) -> GraniteForCausalLM:
     defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16, **GRANITE_MULTIPLIERS}
     return _randomized(GraniteForCausalLM(GraniteConfig(**{**defaults, **changes})))
+
+
+def tiny_gemma4(**changes: Any) -> Gemma4ForCausalLM:
+    """Local layers with heads of 16 and global ones with heads of 32. The factors of the layers are
+    buffers."""
+    defaults = {
+        **_COMMON,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 40,
+        "final_logit_softcapping": 1.5,
+    }
+    model = _randomized(Gemma4ForCausalLM(Gemma4TextConfig(**{**defaults, **changes})))
+    for index, layer in enumerate(model.model.layers):
+        layer.layer_scalar.fill_(0.7 + 0.2 * index)
+        # Scores are not scaled: with factors of about 1, softmax would amplify rounding errors.
+        layer.self_attn.q_norm.weight.data.mul_(0.4)
+    return model
 
 
 def tiny_cohere(**changes: Any) -> CohereForCausalLM:

@@ -66,5 +66,7 @@ def _check_rope(rope: RopeConfig, head_dim: int, where: object) -> None:
                 got=len(found),
             )
     frequencies, multiplier = inverse_frequencies(rope)
+    if rope.method is RopeMethod.PROPORTIONAL:
+        frequencies = frequencies[: rope.rotated_pairs]  # the others are 0
     if not all(math.isfinite(f) and f > 0.0 for f in (*frequencies, multiplier)):
         raise ConfigError("the RoPE scaling gives impossible frequencies", where=where, got=rope)

@@ -46,6 +46,7 @@ ACTIVATIONS = {
     "relu2": Activation.RELU2,
 }
 NO_ROPE_INTERVAL = 4
+PER_LAYER_INPUT_DEFAULT = 256  # Gemma 4's, for configurations that omit it
 LAYER_TYPES = {"sliding_attention": Window.LOCAL, "full_attention": Window.GLOBAL}
 ROPE_METHODS = {
     "default": RopeMethod.DEFAULT,
@@ -57,6 +58,7 @@ ROPE_METHODS = {
     "mrope": RopeMethod.DEFAULT,  # positions of text tokens are the same in all three sections
     # Up to the model's own context, dynamic NTK scaling without 'alpha' leaves RoPE as it is.
     "dynamic": RopeMethod.DEFAULT,
+    "proportional": RopeMethod.PROPORTIONAL,
 }
 
 
@@ -118,6 +120,7 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
             where=text.where,
             got="no 'sliding_window'",
         )
+    _refuse_unknown_inputs(arch, text)
     ropes = _ropes(arch, text, head_dim)
     numbers = LayerNumbers(
         num_q_heads=heads,
@@ -138,7 +141,8 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         temperature=_temperature(arch, text),
         head_norm=_head_norm(arch, text),
     )
-    by_layer = with_windows([numbers] * layers, windows, window, len(ropes))
+    of_layers = [_numbers_of(arch, text, numbers, one) for one in windows]
+    by_layer = with_windows(of_layers, windows, window, len(ropes))
     ids = text if text.has("eos_token_id") else top
     return ModelConfig(
         arch=arch,
@@ -160,6 +164,8 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
 
 def _scale(arch: ArchSpec, text: Fields, head_dim: int) -> float:
     """Factor of the scores."""
+    if arch.attention_scale is not None:
+        return arch.attention_scale
     if arch.has_multipliers and text.has("attention_multiplier"):
         return text.number("attention_multiplier")
     return math.pow(text.number("query_pre_attn_scalar", float(head_dim)), -0.5)
@@ -197,6 +203,68 @@ def _norm_eps(arch: ArchSpec, text: Fields) -> float:
 def _head_norm(arch: ArchSpec, text: Fields) -> HeadNorm | None:
     has_norm = arch.may_have_head_norm and text.flag("use_qk_norm", False)
     return HeadNorm.LAYER if has_norm else None
+
+
+def _refuse_unknown_inputs(arch: ArchSpec, text: Fields) -> None:
+    """Refuses the variants of Gemma 4 that need more than its dense layers."""
+    if arch.global_head_dim_default is None:
+        return
+    per_layer = text.integer("hidden_size_per_layer_input", PER_LAYER_INPUT_DEFAULT, low=0)
+    shared = text.integer("num_kv_shared_layers", 0, low=0)
+    for what, is_there in (
+        ("embeddings of their own for each layer (E2B, E4B)", per_layer > 0),
+        ("layers that share keys and values (E2B, E4B)", shared > 0),
+        ("experts (26B-A4B)", text.flag("enable_moe_block", False)),
+    ):
+        if is_there:
+            raise UnsupportedModelError(
+                f"{arch.name} models with {what} are not supported",
+                where=text.where,
+                next_step="The dense models (12B, 31B) are.",
+            )
+
+
+def _numbers_of(
+    arch: ArchSpec, text: Fields, numbers: LayerNumbers, window: Window
+) -> LayerNumbers:
+    """Numbers of a layer with this window. GLOBAL layers may have heads of another size."""
+    if arch.global_head_dim_default is None or window is Window.LOCAL:
+        return numbers
+    is_value_key = text.flag("attention_k_eq_v", False)
+    heads = numbers.num_kv_heads
+    if is_value_key:
+        heads = _global_number(text, "num_key_value_heads", "num_global_key_value_heads", heads)
+    return replace(
+        numbers,
+        head_dim=_global_head_dim(arch, text, numbers.head_dim),
+        num_kv_heads=heads,
+        is_value_key=is_value_key,
+    )
+
+
+def _global_head_dim(arch: ArchSpec, text: Fields, head_dim: int) -> int:
+    default = arch.global_head_dim_default
+    if default is None:
+        return head_dim
+    return _global_number(text, "head_dim", "global_head_dim", default)
+
+
+def _global_number(text: Fields, key: str, name: str, default: int) -> int:
+    """A number of the GLOBAL layers: `name`, or `key` of the layers in `per_layer_config`."""
+    if not text.has("per_layer_config"):
+        return text.integer(name, default, high=MAX_HEAD_DIM)
+    layers = text.nested("per_layer_config")
+    found = {
+        layers.nested(layer).integer(key, default, high=MAX_HEAD_DIM) for layer in layers.values
+    }
+    if len(found) != 1:
+        raise ConfigError(
+            f"'per_layer_config' has several values of {key!r}",
+            where=text.where,
+            expected="one for all layers without a window",
+            got=sorted(found) or "none",
+        )
+    return found.pop()
 
 
 def _temperature(arch: ArchSpec, text: Fields) -> QueryTemperature | None:
@@ -305,7 +373,8 @@ def _ropes(arch: ArchSpec, text: Fields, head_dim: int) -> tuple[RopeConfig, ...
             local = (_scaled_rope(arch, text, sliding, base_of_local, head_dim),)
         else:
             local = (RopeConfig(base=local_base, rotary_dim=head_dim),)
-    return _scaled_rope(arch, text, scaling, base, head_dim), *local
+    global_dim = _global_head_dim(arch, text, head_dim)
+    return _scaled_rope(arch, text, scaling, base, global_dim), *local
 
 
 def _scaled_rope(
@@ -330,6 +399,8 @@ def _scaled_rope(
     rope = RopeConfig(base=base, rotary_dim=rotary_dim, method=method)
     if method is RopeMethod.DEFAULT:
         return rope
+    if method is RopeMethod.PROPORTIONAL:
+        return replace(rope, rotary_dim=head_dim, rotated_pairs=rotary_dim // 2)
     if method is RopeMethod.LONGROPE:
         return _longrope(rope, text, scaling)
     rope = replace(rope, factor=scaling.number("factor"))

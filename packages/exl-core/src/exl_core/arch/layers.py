@@ -89,6 +89,8 @@ class Attention(Mixer):
     window  number of keys that a query attends to, its own included; 0 means all
     softcap limit of the scores, by tanh; None means no limit
     temperature  factor on the queries by position; None means 1
+    is_value_key  values are the projected keys, before norms and RoPE; there is no projection of v
+    has_value_norm  values have an RMSNorm of each head, without factors
     """
 
     num_q_heads: int
@@ -102,6 +104,8 @@ class Attention(Mixer):
     head_norm: HeadNorm = HeadNorm.NONE
     has_qkv_bias: bool = False
     has_output_bias: bool = False
+    is_value_key: bool = False
+    has_value_norm: bool = False
 
     @property
     def q_size(self) -> int:
@@ -114,6 +118,11 @@ class Attention(Mixer):
     @property
     def qkv_size(self) -> int:
         return self.q_size + 2 * self.kv_size
+
+    @property
+    def projected_size(self) -> int:
+        """Width of the packed projection of q, k and v."""
+        return self.qkv_size - (self.kv_size if self.is_value_key else 0)
 
     @property
     def kv_shape(self) -> KVShape:
@@ -136,6 +145,8 @@ class LayerSpec:
     feed_forward: FeedForward
     norms: NormPlacement = NormPlacement.PRE
     norm_kind: NormKind = NormKind.RMS
+    has_scalar: bool = False
+    """The states after the layer are multiplied by a number of the checkpoint."""
 
     @property
     def attention(self) -> Attention:

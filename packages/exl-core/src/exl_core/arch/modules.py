@@ -41,6 +41,7 @@ class Kind(Enum):
     BIAS = "bias"
     NORM = "norm"
     HEAD_NORM = "head norm"
+    SCALAR = "scalar"
 
 
 class Shard(Enum):
@@ -301,6 +302,7 @@ def _layer_parts(config: ModelConfig, layer: LayerSpec) -> list[_Part]:
         *matrices,
         *_feed_forward_parts(hidden, layer.feed_forward),
         *(_norm_part(role, hidden, layer.norm_kind) for role in norms),
+        *([_Part("scalar", Kind.SCALAR, (1,))] if layer.has_scalar else []),
         *others,
     ]
 
@@ -341,6 +343,7 @@ def _attention_parts(config: ModelConfig, spec: Attention) -> list[_Part]:
             ("k", spec.num_kv_heads),
             ("v", spec.num_kv_heads),
         )
+        if role != "v" or not spec.is_value_key
     ]
     parts.append(
         _Part(
@@ -395,7 +398,7 @@ def _rows(
             name = _canonical(part.role, forms[0], layer)
             rows.append(
                 ModuleRow(
-                    name=f"{name}.{suffix}",
+                    name=name + _suffix(part.role, suffix, forms[0]),
                     role=part.role,
                     layer=layer,
                     kind=part.kind if is_weight else Kind.BIAS,
@@ -429,9 +432,13 @@ def _places(
             places.append(_fused_place(part, name, fused, by_role, order))
     for stem in form.stems(part.role):
         for root in _head_roots(form) if part.role == "head" else form.roots:
-            name = f"{_name(part.role, stem, form, root, layer)}.{suffix}"
+            name = _name(part.role, stem, form, root, layer) + _suffix(part.role, suffix, form)
             places.append(Place(name, 0, part.shape[0], order, addend))
     return tuple(places)
+
+
+def _suffix(role: str, suffix: str, form: FileForm) -> str:
+    return "" if role in form.bare else f".{suffix}"
 
 
 def _fused_place(

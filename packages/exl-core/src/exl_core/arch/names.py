@@ -36,6 +36,7 @@ class FileForm:
     fused           fused tensors, which take precedence over separate ones
     is_interleaved  rotated heads store RoPE pairs as rows 2i and 2i + 1, not i and i + rotary_dim/2
     norm_addend     number to add to the stored norm weights
+    bare            roles whose names have no `.weight`
     """
 
     names: Mapping[str, str]
@@ -45,6 +46,7 @@ class FileForm:
     fused: tuple[Fused, ...] = ()
     is_interleaved: bool = False
     norm_addend: float = 0.0
+    bare: tuple[str, ...] = ()
 
     def stems(self, role: str) -> list[str]:
         """Names of a tensor of its own, the canonical one first."""

@@ -11,6 +11,7 @@ from exl_core.arch.families.exaone4 import EXAONE4
 from exl_core.arch.families.gemma import GEMMA
 from exl_core.arch.families.gemma2 import GEMMA2
 from exl_core.arch.families.gemma3 import GEMMA3
+from exl_core.arch.families.gemma4 import GEMMA4
 from exl_core.arch.families.granite import GRANITE, MINICPM
 from exl_core.arch.families.internlm2 import INTERNLM2
 from exl_core.arch.families.llama import ARCEE, INDEX, LLAMA, ORION, YI
@@ -27,7 +28,7 @@ from exl_core.errors import UnsupportedModelError
 ARCHITECTURES = (
     *(LLAMA, YI, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, SEED_OSS),
     *(ERNIE4_5, INTERNLM2, MINISTRAL3, SMOLLM3, OLMO2, EXAONE4, GRANITE, MINICPM),
-    *(COHERE, COHERE2, STARCODER2, ARCEE, ORION, INDEX),
+    *(GEMMA4, COHERE, COHERE2, STARCODER2, ARCEE, ORION, INDEX),
 )
 
 

@@ -29,6 +29,8 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[list[float], float]:
         case RopeMethod.YARN:
             scaled = _yarn(plain, base, rope)
             multiplier = rope.attention_factor or yarn_magnitude(rope.factor)
+        case RopeMethod.PROPORTIONAL:
+            scaled = [f if j < rope.rotated_pairs else 0.0 for j, f in enumerate(plain)]
         case RopeMethod.LONGROPE:
             scaled = plain  # the divisors below are its scaling
             multiplier = rope.attention_factor or 1.0

@@ -55,6 +55,7 @@ class RopeMethod(Enum):
     LLAMA3 = "llama3"
     YARN = "yarn"
     LONGROPE = "longrope"
+    PROPORTIONAL = "proportional"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ class RopeConfig:
     (LLAMA3, YARN). `frequency_divisors`, if given, divide the frequencies elementwise: GGUF files
     of Llama 3 store their scaling in this form. LONGROPE has two lists of divisors: the first for
     contexts of up to `original_max_seq_len` positions, `long_divisors` for longer ones. `fitted`
-    chooses between them.
+    chooses between them. PROPORTIONAL rotates only the first `rotated_pairs` pairs; the others have
+    the frequency 0.
     """
 
     base: float
@@ -83,6 +85,7 @@ class RopeConfig:
     truncate: bool = True
     frequency_divisors: tuple[float, ...] = ()
     long_divisors: tuple[float, ...] = ()
+    rotated_pairs: int = 0
 
     def fitted(self, context: int) -> RopeConfig:
         """The table for a cache of `context` positions.
@@ -125,6 +128,7 @@ class LayerNumbers:
     temperature: QueryTemperature | None = None
     head_norm: HeadNorm | None = None
     """None: the choice of the family."""
+    is_value_key: bool = False
 
 
 def with_windows(
@@ -163,13 +167,15 @@ def decoder_layer(arch: ArchSpec, numbers: LayerNumbers) -> LayerSpec:
         softcap=numbers.softcap,
         temperature=numbers.temperature,
         head_norm=numbers.head_norm or arch.head_norm,
+        is_value_key=numbers.is_value_key,
+        has_value_norm=arch.has_value_norm,
         has_qkv_bias=numbers.has_qkv_bias,
         has_output_bias=numbers.has_output_bias,
     )
     dense = Dense(
         numbers.intermediate_size, arch.activation, numbers.has_mlp_bias, arch.has_gated_mlp
     )
-    return LayerSpec(attention, dense, arch.norm_placement, arch.norm_kind)
+    return LayerSpec(attention, dense, arch.norm_placement, arch.norm_kind, arch.has_layer_scalar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +195,12 @@ class ArchSpec:
     belong to different families."""
     has_gated_mlp: bool = True
     head_norm: HeadNorm = HeadNorm.NONE
+    has_value_norm: bool = False
+    has_layer_scalar: bool = False
+    attention_scale: float | None = None
+    """Factor of the scores; None: 1 / sqrt(head_dim), or as a checkpoint says."""
+    global_head_dim_default: int | None = None
+    """Size of the heads of GLOBAL layers if it differs from that of the LOCAL ones."""
     may_have_head_norm: bool = False
     """A checkpoint has `HeadNorm.LAYER` if its `use_qk_norm` is true."""
     may_normalize_head: bool = False

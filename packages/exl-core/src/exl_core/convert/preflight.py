@@ -134,7 +134,8 @@ def _is_new_to_conversion(layer: LayerSpec) -> bool:
     is_layer_norm = layer.norm_kind is not NormKind.RMS
     has_factors = layer.attention.temperature is not None
     is_plain = not layer.dense.is_gated
-    return layer.norms not in known or is_whole or is_layer_norm or has_factors or is_plain
+    has_new_norm = is_whole or is_layer_norm or layer.attention.has_value_norm
+    return layer.norms not in known or has_new_norm or has_factors or is_plain
 
 
 def tokenizer_problems(path: Path, source: TensorSource, config: ModelConfig) -> Iterator[ExlError]:

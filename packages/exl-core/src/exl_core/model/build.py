@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
+import torch
+
 from exl_core.arch.layers import HeadNorm, NormKind
 from exl_core.arch.modules import Kind, ModuleRow, ModuleTable, module_table
 from exl_core.arch.spec import ModelConfig
@@ -163,6 +165,7 @@ def _block(config: ModelConfig, packer: Packer, layer: int) -> BlockWeights:
         qkv=packer.packed(matrices["qkv"]),
         head_norms=head_norms,
         whole_norms=whole_norms,
+        value_norm=_value_norm(config, layer, packer),
         output=packer.packed(matrices["output"]),
         post_norm=norm("attention_post_norm"),
     )
@@ -172,4 +175,13 @@ def _block(config: ModelConfig, packer: Packer, layer: int) -> BlockWeights:
         down=packer.packed(matrices["down"]),
         post_norm=norm("mlp_post_norm"),
     )
-    return BlockWeights(attention, mlp)
+    scalar = float(packer.norm(rows["scalar"])) if "scalar" in rows else None
+    return BlockWeights(attention, mlp, scalar)
+
+
+def _value_norm(config: ModelConfig, layer: int, packer: Packer) -> Norm | None:
+    """A norm of each value head, without factors."""
+    spec = config.layers[layer].attention
+    if not spec.has_value_norm:
+        return None
+    return RmsNorm(torch.ones(spec.head_dim, device=packer.device), config.norm_eps)

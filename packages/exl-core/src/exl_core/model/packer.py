@@ -11,6 +11,7 @@ from math import prod
 from threading import Lock
 from typing import ParamSpec
 
+import torch
 from torch import Tensor
 
 from exl_core.arch.modules import ModuleRow
@@ -83,6 +84,10 @@ class Packer:
         # On a GPU this copy waits for the matrices packed before it, as other streams may read
         # them.
         return weight.to(self._ops.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self._ops.device
 
     def norm_bias(self, row: ModuleRow) -> Tensor | None:
         """Bias of a norm, or None if it has none."""

@@ -23,13 +23,15 @@ class AttentionWeights:
     """qkv [q_size + 2 kv_size, hidden], output [hidden, q_size], and the norms of the heads.
 
     `norm` comes before qkv, `post_norm` after output; None where the layer has no such norm.
-    `whole_norms` have factors for all queries and for all keys of a row.
+    `whole_norms` have factors for all queries and for all keys of a row. `value_norm` is the norm
+    of each value head.
     """
 
     norm: Norm | None
     qkv: PackedLinear
     head_norms: HeadNorms
     whole_norms: tuple[Norm, Norm] | None
+    value_norm: Norm | None
     output: PackedLinear
     post_norm: Norm | None
 
@@ -40,7 +42,7 @@ class AttentionWeights:
     @property
     def vectors(self) -> tuple[Tensor, ...]:
         heads = (self.head_norms.q, self.head_norms.k)
-        norms = (self.norm, self.post_norm, *(self.whole_norms or ()))
+        norms = (self.norm, self.post_norm, self.value_norm, *(self.whole_norms or ()))
         return (*_norm_weights(*norms), *(x for x in heads if x is not None))
 
 
@@ -67,10 +69,14 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True)
 class BlockWeights:
-    """One layer: the weights of its mixer and of its feed-forward part."""
+    """One layer: the weights of its mixer and of its feed-forward part.
+
+    `scalar` multiplies the states after the layer; None: there is no such factor.
+    """
 
     attention: AttentionWeights
     mlp: MlpWeights
+    scalar: float | None = None
 
     @property
     def matrices(self) -> dict[Packed, PackedLinear]:

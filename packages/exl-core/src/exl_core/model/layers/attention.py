@@ -13,7 +13,7 @@ from torch import Tensor
 from exl_core.arch.layers import Attention, QueryTemperature
 from exl_core.model.layers.residual import add_output, inputs_buffer, normed, read_linear
 from exl_core.model.layers.state import PassState
-from exl_core.model.weights import BlockWeights
+from exl_core.model.weights import AttentionWeights, BlockWeights
 from exl_core.ops.attention import Scoring
 from exl_core.ops.elementwise import LayerNorm, Norm
 from exl_core.ops.linear import Inputs
@@ -30,12 +30,20 @@ class AttentionStep(NamedTuple):
     kv_size: int
     head_dim: int
     temperature: QueryTemperature | None
+    is_value_key: bool
 
     @classmethod
     def of(cls, layer: int, spec: Attention) -> AttentionStep:
         scoring = Scoring(spec.scale, spec.window, spec.softcap or 0.0)
         return cls(
-            layer, spec.rope, scoring, spec.q_size, spec.kv_size, spec.head_dim, spec.temperature
+            layer,
+            spec.rope,
+            scoring,
+            spec.q_size,
+            spec.kv_size,
+            spec.head_dim,
+            spec.temperature,
+            spec.is_value_key,
         )
 
 
@@ -64,8 +72,8 @@ def attended(
 
     qkv = read_linear(ops, x, norm, weights.qkv, buffers.qkv)  # [R, (H + 2K) * D]
     factors = state.temperatures.get(step.temperature)
-    if weights.whole_norms is not None or factors is not None:
-        qkv = _changed(step, ops, qkv, weights.whole_norms, factors)
+    if step.is_value_key or factors is not None or has_norms(weights):
+        qkv = _changed(step, ops, qkv, weights, factors)
     if qkv is not buffers.qkv and isinstance(out, Tensor):
         out = None  # the result replaces the queries in qkv
     return ops.attend_(
@@ -79,21 +87,32 @@ def attended(
     )
 
 
+def has_norms(weights: AttentionWeights) -> bool:
+    """Whether there are norms besides those of `attend_`."""
+    return weights.whole_norms is not None or weights.value_norm is not None
+
+
 def _changed(
     step: AttentionStep,
     ops: LayerOps,
     qkv: Tensor,
-    norms: tuple[Norm, Norm] | None,
+    weights: AttentionWeights,
     factors: Tensor | None,
 ) -> Tensor:
-    """qkv [R, (H + 2K) * D] with norms of queries and keys before RoPE, and `factors` [R] on the
-    queries."""
-    q, k, v = qkv.split_with_sizes([step.q_size, step.kv_size, step.kv_size], 1)
-    if norms is not None:
-        q, k = _normed_heads(step, ops, q, norms[0]), _normed_heads(step, ops, k, norms[1])
+    """Queries, keys and values [R, (H + 2K) * D] from the projection, with all that `attend_` does
+    not compute: values from keys, norms, and `factors` [R] on the queries."""
+    sizes = [step.q_size, *[step.kv_size] * (1 if step.is_value_key else 2)]
+    q, k, *rest = qkv.split_with_sizes(sizes, 1)
+    v = rest[0] if rest else k
+    if weights.value_norm is not None:
+        heads = v.reshape(-1, step.head_dim)  # [R * K, D]
+        v = normed(ops, heads, weights.value_norm).view(v.shape)
+    if weights.whole_norms is not None:
+        q_norm, k_norm = weights.whole_norms
+        q, k = _normed_heads(step, ops, q, q_norm), _normed_heads(step, ops, k, k_norm)
     if factors is not None:
         q = q * factors[:, None]
-    return torch.cat([q.to(v.dtype), k.to(v.dtype), v], 1)
+    return torch.cat([part.to(qkv.dtype) for part in (q, k, v)], 1)
 
 
 def _normed_heads(step: AttentionStep, ops: LayerOps, x: Tensor, norm: Norm) -> Tensor:

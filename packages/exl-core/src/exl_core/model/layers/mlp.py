@@ -44,10 +44,11 @@ class MlpStep(NamedTuple):
 
 
 def mlp(step: MlpStep, ops: LayerOps, x: Tensor, block: BlockWeights, state: PassState) -> Tensor:
-    """x [R, hidden] plus down(activation(gate) * up)."""
+    """x [R, hidden] plus down(activation(gate) * up), times the factor of the layer."""
     weights = block.mlp
     h = widened(step, ops, x, block, state, norm=weights.norm)
-    return add_output(ops, x, h, weights.down, weights.post_norm)  # [R, hidden]
+    x = add_output(ops, x, h, weights.down, weights.post_norm)  # [R, hidden]
+    return x if block.scalar is None else x * block.scalar
 
 
 def widened(

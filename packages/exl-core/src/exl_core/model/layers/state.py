@@ -54,9 +54,9 @@ def make_buffers(ops: Activations, layers: Sequence[LayerSpec], rows: int) -> tu
     found = []
     for layer in layers:
         attention = layer.attention
-        sizes = attention.qkv_size, attention.q_size, layer.dense.intermediate_size
+        sizes = attention.projected_size, attention.q_size, layer.dense.intermediate_size
         if sizes not in made:
-            qkv = ops.activations(rows, attention.qkv_size)
+            qkv = ops.activations(rows, attention.projected_size)
             gated = ops.activations(rows, layer.dense.intermediate_size)
             made[sizes] = Buffers(qkv, qkv[:, : attention.q_size], gated)
         found.append(made[sizes])
