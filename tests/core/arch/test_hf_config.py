@@ -99,6 +99,28 @@ REFUSED = {
         "llama_4_scaling_beta",
     ),
     "activation": ({"hidden_act": "relu"}, "relu"),
+    "per-layer-embeddings": (
+        {"architectures": ["Gemma4ForCausalLM"], "sliding_window": 32},
+        "embeddings of their own for each layer",
+    ),
+    "shared-caches": (
+        {
+            "architectures": ["Gemma4ForCausalLM"],
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 32,
+        },
+        "share keys and values",
+    ),
+    "experts": (
+        {
+            "architectures": ["Gemma4ForCausalLM"],
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "sliding_window": 32,
+        },
+        "experts",
+    ),
     "bidirectional": ({"use_bidirectional_attention": True}, "bidirectional"),
 }
 

@@ -501,6 +501,46 @@ PUBLISHED |= {
         },
         {"head_dim": 128, "normalized": True},
     ),
+    "Gemma 4 31B": (
+        {
+            "architectures": ["Gemma4ForConditionalGeneration"],
+            "text_config": {
+                **LLAMA,
+                "attention_k_eq_v": True,
+                "enable_moe_block": False,
+                "final_logit_softcapping": 30.0,
+                "global_head_dim": 512,
+                "head_dim": 256,
+                "hidden_activation": "gelu_pytorch_tanh",
+                "hidden_size_per_layer_input": 0,
+                "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+                "model_type": "gemma4_text",
+                "num_attention_heads": 32,
+                "num_global_key_value_heads": 4,
+                "num_hidden_layers": 6,
+                "num_key_value_heads": 16,
+                "num_kv_shared_layers": 0,
+                "rope_parameters": {
+                    "full_attention": {
+                        "partial_rotary_factor": 0.25,
+                        "rope_theta": 1000000.0,
+                        "rope_type": "proportional",
+                    },
+                    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+                },
+                "sliding_window": 1024,
+            },
+        },
+        {
+            "windows": [1024] * 5 + [0],
+            "rotated": [1, 1, 1, 1, 1, 0],
+            "scale": 1.0,
+            "caps": (None, 30.0),
+            "cache": ((16, 256),) * 5 + ((4, 512),),
+            "rotary": 512,
+            "pairs": 64,
+        },
+    ),
     "InternLM 2.5 20B": (
         {
             "architectures": ["InternLM2ForCausalLM"],
@@ -525,6 +565,8 @@ def test_published_configurations_of_each_family(
     found = {
         "windows": windows(config),
         "base": rope.base,
+        "cache": config.kv_shapes,
+        "pairs": rope.rotated_pairs,
         "rotary": rope.rotary_dim,
         "longrope": (rope.original_max_seq_len, pytest.approx(rope.attention_factor)),
         "q_size": attention.q_size,

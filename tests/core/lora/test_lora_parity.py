@@ -31,6 +31,7 @@ from support.tiny_models import (
     tiny_cohere,
     tiny_ernie,
     tiny_gemma3,
+    tiny_gemma4,
     tiny_granite,
     tiny_llama,
     tiny_olmo3,
@@ -48,6 +49,7 @@ FAMILIES: dict[str, Any] = {
     "ernie4.5": tiny_ernie,  # interleaved RoPE rows
     "olmo3": tiny_olmo3,  # post norms alone, norms over all heads
     "granite": tiny_granite,  # multipliers
+    "gemma4": tiny_gemma4,  # values from keys, layers with heads of different sizes
     "cohere": tiny_cohere,  # attention and MLP in parallel, LayerNorm
     "starcoder2": tiny_starcoder2,  # an MLP without a gate
     "gemma3": tiny_gemma3,  # post norms, a scaled embedding, a tied head

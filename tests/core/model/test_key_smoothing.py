@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +12,18 @@ from torch import Tensor
 
 from exl_core.cache.format import KVFormat
 from exl_core.engine.score import score_tokens
+from exl_core.model.context import Context
 from exl_core.model.key_smoothing import fit_key_smoothing
+from exl_core.model.transformer import Transformer
 from exl_core.ops.cache_rows import decode_rows, encode_rows
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
+from support.tiny_models import (
+    save,
+    tiny_cohere2,
+    tiny_gemma4,
+    tiny_ministral3,
+    tiny_olmo3,
+)
 
 HEADS, KV_HEADS, D = 4, 2, 64
 
@@ -52,6 +63,32 @@ def test_smoothing_keeps_attention_and_lowers_the_error_of_4_bit_keys(is_shifted
     assert float(error(smooth_q, smooth_k)) < (0.3 if is_shifted else 0.9) * float(
         error(queries, keys)
     )
+
+
+WIDE: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "olmo3": lambda: tiny_olmo3(**WIDE, head_dim=32),  # a norm over all heads
+    "cohere2": lambda: tiny_cohere2(**WIDE, head_dim=32),  # layers without RoPE
+    "ministral3": lambda: tiny_ministral3(**WIDE, head_dim=32),  # factors on queries
+    "gemma4": lambda: tiny_gemma4(head_dim=32, global_head_dim=64),  # heads of two sizes
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_4_bit_keys_are_smoothed_in_every_kind_of_layer(tmp_path: Path, family: str) -> None:
+    smoothed = load_model(str(save(FAMILIES[family](), tmp_path))).model
+    plain = Transformer(smoothed.config, smoothed._weights, smoothed.ops)  # no text to measure on
+    ids = torch.randint(3, 259, (1, 200), generator=torch.Generator().manual_seed(3))
+
+    def logits(model: Transformer, kv_format: KVFormat) -> Tensor:
+        return Context(model, 256, batch_size=1, kv_format=kv_format).forward(ids)
+
+    exact = logits(plain, KVFormat.FP32)
+    errors = [(logits(m, KVFormat.Q4) - exact).square().mean().sqrt() for m in (smoothed, plain)]
+    # Keys of random weights have no common part, so smoothing gains little. An error in it would
+    # make the logits unrelated to the exact ones.
+    assert 0.0 < float(errors[0]) < 1.1 * float(errors[1])
+    assert float(errors[0]) < 0.7 * float(exact.square().mean().sqrt())
 
 
 def test_constant_or_zero_heads_give_finite_factors() -> None:
