@@ -53,7 +53,8 @@ QUANT_SETS = {
     "amx": [*VNNI_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
 }
 QUANT_SOURCES = {
-    "avx512vnni": ["src/cpu/linear/quant_linear.cpp"],  # uses integers for any number of rows
+    # Uses integers for any number of rows, except for FP8.
+    "avx512vnni": ["src/cpu/linear/quant_linear.cpp", "src/cpu/linear/quant_prefill.cpp"],
     "amx": ["src/cpu/linear/quant_linear.cpp", "src/cpu/linear/quant_prefill.cpp"],
 }
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")

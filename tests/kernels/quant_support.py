@@ -15,8 +15,9 @@ from kernel_support import UNIT, assert_near
 from torch import Tensor
 
 from exl_core.ops.linear import PackedLinear
-from exl_core.ops.quantized import GroupRun, Offset, QuantColumns, QuantLayout
+from exl_core.ops.quantized import GroupRun, Offset, QuantColumns, QuantLayout, Values
 from exl_core.ops.table import OpTable
+from support.runtime_form import E4M3, IQ4_NL
 
 SPAN = 128  # most stored rows that share one scale of their activations
 FEW_STEP = 0.51 / 32512  # half a step of 16-bit integers, relative to the largest of a span
@@ -41,6 +42,7 @@ class Shape:
     scale_dtype: torch.dtype = torch.float16
     permuted: bool = False
     has_bias: bool = False
+    values: Values = "integers"
 
     @property
     def k(self) -> int:
@@ -50,7 +52,8 @@ class Shape:
         runs = "+".join(f"{bits}b{groups}x{rows}" for bits, groups, rows in self.runs)
         scales = str(self.scale_dtype).removeprefix("torch.float")
         extras = "-permuted" * self.permuted + "-bias" * self.has_bias
-        return f"{runs}-n{self.n}-{self.offset}-{scales}{extras}"
+        kind = self.offset if self.values == "integers" else self.values
+        return f"{runs}-n{self.n}-{kind}-{scales}{extras}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +82,9 @@ class Matrix:
     def weights(self) -> Tensor:
         """float64 [n, k]."""
         scales, codes = self.scales.double()[self.row_groups], self.codes.double()
+        if self.layout.values != "integers":
+            numbers = torch.from_numpy(E4M3 if self.layout.values == "e4m3" else IQ4_NL)
+            return self.by_feature(scales * numbers[self.codes.long()])
         if self.offsets is None:
             return self.by_feature(scales * (codes - 2.0 ** (self.row_bits[:, None] - 1)))
         offsets = self.offsets.double()[self.row_groups]
@@ -125,7 +131,9 @@ def make_matrix(rng: torch.Generator, shape: Shape) -> Matrix:
     bits = widths.repeat_interleave(sizes)
     groups = len(sizes)
     features = torch.randperm(k, generator=rng).int() if shape.permuted else None
-    layout = QuantLayout(n, k, runs, features, shape.scale_dtype, shape.offset, shape.has_bias)
+    layout = QuantLayout(
+        n, k, runs, features, shape.scale_dtype, shape.offset, shape.has_bias, shape.values
+    )
     sign = torch.where(torch.rand(groups, n, generator=rng) < 0.2, -1.0, 1.0)
     scales = sign * (0.2 + torch.rand(groups, n, generator=rng)) / 2 ** widths[:, None]
     offsets = None
@@ -133,11 +141,14 @@ def make_matrix(rng: torch.Generator, shape: Shape) -> Matrix:
         offsets = spread_codes(rng, widths, n)
     elif shape.offset == "minimums":
         offsets = (torch.randn(groups, n, generator=rng) * 0.5).to(shape.scale_dtype)
+    codes = spread_codes(rng, bits, n)
+    if shape.values == "e4m3":
+        codes[(codes & 0x7F) == 0x7F] -= 1  # no NaN; the largest number instead
     return Matrix(
         layout,
         bits,
         torch.arange(groups).repeat_interleave(sizes),
-        spread_codes(rng, bits, n),
+        codes,
         scales.to(shape.scale_dtype),
         offsets,
         torch.randn(n, generator=rng) if shape.has_bias else None,
@@ -203,9 +214,12 @@ def answer(table: OpTable, matrix: Matrix, x: Tensor, x_error: float = 0.0) -> A
     codes = matrix.by_feature(
         matrix.scales.double()[matrix.row_groups].abs() * 2.0 ** matrix.row_bits[:, None]
     )
+    if matrix.layout.values == "iq4_nl":  # 8-bit integers from a table
+        codes = codes * 16
     base = x64.abs() @ (codes + sizes).T + terms
     bound = (x.shape[1] + 16) * UNIT * base + x_error * terms + matrix.step_errors(x) @ sizes.T
-    if table.name in TILE_SETS and x.shape[0] > TILE_ROWS:
+    is_e4m3 = matrix.layout.values == "e4m3"  # as bfloat16 for any number of rows
+    if table.name in TILE_SETS and (x.shape[0] > TILE_ROWS or is_e4m3):
         bound = bound + (2 * BF16 + BF16**2) * terms
     elif table.name in TILE_SETS and x.shape[0] > FEW_ROWS:
         bound = bound + matrix.step_errors(x, TILE_STEP) @ sizes.T

@@ -49,6 +49,12 @@ SHAPES = (
     Shape(((8, 12, 128),), 16, "minimums", F32),
     Shape(((8, 1, 100),), 7, "zeros", has_bias=True),
     Shape(((6, 1, 1),), 1),
+    Shape(((8, 4, 128), (8, 1, 96)), 40, values="e4m3"),
+    Shape(((8, 1, 608),), 24, scale_dtype=F32, values="e4m3", has_bias=True),
+    Shape(((8, 3, 32),), 7, permuted=True, values="e4m3"),
+    Shape(((4, 8, 32),), 40, values="iq4_nl"),
+    Shape(((4, 3, 64),), 24, scale_dtype=F32, permuted=True, values="iq4_nl", has_bias=True),
+    Shape(((4, 4, 24),), 7, values="iq4_nl"),
 )
 
 

@@ -63,6 +63,9 @@ def same_twice() -> torch.Tensor:
         {"scale_dtype": torch.bfloat16},
         {"scale_dtype": torch.int32},
         {"offset": "above"},
+        {"values": "above"},
+        {"values": "e4m3"},  # of 4 bits
+        {"values": "iq4_nl", "offset": "zeros"},
     ],
     ids=str,
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from exl_core.ops.backends.cuda import matmul
 from exl_core.ops.elementwise import GateKind, RmsNorm
-from exl_core.ops.quantized import WIDTHS, Offset
+from exl_core.ops.quantized import WIDTHS, Offset, Values
 from exl_core.ops.table import OpTable
 from exl_kernels import cuda
 
@@ -60,6 +60,26 @@ def test_each_width_with_each_kind_of_offset(
 ) -> None:
     shape = Shape(((bits, 9, 128), (bits, 3, 32)), 96, offset, scale_dtype, permuted=True)
     check_rows(gpu_table, make_matrix(rng, shape), rng, (1, 8, 13, 32))
+
+
+@pytest.mark.parametrize(("bits", "values"), [(8, "e4m3"), (4, "iq4_nl")])
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32], ids=["f16", "f32"])
+@pytest.mark.parametrize("runs", [((8, 128),), ((5, 32),), ((1, 640),), ((3, 100), (1, 40))])
+def test_codes_that_are_not_integers(
+    *,
+    gpu_table: OpTable,
+    rng: torch.Generator,
+    bits: int,
+    values: Values,
+    scale_dtype: torch.dtype,
+    runs: tuple[tuple[int, int], ...],
+) -> None:
+    shape = Shape(tuple((bits, *run) for run in runs), 96, scale_dtype=scale_dtype, values=values)
+    matrix = make_matrix(rng, shape)
+    check_rows(gpu_table, matrix, rng, (1, 2, 8, 9, 16, 33, 64, 97))
+    ids = torch.tensor([95, 0, 41])
+    rows = gpu_table.embedding(ids, filled(gpu_table, matrix)).cpu()
+    assert torch.equal(rows, matrix.weights()[ids].float())
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_a_description_has_the_size_of_quantized_matrices(tmp_path: Path) -> Non
     assert described.unused_tensors == ()
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "exl3", "hqq", "fp8"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "exl3", "hqq", "mxfp4"])
 def test_other_methods_are_refused_by_name(tmp_path: Path, method: str) -> None:
     folder = save(tiny_llama(), tmp_path)
     config = json.loads((folder / "config.json").read_text())

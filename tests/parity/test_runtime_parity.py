@@ -18,6 +18,8 @@ from exl_core.formats.codecs.compressed import layout as compressed
 from exl_core.formats.codecs.compressed.matrix import CompressedMatrix
 from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.formats.codecs.exl2.matrix import Exl2Matrix
+from exl_core.formats.codecs.fp8 import layout as fp8
+from exl_core.formats.codecs.fp8.matrix import Fp8Matrix
 from exl_core.formats.codecs.gptq import layout as gptq
 from exl_core.formats.codecs.gptq.matrix import GptqMatrix
 from exl_core.formats.codecs.runtime import RuntimeMatrix
@@ -27,6 +29,7 @@ from support.paged import logits_of
 from support.quantized_models import (
     AWQ_SETTINGS,
     COMPRESSED_SETTINGS,
+    FP8_SETTINGS,
     GPTQ_SETTINGS,
     METHODS,
     SIZES,
@@ -55,6 +58,9 @@ def unrounded(method: str, pieces: Pieces) -> Tensor:
         in_features = int(pieces["weight_shape"][1])
         packed = compressed.check(pieces, settings, in_features, "test")
         matrix = CompressedMatrix(packed, packed.out_features)
+    elif method == "fp8":
+        floats = fp8.check(pieces, fp8.parse_block(FP8_SETTINGS, "test"), "test")
+        matrix = Fp8Matrix(floats, floats.out_features)
     else:
         layer = gptq.check(pieces, gptq.parse_settings(GPTQ_SETTINGS, "test"), "test")
         matrix = GptqMatrix(layer, layer.out_features)
@@ -197,6 +203,6 @@ def test_described_and_loaded_sizes_agree(tmp_path: Path, method: str) -> None:
     loaded = load_model(str(folder))
     assert described.weights_bytes_in_memory == pytest.approx(loaded.weights_bytes, rel=0.02)
     widths = {run.bits for matrix in described.matrices for run in matrix.groups}
-    assert widths == ({2, 3, 4, 5, 6, 8} if method == "exl2" else {4})
+    assert widths == {"exl2": {2, 3, 4, 5, 6, 8}, "fp8": {8}}.get(method, {4})
     config = json.loads((folder / "config.json").read_text())
     assert config["quantization_config"] == METHODS[method][0]

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from support.runtime_form import E4M3
+
 Groups = Sequence[tuple[int, int]]  # (bits, rows)
 
 
@@ -279,6 +281,57 @@ def random_compressed(
         scales=torch.from_numpy(np.exp2(rng.uniform(-22, 1, shape))).to(dtype),
         group_of_row=rng.permutation(group_of_row) if has_act_order else group_of_row,
     )
+
+
+@dataclass(frozen=True)
+class Fp8Layer:
+    """FP8 matrix: codes of one byte [out_features, in_features], and scales as stored."""
+
+    codes: np.ndarray
+    scales: Tensor
+    name: str  # of the scales
+    block: tuple[int, int] | None
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        codes = torch.from_numpy(self.codes.astype(np.uint8))
+        return {"weight": codes.view(torch.float8_e4m3fn), self.name: self.scales.clone()}
+
+    def dense(self) -> Tensor:
+        """The exact weights, float64 [in_features, out_features]."""
+        scales = self.scales.double().numpy()
+        rows, columns = self.codes.shape
+        if scales.size == 1:
+            scales = scales.reshape(1, 1)
+        elif self.block is None:
+            scales = scales.reshape(rows, 1)
+        else:
+            scales = scales[np.arange(rows) // self.block[0]]
+            scales = scales[:, np.arange(columns) // self.block[1]]
+        return torch.from_numpy((E4M3[self.codes] * scales).T.copy())
+
+    def config(self) -> dict[str, object]:
+        config: dict[str, object] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+        return config if self.block is None else config | {"weight_block_size": [*self.block]}
+
+
+def random_fp8(
+    seed: int,
+    block: tuple[int, int] | None,
+    *,
+    rows: int,
+    columns: int = 32,
+    name: str = "weight_scale_inv",
+    dtype: torch.dtype = torch.float32,
+) -> Fp8Layer:
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 256, (columns, rows))
+    codes[(codes & 0x7F) == 0x7F] = 0x7E  # no NaN; the largest number instead
+    shape = (columns, 1)
+    if block is not None:
+        shape = (-(-columns // block[0]), -(-rows // block[1]))
+    scales = torch.from_numpy(np.exp2(rng.uniform(-14, -6, shape))).to(dtype)
+    return Fp8Layer(codes, scales, name, block)
 
 
 def bit_pattern(tensor: Tensor) -> Tensor:

@@ -10,7 +10,13 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from support.quantized import random_awq, random_compressed, random_exl2, random_gptq
+from support.quantized import (
+    random_awq,
+    random_compressed,
+    random_exl2,
+    random_fp8,
+    random_gptq,
+)
 from support.tiny_models import save, tiny_llama
 
 Pieces = dict[str, Tensor]
@@ -103,6 +109,16 @@ def compressed_pieces(in_features: int, out_features: int) -> Pieces:
     return parts
 
 
+def fp8_pieces(in_features: int, out_features: int) -> Pieces:
+    """Tensors of a random FP8 matrix in blocks, scaled likewise."""
+    seed = in_features + out_features
+    layer = random_fp8(seed, FP8_BLOCK, rows=in_features, columns=out_features)
+    size = layer.dense().float().std() * in_features**0.5
+    return layer.parts | {layer.name: layer.scales / size}
+
+
+FP8_BLOCK = (48, 32)
+FP8_SETTINGS = random_fp8(0, FP8_BLOCK, rows=32).config()
 AWQ_SETTINGS = random_awq(0, 32, rows=32).config()
 COMPRESSED_SETTINGS = random_compressed(0, 4, 32, rows=32).config()
 # `quantization_config` of each method, and the function that makes a matrix's tensors.
@@ -111,8 +127,9 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[int, int], Pieces]]] = {
     "gptq": (GPTQ_SETTINGS, gptq_pieces),
     "awq": (AWQ_SETTINGS, awq_pieces),
     "compressed-tensors": (COMPRESSED_SETTINGS, compressed_pieces),
+    "fp8": (FP8_SETTINGS, fp8_pieces),
 }
-TIED = ("gptq", "awq", "compressed-tensors")
+TIED = ("gptq", "awq", "compressed-tensors", "fp8")
 """Methods whose files keep the head unquantized: their tiny models tie it to the embedding."""
 
 

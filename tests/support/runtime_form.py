@@ -6,12 +6,22 @@ Products and sums are float64, which stands for a table without rounding.
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 from torch import Tensor
 
 from exl_core.formats.codecs.runtime import RuntimeMatrix
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 
+IQ4_NL = np.array(gguf.quants.IQ4_NL.kvalues, dtype=np.float64)  # of another implementation
+E4M3 = np.array(  # number of each byte: sign, 4 bits of exponent, 3 of mantissa
+    [
+        (-1.0) ** (byte >> 7)
+        * (byte % 8 + (8 if byte & 0x78 else 0))
+        * 2.0 ** (max(byte >> 3 & 15, 1) - 10)
+        for byte in range(256)
+    ]
+)
 GGML_CODES = {"q4_0": (4, 1), "q4_1": (4, 2), "q5_0": (5, 1), "q5_1": (5, 2), "q8_0": (8, 1)}
 
 
@@ -47,7 +57,10 @@ def _grouped(layout: QuantLayout, columns: QuantColumns) -> np.ndarray:
     for run in layout.runs:
         for _ in range(run.groups):
             part = codes[row : row + run.rows].astype(np.float64)
-            if layout.offset == "minimums":
+            if layout.values != "integers":
+                numbers = E4M3 if layout.values == "e4m3" else IQ4_NL
+                stored[row : row + run.rows] = scales[group] * numbers[part.astype(np.int64)]
+            elif layout.offset == "minimums":
                 assert offsets is not None
                 stored[row : row + run.rows] = scales[group] * part + offsets[group]
             else:

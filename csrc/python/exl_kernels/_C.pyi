@@ -43,6 +43,7 @@ class QuantLinear(Linear):
         scale_dtype: object,
         offset: str,
         has_bias: bool = False,
+        values: str = "integers",
     ) -> None: ...
     def fill(
         self,

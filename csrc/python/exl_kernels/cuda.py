@@ -25,10 +25,11 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
-ABI = 7
+ABI = 8
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
 OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2}
+VALUES = {"integers": 0, "e4m3": 1, "iq4_nl": 2}
 PACKINGS = {"words": 0, "bytes": 1, "q4_0": 2, "q4_1": 3, "q5_0": 4, "q5_1": 5, "q8_0": 6}
 GATES = {"silu": 0, "gelu_tanh": 1}
 STORE, ADD, GATED = 0, 1, 2
@@ -65,7 +66,7 @@ class QuantMatrix(Structure):
         ("num_runs", c_int32),
         ("scale_dtype", c_int32),
         ("offset_kind", c_int32),
-        ("reserved", c_int32),
+        ("values", c_int32),
     )
 
 

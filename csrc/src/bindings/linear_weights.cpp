@@ -93,6 +93,19 @@ static Offset offset_of(const std::string& name) {
     fail({"QuantLinear", "offset"}, "middle, zeros or minimums", name);
 }
 
+static Values values_of(const std::string& name, const QuantLayout& layout) {
+    const Operand operand{"QuantLinear", "values"};
+    if (name == "integers") return Values::integers;
+    const bool is_e4m3 = name == "e4m3";
+    if (!is_e4m3 && name != "iq4_nl") fail(operand, "integers, e4m3 or iq4_nl", name);
+    for (const GroupRun& run : layout.runs) {
+        if (run.bits != (is_e4m3 ? 8 : 4) || layout.offset != Offset::middle) {
+            fail(operand, "codes of 8 bits (e4m3) or 4 bits (iq4_nl), offset middle", name);
+        }
+    }
+    return is_e4m3 ? Values::e4m3 : Values::iq4_nl;
+}
+
 static std::vector<GroupRun> runs_of(const py::iterable& runs, int64_t in_features) {
     const Operand operand{"QuantLinear", "runs"};
     std::vector<GroupRun> found;
@@ -147,7 +160,7 @@ static const int32_t* rows_of(Operand operand, py::handle tensor, int64_t count)
 
 static std::shared_ptr<QuantLinear> new_quantized(
     int64_t out_features, int64_t in_features, const py::iterable& runs, py::handle features,
-    py::handle scale_dtype, const std::string& offset, bool has_bias
+    py::handle scale_dtype, const std::string& offset, bool has_bias, const std::string& values
 ) {
     check_size("QuantLinear", out_features, in_features);
     QuantLayout layout{};
@@ -162,6 +175,7 @@ static std::shared_ptr<QuantLinear> new_quantized(
     }
     layout.offset = offset_of(offset);
     layout.has_bias = has_bias;
+    layout.values = values_of(values, layout);
     return std::make_shared<QuantLinear>(layout);
 }
 
@@ -182,7 +196,8 @@ static const void* ggml_codes(
 ) {
     const bool has_layout = w.runs.size() == 1 && w.runs[0].bits == kind.bits &&
                             w.runs[0].rows == kBlockRows && w.order.empty() &&
-                            w.scale_dtype == DType::f16 && w.offset == kind.offset;
+                            w.scale_dtype == DType::f16 && w.offset == kind.offset &&
+                            w.values == Values::integers;
     if (!has_layout) {
         fail({"fill_quantized", "packing"}, "a packing that fits the matrix's layout", kind.name);
     }
@@ -278,7 +293,7 @@ void bind_weights(py::module_& module) {
         .def(
             py::init(&new_quantized), py::arg("out_features"), py::arg("in_features"),
             py::arg("runs"), py::arg("features"), py::arg("scale_dtype"), py::arg("offset"),
-            py::arg("has_bias") = false
+            py::arg("has_bias") = false, py::arg("values") = "integers"
         )
         .def(
             "fill", &fill_quantized, py::arg("first_column"), py::arg("packing"), py::arg("codes"),

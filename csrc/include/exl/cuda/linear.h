@@ -2,6 +2,7 @@
 // prepared inputs, and their functions.
 //
 //   w[row, c] = scale[g, c] * (code[row, c] - zero[g, c])      or  scale * code + minimum
+//   w[row, c] = scale[g, c] * number(code[row, c])             E4M3, or an entry of a table
 //
 // Rows run along k in stored order. Every group starts a new block of 32 rows. The rows of a block
 // past the end of its group are padding, and their inputs are zero. A k-tile (`unit` in
@@ -62,6 +63,13 @@ extern "C" {
 #define EXL_CUDA_STRIP_HEAD 32  // bytes of a panel before its k-tiles
 
 enum { EXL_OFFSET_MIDDLE = 0, EXL_OFFSET_ZEROS = 1, EXL_OFFSET_MINIMUMS = 2 };
+// Numbers that codes stand for; other than integers only with EXL_OFFSET_MIDDLE, and nothing stored.
+// exl_cuda_quant_linear multiplies at most 8 rows with such a matrix on 9.0.
+enum {
+    EXL_VALUES_INTEGERS = 0,
+    EXL_VALUES_E4M3 = 1,   // 8 bits: OCP FP8 E4M3
+    EXL_VALUES_IQ4_NL = 2  // 4 bits: exl::kIq4Values
+};
 enum {  // same numbers as exl::Packing; exl_core/ops/quantized.py describes the packings
     EXL_PACKING_WORDS = 0,
     EXL_PACKING_BYTES,
@@ -108,7 +116,7 @@ typedef struct {
     int32_t num_runs;
     int32_t scale_dtype;
     int32_t offset_kind;
-    int32_t reserved;
+    int32_t values;
 } ExlQuantMatrix;
 
 // Some columns in the form of the file, in device memory. See QuantColumns in

@@ -1,6 +1,7 @@
-// Quantized linears: EXL2, GPTQ and GGUF blocks in one run-time layout.
+// Quantized linears: groups of codes from EXL2, GPTQ, AWQ, compressed-tensors, GGUF and FP8 files.
 //
 //   w[row, n] = scale[g, n] * (code[row, n] - zero)        y[m, n] = x[m, :] @ w[:, n] + bias[n]
+//   w[row, n] = scale[g, n] * value(code[row, n])          for codes that are not integers (Values)
 //
 // Rows run along k in stored order. A group is consecutive rows that share a scale and an offset
 // for each column. A run is consecutive groups of one bit width and one size. Every group starts a
@@ -39,6 +40,13 @@ constexpr int kMaxParts = 3;
 // zeros: scale * (code - zero). middle: the same with zero = 2^(bits - 1), not stored.
 // minimums: scale * code + minimum.
 enum class Offset : int { middle = 0, zeros = 1, minimums = 2 };
+// Numbers that the codes stand for. e4m3: 8-bit floats without infinities (OCP FP8 E4M3), iq4_nl: the
+// table kIq4Values, indexed by 4 bits. Both have Offset::middle, with nothing stored.
+enum class Values : int { integers = 0, e4m3 = 1, iq4_nl = 2 };
+constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                   1,    13,   25,  38,  53,  69,  89,  113};
+// Added to the entries of the table, which then are 8-bit codes whose zero is 128.
+constexpr int kIq4Zero = 128;
 enum class Packing : int { words = 0, bytes, q4_0, q4_1, q5_0, q5_1, q8_0 };
 
 // GGML block type: 32 values of one column, in `bytes` bytes. A float16 scale comes first.
@@ -83,6 +91,7 @@ struct QuantLayout {
     const int32_t* features;  // [k] input feature of each stored row; null: row r is feature r
     DType scale_dtype;        // f16 or f32; minimums have the same type
     Offset offset;
+    Values values;
     bool has_bias;
 };
 
@@ -121,6 +130,7 @@ class QuantMatrix {
     const int64_t k;
     const DType scale_dtype;
     const Offset offset;
+    const Values values;
     std::vector<GroupRun> runs;
     int64_t groups = 0;
     int64_t blocks = 0;  // number of padded rows / 32

@@ -4,8 +4,8 @@
 //   BFloatPairs  [rows / 2][16][2]   rows 2 i and 2 i + 1 of a column are adjacent, as AMX tiles
 //                                    of weights require
 //
-// Accuracy   (code - zero) * scale + minimum. The difference is exact; the fused multiply-add
-//            rounds once. BFloatPairs rounds that result once more to bf16 (nearest even).
+// Accuracy   (code - zero) * scale + minimum, or E4M3 number * scale. The difference and the number
+//            are exact; the fused multiply-add rounds once. BFloatPairs rounds that result once more to bf16 (nearest even).
 #pragma once
 
 #include "cpu/linear/quant_vec.h"
@@ -46,8 +46,33 @@ static inline Vec based_row(Codes v) {
 #endif
 }
 
+// Returns 2^-8 times the E4M3 number in byte Row of each lane: the float16 number with the same
+// exponent and mantissa bits. Conversion from float16 is exact for subnormal numbers as well.
+template <int Row>
+static inline Vec e4m3_row(Codes v) {
+#if defined(__AVX512F__)
+    const __m512i number = _mm512_srli_epi32(v, 8 * Row);
+    const __m512i half = _mm512_or_si512(
+        _mm512_slli_epi32(_mm512_and_si512(number, _mm512_set1_epi32(0x7f)), 7),
+        _mm512_slli_epi32(_mm512_and_si512(number, _mm512_set1_epi32(0x80)), 8)
+    );
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(half));
+#elif defined(__AVX2__)
+    const __m256i number = _mm256_srli_epi32(v, 8 * Row);
+    const __m256i half = _mm256_or_si256(
+        _mm256_slli_epi32(_mm256_and_si256(number, _mm256_set1_epi32(0x7f)), 7),
+        _mm256_slli_epi32(_mm256_and_si256(number, _mm256_set1_epi32(0x80)), 8)
+    );
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(half, half), 0x08);
+    return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
+#else
+    const uint32_t number = v.lane >> 8 * Row;
+    return half_to_float(static_cast<uint16_t>((number & 0x7f) << 7 | (number & 0x80) << 8));
+#endif
+}
+
 // Loads scales and offsets of a group. `at` is the index of its first column in both arrays.
-static inline GroupColumns load_group(const QuantMatrix& w, int64_t at, int bits) {
+static inline GroupColumns load_group(const QuantMatrix& w, int64_t at, int form) {
     const auto widen = [&](const void* grid, float* to) {
         for (int c = 0; c < kPanel; c += kLanes) {
             store(to + c, load_grid(grid, w.scale_dtype, at + c));
@@ -55,7 +80,11 @@ static inline GroupColumns load_group(const QuantMatrix& w, int64_t at, int bits
     };
     GroupColumns group;
     widen(w.scales, group.scale);
-    const float middle = w.offset == Offset::middle ? static_cast<float>(1 << (bits - 1)) : 0.0f;
+    if (form == kE4m3) {
+        for (float& scale : group.scale) scale *= 256.0f;  // undoes the factor of e4m3_row
+    }
+    const float middle =
+        w.offset == Offset::middle ? static_cast<float>(1 << (integer_bits(form) - 1)) : 0.0f;
     for (int c = 0; c < kPanel; ++c) {
         group.bias[c] = kFloatBase + middle;
         group.minimum[c] = 0.0f;
@@ -117,6 +146,13 @@ static inline void dequantize_block(const uint8_t* codes, const GroupColumns& gr
         };
         unrolled<kBlockRows / 4>([&]<int Step>() __attribute__((always_inline)) {
             const Codes step = block_codes<Bits, Step>(codes + 4 * c);
+            if constexpr (Bits == kE4m3) {
+                out.put(
+                    Step, c, mul(e4m3_row<0>(step), scale), mul(e4m3_row<1>(step), scale),
+                    mul(e4m3_row<2>(step), scale), mul(e4m3_row<3>(step), scale)
+                );
+                return;
+            }
             out.put(
                 Step, c, weight(based_row<0>(step)), weight(based_row<1>(step)),
                 weight(based_row<2>(step)), weight(based_row<3>(step))
@@ -130,7 +166,7 @@ template <int Bits, class Out>
 static void dequantize_run(
     const QuantMatrix& w, const GroupRun& run, int64_t panel, int64_t block, int64_t last, Out& out
 ) {
-    constexpr int64_t kBytes = Bits * 4 * kPanel;
+    constexpr int64_t kBytes = width_of(Bits) * 4 * kPanel;
     const uint8_t* codes =
         w.panel_codes(panel) + run.code_offset + (block - run.first_block) * kBytes;
     while (block < last) {
@@ -153,7 +189,7 @@ static void dequantize(
         const int64_t first = larger(first_block, run.first_block);
         const int64_t last = smaller(last_block, run.first_block + run.groups * run.blocks);
         if (first >= last) continue;
-        with_width(run.bits, [&]<int Bits>() {
+        with_form(w, run.bits, [&]<int Bits>() {
             dequantize_run<Bits>(w, run, panel, first, last, out);
         });
     }

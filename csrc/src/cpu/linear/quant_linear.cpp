@@ -54,7 +54,7 @@ static inline __attribute__((always_inline)) void span_product(
     for (int64_t b = 0; b < blocks; ++b) {
 #pragma GCC unroll 2
         for (int p = 0; p < P; ++p) {
-            for (int64_t line = 0; line < Bits; ++line) {
+            for (int64_t line = 0; line < width_of(Bits); ++line) {
                 prefetch(codes + p * panel_bytes + kCodesAhead + 64 * line);
             }
         }
@@ -70,7 +70,7 @@ static inline __attribute__((always_inline)) void span_product(
                 }
             }
         });
-        codes += Bits * 4 * kPanel;
+        codes += width_of(Bits) * 4 * kPanel;
         act += kActBlock;
     }
 }
@@ -103,7 +103,7 @@ static void run_product(
                     );
                 }
             }
-            codes += blocks * Bits * 4 * kPanel;
+            codes += blocks * width_of(Bits) * 4 * kPanel;
             act += blocks * kActBlock;
         }
     }
@@ -116,7 +116,7 @@ static void panel_product(
 ) {
     for (int p = 0; p < P; ++p) start_rows(w, panel + p, R, y + p * R);
     for (const GroupRun& run : w.runs) {
-        with_width(run.bits, [&]<int Bits>() {
+        with_form(w, run.bits, [&]<int Bits>() {
             run_product<Bits, R, P>(w, run, panel, acts, row, y);
         });
     }
@@ -157,7 +157,7 @@ static void run_tiles(
                 codes, w.panel_bytes, blocks, act, acts.row_bytes, sums[span & 1]
             );
             if (done < span) scale_span();
-            codes += blocks * Bits * 4 * kPanel;
+            codes += blocks * width_of(Bits) * 4 * kPanel;
             act += blocks * kActBlock;
         }
     }
@@ -171,7 +171,7 @@ static void panel_tiles(
 ) {
     for (int p = 0; p < P; ++p) start_rows(w, panel + p, rows, y + p * rows);
     for (const GroupRun& run : w.runs) {
-        with_width(run.bits, [&]<int Bits>() {
+        with_form(w, run.bits, [&]<int Bits>() {
             if constexpr (Bits <= kIntTileLowBits) {
                 if (acts.low_bits == kIntTileLowBits) {
                     return run_tiles<Bits, P, true>(w, run, panel, acts, row, rows, y);
@@ -367,6 +367,10 @@ static void integer_product(ThreadPool& pool, const QuantLinearArgs& args) {
 
 void quant_linear(ThreadPool& pool, const QuantLinearArgs& args) {
     if (args.m == 0) return;
+    for (int p = 0; p < args.count; ++p) {
+        // Floats have no integer product.
+        if (args.parts[p]->values == Values::e4m3) return quant_prefill(pool, args);
+    }
 #if EXL_HAS_INT_TILES || !EXL_HAS_BYTE_DOT
     if (args.m > kIntegerRows) return quant_prefill(pool, args);
 #endif

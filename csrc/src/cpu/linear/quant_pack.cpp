@@ -35,6 +35,7 @@ QuantMatrix::QuantMatrix(const QuantLayout& layout)
       k(layout.k),
       scale_dtype(layout.scale_dtype),
       offset(layout.offset),
+      values(layout.values),
       runs(layout.runs) {
     int64_t rows = 0;
     bool has_padding = false;
@@ -288,6 +289,18 @@ static float grid_value(const void* grid, DType dtype, int64_t index) {
                                : half_to_float(static_cast<const uint16_t*>(grid)[index]);
 }
 
+// The number that a code stands for, before the scale. `zero` applies to integers only.
+static float value_of(Values values, int code, int zero) {
+    switch (values) {
+        case Values::e4m3:
+            // The float16 number with these exponent and mantissa bits is 2^-8 times the value.
+            return 256.0f *
+                   half_to_float(static_cast<uint16_t>((code & 0x7f) << 7 | (code & 0x80) << 8));
+        case Values::iq4_nl: return kIq4Values[code];
+        default: return static_cast<float>(code - zero);
+    }
+}
+
 // Dequantizes output column `id`, an embedding row, to y[k].
 static void read_row(const QuantMatrix& w, int64_t id, float* y) {
     const int64_t panel = id / kPanel;
@@ -308,7 +321,7 @@ static void read_row(const QuantMatrix& w, int64_t id, float* y) {
                 );
                 const int64_t feature =
                     w.order.empty() ? first + r : w.order[static_cast<size_t>(first + r)];
-                y[feature] = scale * static_cast<float>(code - zero) + minimum;
+                y[feature] = scale * value_of(w.values, code, zero) + minimum;
             }
             codes += run.blocks * kPlaneRow * run.bits;
         }

@@ -42,7 +42,7 @@ static inline __attribute__((always_inline)) void apply_scales(
     };
     if (w.offset == Offset::middle) {
         for_rows([&](Codes sums, int32_t sum) {
-            return mul(to_float(sub_int(sums, set_int(sum << (Bits - 1)))), scale);
+            return mul(to_float(sub_int(sums, set_int(sum << (integer_bits(Bits) - 1)))), scale);
         });
     } else if (w.offset == Offset::zeros) {
         const Codes zeros = load_zeros(static_cast<const uint8_t*>(w.offsets) + at);

@@ -28,6 +28,7 @@ constexpr int kIntTileMinRows = 5;
 constexpr int kIntTileLowBits = 4;  // low bits of 12-bit integers
 
 static inline bool has_narrow_codes(const QuantMatrix& w) {
+    if (w.values != Values::integers) return false;  // 8-bit integers from a table
     for (const GroupRun& run : w.runs) {
         if (run.bits > kIntTileLowBits) return false;
     }
@@ -86,7 +87,8 @@ static inline void tile_span(
     for (int64_t b = 0; b < blocks; ++b) {
         for (int p = 0; p < Panels; ++p) {
             const uint8_t* block = codes + p * panel_bytes;
-            for (int64_t line = 0; line < Bits; ++line) prefetch(block + kCodesAhead + 64 * line);
+            for (int64_t line = 0; line < width_of(Bits); ++line)
+                prefetch(block + kCodesAhead + 64 * line);
             unpack_block<Bits, IsWhole>(block, bytes[p]);
         }
         // The compiler does not know that tile instructions touch memory.
@@ -101,7 +103,7 @@ static inline void tile_span(
             _tile_dpbsud(2, 4, 7);
             if constexpr (!IsWhole) _tile_dpbsud(3, 5, 7);
         }
-        codes += Bits * 4 * kPanel;
+        codes += width_of(Bits) * 4 * kPanel;
         act += kActBlock;
     }
     _tile_stored(0, sums.high[0], 64);

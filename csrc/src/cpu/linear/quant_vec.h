@@ -147,6 +147,25 @@ static inline void gather_block(const float* x, const int32_t* features, float* 
 }
 #endif
 
+// Entries of kIq4Values plus kIq4Zero, for codes of 4 bits in the bytes of `v`.
+static inline Codes look_up_iq4(Codes v) {
+    alignas(16) static constexpr uint8_t kTable[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                                       129, 141, 153, 166, 181, 197, 217, 241};
+#if defined(__AVX512F__)
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kTable));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), v);
+#elif defined(__AVX2__)
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kTable));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), v);
+#else
+    uint32_t found = 0;
+    for (int i = 0; i < 32; i += 8) {
+        found |= static_cast<uint32_t>(kTable[v.lane >> i & 15]) << i;
+    }
+    return {found};
+#endif
+}
+
 // Loads kLanes scales or minimums.
 static inline Vec load_grid(const void* grid, DType dtype, int64_t index) {
     return dtype == DType::f32 ? load(static_cast<const float*>(grid) + index)
@@ -164,11 +183,25 @@ static inline Codes plane_codes(const uint8_t* plane) {
     return bits_of<Bits*(Step % kPerRow), (1 << Bits) - 1>(row);
 }
 
-// Codes of rows 4 Step .. 4 Step + 3 of a block, joined from its planes.
+// Template parameter of the products: how codes of one width are stored and what they stand for. The
+// form of integers is their width.
+constexpr int kE4m3 = 8 | static_cast<int>(Values::e4m3) << 4;
+constexpr int kIq4 = 4 | static_cast<int>(Values::iq4_nl) << 4;
+// Bits that a code is stored in.
+constexpr int width_of(int form) { return form & 15; }
+// Bits of the integers that `block_codes` returns; their middle is 2^(bits - 1).
+constexpr int integer_bits(int form) { return form == kIq4 ? 8 : width_of(form); }
+
+// Codes of rows 4 Step .. 4 Step + 3 of a block, joined from its planes. Codes of kIq4 are replaced
+// by 8-bit integers from the table.
 template <int Bits, int Step>
 static inline Codes block_codes(const uint8_t* block) {
     constexpr int64_t kRow = 4 * kPanel;
-    if constexpr (Bits == 3) {
+    if constexpr (Bits == kIq4) {
+        return look_up_iq4(plane_codes<4, Step>(block));
+    } else if constexpr (Bits == kE4m3) {
+        return plane_codes<8, Step>(block);
+    } else if constexpr (Bits == 3) {
         return join_bits<2>(plane_codes<2, Step>(block), plane_codes<1, Step>(block + 2 * kRow));
     } else if constexpr (Bits == 5) {
         return join_bits<4>(plane_codes<4, Step>(block), plane_codes<1, Step>(block + 4 * kRow));
@@ -179,10 +212,14 @@ static inline Codes block_codes(const uint8_t* block) {
     }
 }
 
-// Calls fn<bits>() for a bit width known only at run time.
+// Calls fn<form>() for a form known only at run time.
 template <class Fn>
-static inline __attribute__((always_inline)) void with_width(int bits, Fn&& fn) {
-    switch (bits) {
+static inline __attribute__((always_inline)) void with_form(
+    const QuantMatrix& w, int bits, Fn&& fn
+) {
+    switch (bits | static_cast<int>(w.values) << 4) {
+        case kE4m3: return fn.template operator()<kE4m3>();
+        case kIq4: return fn.template operator()<kIq4>();
         case 2: return fn.template operator()<2>();
         case 3: return fn.template operator()<3>();
         case 4: return fn.template operator()<4>();

@@ -18,9 +18,10 @@
 
 namespace exl::cuda {
 
-// Mantissa bit at which the codes of columns 8 * quarter .. 8 * quarter + 7 begin.
-__host__ __device__ constexpr int mantissa_shift(int bits, int quarter) {
-    switch (bits) {
+// Mantissa bit at which the codes of columns 8 * quarter .. 8 * quarter + 7 begin. 0 for codes that
+// are not integers.
+__host__ __device__ constexpr int mantissa_shift(int form, int quarter) {
+    switch (form) {
         case 2: return 2 * quarter;
         case 3: return quarter < 2 ? 3 * quarter : 6;
         case 4: return 4 * (quarter % 2);
@@ -30,10 +31,14 @@ __host__ __device__ constexpr int mantissa_shift(int bits, int quarter) {
     }
 }
 
+// Power of two by which fragments are divided, apart from the mantissa shift: subnormal numbers for
+// integers, E4M3 numbers as float16.
+__host__ __device__ constexpr int fragment_exponent(int form) { return form == kE4m3 ? 8 : 24; }
+
 // Factor 2^(24 - shift) that turns sums of products with subnormal codes of these columns into sums
-// of products with the codes.
-__host__ __device__ constexpr float subnormal_factor(int bits, int quarter) {
-    return static_cast<float>(1 << (24 - mantissa_shift(bits, quarter)));
+// of products with the codes. 2^8 for E4M3 numbers.
+__host__ __device__ constexpr float subnormal_factor(int form, int quarter) {
+    return static_cast<float>(1 << (fragment_exponent(form) - mantissa_shift(form, quarter)));
 }
 
 // (a & mask) | c
@@ -43,8 +48,9 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t c
     return d;
 }
 
-template <int kBits>
+template <int kForm>
 struct BlockCodes {
+    static constexpr int kBits = width_of(kForm);
     uint32_t words[kBits];
 
     __device__ __forceinline__ void load(const uint8_t* block, int lane) {
@@ -85,6 +91,41 @@ struct BlockCodes {
         a[1] = pair<kFirst + 4, kBase>();
         a[2] = pair<kFirst + 1, kBase>();
         a[3] = pair<kFirst + 5, kBase>();
+        if constexpr (kForm == kE4m3) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = halves_of_e4m3(a[i]);
+        }
+    }
+};
+
+// Codes that are indices into the table of IQ4_NL. They are replaced as they are loaded: word j
+// holds pairs 4 q + j for q = 0 .. 3, whose first codes are in its low half.
+template <>
+struct BlockCodes<kIq4> {
+    uint32_t values[4][2];  // [word][code of the pair], one byte per q
+
+    __device__ __forceinline__ void load(const uint8_t* block, int lane) {
+        uint32_t words[4];
+        load_words<4>(words, block, lane);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            values[j][0] = look_up_iq4(words[j]);
+            values[j][1] = look_up_iq4(words[j] >> 16);
+        }
+    }
+    template <int kPair>
+    __device__ __forceinline__ uint32_t pair() const {
+        constexpr int kQuarter = kPair / 4;
+        constexpr uint32_t kBytes = kQuarter | (4 + kQuarter) << 8;
+        return __byte_perm(values[kPair % 4][0], values[kPair % 4][1], kBytes) & 0x00ff00ffu;
+    }
+    template <int kColumns, int kStep>
+    __device__ __forceinline__ void fragment(uint32_t (&a)[4]) const {
+        constexpr int kFirst = 8 * kColumns + 2 * kStep;
+        a[0] = pair<kFirst>();
+        a[1] = pair<kFirst + 4>();
+        a[2] = pair<kFirst + 1>();
+        a[3] = pair<kFirst + 5>();
     }
 };
 

@@ -108,6 +108,7 @@ QuantPart make_part(const ExlQuantMatrix& w, const void* inputs, int first_colum
     part.first_column = first_column;
     part.scale_dtype = w.scale_dtype;
     part.offset_kind = w.offset_kind;
+    part.values = w.values;
     const int scale_bytes = static_cast<int>(scale_bytes_of(w.scale_dtype));
     part.header_bytes = KTileHeader{scale_bytes, w.offset_kind}.size_bytes();
     if (w.num_runs <= kInlineRuns) std::copy_n(w.runs, w.num_runs, part.inline_runs);
@@ -248,6 +249,9 @@ int exl_cuda_quant_linear(const ExlQuantLinear* call, void* stream) {
     for (int first = 0; first < call->m; first += kChunkRows) {
         const int rows = std::min(call->m - first, kChunkRows);
         if (is_wide(info, rows)) {
+            for (int i = 0; i < call->count; ++i) {
+                if (call->parts[i]->values != EXL_VALUES_INTEGERS) return cudaErrorInvalidValue;
+            }
             const cudaError_t error = quant_small_batch(*call, first, rows, info, stream);
             if (error != cudaSuccess) return error;
             continue;

@@ -20,8 +20,8 @@ constexpr int kMaxStages = 8;
 constexpr int kStageBlocks = 4;  // blocks of a load, at most
 
 // Description of a load run, and of its first load. `shape` holds, from bit 0: bit width (4 bits),
-// k-tiles per load (4), blocks per k-tile (4), part (2), two unused bits, offset kind (2), float32
-// scales (1), and kIsLast. `position` holds the first block (16 bits) and the number of loads.
+// k-tiles per load (4), blocks per k-tile (4), part (2), values (2), offset kind (2), float32 scales
+// (1), and kIsLast. `position` holds the first block (16 bits) and the number of loads.
 struct LoadRun {
     uint32_t shape;
     uint32_t position;
@@ -29,7 +29,8 @@ struct LoadRun {
     static constexpr uint32_t kIsLast = 1u << 20;  // the run ends the warp's k-slice of a tile
 
     __device__ __forceinline__ static uint32_t part_shape(const QuantPart& part, int index) {
-        return index << 12 | part.offset_kind << 16 | (part.scale_dtype == kF32) << 18;
+        return index << 12 | part.values << 14 | part.offset_kind << 16 |
+               (part.scale_dtype == kF32) << 18;
     }
     __device__ __forceinline__ static uint32_t load_shape(int bits, int k_tiles, int blocks) {
         return bits | k_tiles << 4 | blocks << 8;
@@ -38,6 +39,7 @@ struct LoadRun {
         return block | count << 16;
     }
     __device__ __forceinline__ int bits() const { return shape & 15; }
+    __device__ __forceinline__ int form() const { return form_of(bits(), shape >> 14 & 3); }
     __device__ __forceinline__ int k_tiles() const { return shape >> 4 & 15; }
     __device__ __forceinline__ int k_tile_blocks() const { return shape >> 8 & 15; }
     __device__ __forceinline__ int blocks() const { return k_tiles() * k_tile_blocks(); }

@@ -16,7 +16,35 @@ constexpr int kKTileBlocks = 4;
 
 inline int64_t scale_bytes_of(int type) { return type == kF32 ? 4 : 2; }
 
+// Template parameter of the products: how codes of one width are stored, and what they stand for
+// (EXL_VALUES_*). The form of integers is their width.
+__host__ __device__ constexpr int form_of(int bits, int values) { return bits | values << 4; }
+constexpr int kE4m3 = form_of(8, EXL_VALUES_E4M3);
+constexpr int kIq4 = form_of(4, EXL_VALUES_IQ4_NL);
+
 #ifdef __CUDACC__
+
+// Bits that a code is stored in.
+__host__ __device__ constexpr int width_of(int form) { return form & 15; }
+// Zero of codes without stored offsets. Codes of kIq4 are replaced by table entries plus 128.
+__host__ __device__ constexpr int middle_of(int form) {
+    return form == kE4m3 ? 0 : form == kIq4 ? 128 : 1 << (width_of(form) - 1);
+}
+
+// Entries of exl::kIq4Values plus 128, one per byte, for the low 3 bits of the four low half-bytes
+// of `codes` and for their fourth bits.
+__device__ __forceinline__ uint32_t look_up_iq4(uint32_t codes) {
+    const uint32_t index = codes & 0x7777;
+    const uint32_t low = __byte_perm(0x3f2d1801, 0x766a5d4f, index);
+    const uint32_t high = __byte_perm(0xa6998d81, 0xf1d9c5b5, index);
+    return __byte_perm(low, high, 0x3210 | (codes >> 1 & 0x4444));
+}
+
+// Float16 numbers with the exponent and mantissa bits of two E4M3 numbers, the low bytes of both
+// halves: 2^-8 times the numbers.
+__device__ __forceinline__ uint32_t halves_of_e4m3(uint32_t two) {
+    return (two << 7 & 0x3f803f80u) | (two << 8 & 0x80008000u);
+}
 
 // Pairs of codes per lane and block. Pair n = 4 q + j of lane 4 g + t holds column 8 q + g, rows
 // 8 t + 2 j and 8 t + 2 j + 1.

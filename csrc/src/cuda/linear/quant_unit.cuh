@@ -74,13 +74,13 @@ struct KTileFactors {
     float scales[4], offsets[4];
 
     __device__ __forceinline__ void load(
-        const uint8_t* k_tile, const LoadRun& run, int bits, int lane
+        const uint8_t* k_tile, const LoadRun& run, int middle, int lane
     ) {
         if (run.is_plain()) {  // the common case, without further branches
             load_factors(scales, k_tile, false, lane / 4);
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
-                offsets[q] = -scales[q] * static_cast<float>(1 << (bits - 1));
+                offsets[q] = -scales[q] * static_cast<float>(middle);
             }
             return;
         }
@@ -98,7 +98,7 @@ struct KTileFactors {
         } else {
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
-                offsets[q] = -scales[q] * static_cast<float>(1 << (bits - 1));
+                offsets[q] = -scales[q] * static_cast<float>(middle);
             }
         }
     }
@@ -136,13 +136,13 @@ struct KTileSums {
         add_step<1>(block, rows);
     }
 
-    template <int kBits>
+    template <int kForm>
     __device__ __forceinline__ void scale_into(
         PanelSums<Shape>& total, const KTileFactors& factors
     ) {
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-            const float scale = factors.scales[q] * subnormal_factor(kBits, q);
+            const float scale = factors.scales[q] * subnormal_factor(kForm, q);
 #pragma unroll
             for (int i = 0; i < Shape::kRowTiles; ++i) {
 #pragma unroll
@@ -195,7 +195,7 @@ __device__ __forceinline__ void load_inputs(
 // of the run, or earlier if the pipeline has to open a new load run. Releases all loads except the
 // last one it added. As soon as a block's inputs have been used, those of the next load replace
 // them. On return, `run` is the rest of the run, or the next run. Returns whether the run is done.
-template <int kBits, class Shape>
+template <int kForm, class Shape>
 __device__ __forceinline__ bool add_full_k_tiles(
     PanelSums<Shape>& total, LoadInputs<Shape>& rows, LoadRun& run, WeightPipeline& pipeline,
     const InputReader& inputs, int lane
@@ -218,16 +218,16 @@ __device__ __forceinline__ bool add_full_k_tiles(
         pipeline.wait();
         const uint8_t* bytes = pipeline.data();
         KTileFactors factors;
-        factors.load(bytes, own, kBits, lane);
+        factors.load(bytes, own, middle_of(kForm), lane);
         KTileSums<Shape> sums;
 #pragma unroll
         for (int i = 0; i < kStageBlocks; ++i) {
-            BlockCodes<kBits> codes;
-            codes.load(bytes + header_bytes + i * 128 * kBits, lane);
+            BlockCodes<kForm> codes;
+            codes.load(bytes + header_bytes + i * 128 * width_of(kForm), lane);
             sums.add(codes, rows[i]);
             rows[i].load(x + i * pitch);  // may read past the next load's last block; unused then
         }
-        sums.template scale_into<kBits>(total, factors);
+        sums.template scale_into<kForm>(total, factors);
         if (loads_left == 0) return true;
         if (pipeline.continues_run()) {
             pipeline.release_in_run();
@@ -242,7 +242,7 @@ __device__ __forceinline__ bool add_full_k_tiles(
 }
 
 // Adds the first load of `run`, of any shape, block by block, and prefetches the inputs of `next`.
-template <int kBits, class Shape>
+template <int kForm, class Shape>
 __device__ __forceinline__ void add_load(
     PanelSums<Shape>& total, LoadInputs<Shape>& rows, const LoadRun& run, const LoadRun& next,
     const uint8_t* bytes, const InputReader& inputs, int lane
@@ -258,15 +258,15 @@ __device__ __forceinline__ void add_load(
         InputFragments<Shape::kRowTiles>& own = rows[Shape::kPrefetchesInputs ? i : 0];
         if (i < blocks) {
             if (in_k_tile == 0) k_tile = bytes, bytes += header_bytes;
-            BlockCodes<kBits> codes;
+            BlockCodes<kForm> codes;
             codes.load(bytes, lane);
-            bytes += 128 * kBits;
+            bytes += 128 * width_of(kForm);
             if constexpr (!Shape::kPrefetchesInputs) own.load(x + i * inputs.pitch<Shape>());
             sums.add(codes, own);
             if (++in_k_tile == k_tile_blocks) {
                 KTileFactors factors;
-                factors.load(k_tile, run, kBits, lane);
-                sums.template scale_into<kBits>(total, factors);
+                factors.load(k_tile, run, middle_of(kForm), lane);
+                sums.template scale_into<kForm>(total, factors);
                 in_k_tile = 0;
             }
         }
@@ -285,26 +285,28 @@ __device__ __forceinline__ bool add_load_run(
 ) {
     const LoadRun own = run;
     bool is_run_done = own.count() == 1;
-    const auto add = [&](auto width) {
-        constexpr int kBits = decltype(width)::value;
+    const auto add = [&](auto form) {
+        constexpr int kForm = decltype(form)::value;
         if constexpr (Shape::kPrefetchesInputs) {
             if (own.is_full_k_tile()) {
                 is_run_done =
-                    add_full_k_tiles<kBits, Shape>(total, rows, run, pipeline, inputs, lane);
+                    add_full_k_tiles<kForm, Shape>(total, rows, run, pipeline, inputs, lane);
                 return;
             }
         }
         run = is_run_done ? pipeline.next() : own.last(own.count() - 1);
         pipeline.wait();
-        add_load<kBits, Shape>(total, rows, own, run, pipeline.data(), inputs, lane);
+        add_load<kForm, Shape>(total, rows, own, run, pipeline.data(), inputs, lane);
     };
-    switch (own.bits()) {
+    switch (own.form()) {
         case 2: add(std::integral_constant<int, 2>()); break;
         case 3: add(std::integral_constant<int, 3>()); break;
         case 4: add(std::integral_constant<int, 4>()); break;
         case 5: add(std::integral_constant<int, 5>()); break;
         case 6: add(std::integral_constant<int, 6>()); break;
         case 8: add(std::integral_constant<int, 8>()); break;
+        case kE4m3: add(std::integral_constant<int, kE4m3>()); break;
+        case kIq4: add(std::integral_constant<int, kIq4>()); break;
         default: run = pipeline.next(); pipeline.wait();
     }
     pipeline.release<true>();

@@ -31,6 +31,17 @@ constexpr int kVectorPitch = 16 * kVectorColumns + 4;
 // Arithmetic that turns codes into weights: float16, or float32 rounded to float16.
 enum Form { kHalves, kFloats };
 
+__device__ __forceinline__ float number_of_e4m3(uint32_t code) {
+    return 256.0f *
+           __half2float(__ushort_as_half(static_cast<unsigned short>(halves_of_e4m3(code))));
+}
+
+// Replaces both codes of a pair by entries of the table of IQ4_NL, plus 128.
+__device__ __forceinline__ uint32_t look_up_pair(uint32_t codes) {
+    const uint32_t found = look_up_iq4((codes & 15) | (codes >> 12 & 0xf0));
+    return (found & 0xff) | (found & 0xff00) << 8;
+}
+
 // Scales and zeros of a lane's four columns of its panel.
 template <Form form>
 struct Factors;
@@ -51,9 +62,11 @@ struct Factors<kHalves> {
 template <>
 struct Factors<kFloats> {
     float scale[4], zero[4], minimum[4];
+    bool is_e4m3;
 
     __device__ __forceinline__ float weight(uint32_t code, int quarter) const {
-        return fmaf(scale[quarter], static_cast<float>(code) - zero[quarter], minimum[quarter]);
+        const float number = is_e4m3 ? number_of_e4m3(code) : static_cast<float>(code);
+        return fmaf(scale[quarter], number - zero[quarter], minimum[quarter]);
     }
     __device__ __forceinline__ uint32_t weights(uint32_t codes, int quarter) const {
         const __half2 both =
@@ -72,7 +85,7 @@ __device__ __forceinline__ void load_factors(
     Factors<kHalves>& to
 ) {
     const uint2 scales = reinterpret_cast<const uint2*>(k_tile)[lane / 4];
-    uint32_t zeros = (1u << (bits - 1)) * 0x01010101u;
+    uint32_t zeros = middle_of(form_of(bits, w.values)) * 0x01010101u;
     if (w.offset_kind == EXL_OFFSET_ZEROS) {
         zeros = reinterpret_cast<const uint32_t*>(k_tile + header.offsets_at())[lane / 4];
     }
@@ -91,11 +104,13 @@ __device__ __forceinline__ void load_factors(
     Factors<kFloats>& to
 ) {
     const uint8_t* offsets = k_tile + header.offsets_at();
+    const auto middle = static_cast<float>(middle_of(form_of(bits, w.values)));
+    to.is_e4m3 = w.values == EXL_VALUES_E4M3;
 #pragma unroll
     for (int quarter = 0; quarter < 4; ++quarter) {
         const int index = lane / 4 * 4 + quarter;
         to.scale[quarter] = scale_at(k_tile, w.scale_dtype, index);
-        to.zero[quarter] = w.offset_kind == EXL_OFFSET_MIDDLE  ? static_cast<float>(1 << (bits - 1))
+        to.zero[quarter] = w.offset_kind == EXL_OFFSET_MIDDLE  ? middle
                            : w.offset_kind == EXL_OFFSET_ZEROS ? static_cast<float>(offsets[index])
                                                                : 0.0f;
         to.minimum[quarter] =
@@ -191,7 +206,9 @@ __device__ __forceinline__ void unpack_k_tile(
                 uint32_t rows[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    rows[i] = factors.weights(pair_codes<bits>(words[b], 4 * quarter + i), quarter);
+                    uint32_t codes = pair_codes<bits>(words[b], 4 * quarter + i);
+                    if (bits == 4 && w.values == EXL_VALUES_IQ4_NL) codes = look_up_pair(codes);
+                    rows[i] = factors.weights(codes, quarter);
                 }
                 // Column lane / 4 of the vector, pairs of rows 4 t .. 4 t + 3 with t = lane % 4.
                 const int at = (vector + quarter) * kVectorPitch + 4 * lane;
@@ -273,7 +290,9 @@ __global__ void __launch_bounds__(kThreads) embedding_kernel(
     const float scale = scale_at(from, w.scale_dtype, scale_index(column));
     const uint8_t* offsets = from + header.offsets_at();
     float zero = 0.0f, minimum = 0.0f;
-    if (w.offset_kind == EXL_OFFSET_MIDDLE) zero = static_cast<float>(1 << (k_tile.bits - 1));
+    if (w.offset_kind == EXL_OFFSET_MIDDLE) {
+        zero = static_cast<float>(middle_of(form_of(k_tile.bits, w.values)));
+    }
     if (w.offset_kind == EXL_OFFSET_ZEROS) zero = offsets[scale_index(column)];
     if (w.offset_kind == EXL_OFFSET_MINIMUMS) {
         minimum = scale_at(offsets, w.scale_dtype, scale_index(column));
@@ -282,10 +301,12 @@ __global__ void __launch_bounds__(kThreads) embedding_kernel(
     const uint8_t* block = from + header.size_bytes();
     for (int b = 0; b < k_tile.blocks; ++b, block += 128 * k_tile.bits) {
         const uint32_t code = code_at(block, k_tile.bits, row, column);
+        float number = static_cast<float>(code);
+        if (w.values == EXL_VALUES_E4M3) number = number_of_e4m3(code);
+        if (w.values == EXL_VALUES_IQ4_NL) number = static_cast<float>(look_up_iq4(code) & 0xff);
         const int feature = permutation[b * kBlockRows + row];
         if (feature < 0) continue;
-        y[static_cast<int64_t>(blockIdx.x) * w.k + feature] =
-            fmaf(scale, static_cast<float>(code) - zero, minimum);
+        y[static_cast<int64_t>(blockIdx.x) * w.k + feature] = fmaf(scale, number - zero, minimum);
     }
 }
 
@@ -309,7 +330,8 @@ extern "C" int exl_cuda_quant_unpack(
     const bool is_aligned = reinterpret_cast<uintptr_t>(out) % 16 == 0 && out_stride % 8 == 0;
     const Output to = {static_cast<__half*>(out), out_stride, columns, is_aligned};
     const dim3 grid(static_cast<unsigned>(ceil_div(columns, kWarps * kPanelColumns)), w->num_units);
-    const bool in_halves = w->scale_dtype == kF16 && w->offset_kind != EXL_OFFSET_MINIMUMS;
+    const bool in_halves = w->scale_dtype == kF16 && w->offset_kind != EXL_OFFSET_MINIMUMS &&
+                           w->values != EXL_VALUES_E4M3;
     const auto single_block = in_halves ? unpack_kernel<kHalves, 1> : unpack_kernel<kFloats, 1>;
     const auto multi_block =
         in_halves ? unpack_kernel<kHalves, kKTileBlocks> : unpack_kernel<kFloats, kKTileBlocks>;

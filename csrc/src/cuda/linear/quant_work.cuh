@@ -31,6 +31,7 @@ struct QuantPart {
     int32_t header_bytes;  // of a k-tile: its scales and offsets
     int32_t scale_dtype;
     int32_t offset_kind;
+    int32_t values;
     ExlQuantRun inline_runs[kInlineRuns];  // the same runs, if they fit
 };
 

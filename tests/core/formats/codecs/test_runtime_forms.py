@@ -142,7 +142,7 @@ def test_symmetric_gptq_needs_no_zero_points() -> None:
     assert_within_half_ulp(matrix, layer.dense())
 
 
-KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K"]
+KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "IQ4_NL", "IQ4_XS"]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -169,7 +169,7 @@ def test_multiplying_out_the_scales_of_k_types_is_exact(name: str) -> None:
     assert torch.equal(values.view(torch.int32), exact.view(torch.int32))
 
 
-@pytest.mark.parametrize("name", ["F16", "BF16", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS"])
+@pytest.mark.parametrize("name", ["F16", "BF16", "Q6_K", "Q3_K", "Q2_K", "IQ3_S"])
 def test_types_without_a_run_time_form(name: str) -> None:
     assert layout_of(GGMLQuantizationType[name], 32, 256) is None
 

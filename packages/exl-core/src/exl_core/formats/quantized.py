@@ -27,6 +27,9 @@ from exl_core.formats.codecs.compressed import layout as compressed
 from exl_core.formats.codecs.compressed.matrix import CompressedMatrix
 from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.formats.codecs.exl2.matrix import Exl2Matrix, runs_of
+from exl_core.formats.codecs.fp8 import layout as fp8
+from exl_core.formats.codecs.fp8.matrix import BITS as FP8_BITS
+from exl_core.formats.codecs.fp8.matrix import Fp8Matrix
 from exl_core.formats.codecs.ggml import layout as ggml
 from exl_core.formats.codecs.ggml import matrix as ggml_matrix
 from exl_core.formats.codecs.gptq import layout as gptq
@@ -42,6 +45,7 @@ _PARTS: dict[str, tuple[str, ...]] = {  # the first one shows that a matrix is s
     "awq": awq.PARTS,
     "gptq": gptq.PARTS,
     COMPRESSED: compressed.PARTS,
+    "fp8": fp8.PARTS,
 }
 
 
@@ -82,7 +86,10 @@ def find_quantized(
     first_column, stored_columns = columns
     is_awq = quantization is not None and quantization.method == "awq"
     for method, names in _PARTS.items():
-        if f"{stem}.{names[0]}" not in source.tensors or (method == "awq" and not is_awq):
+        marker = source.tensors.get(f"{stem}.{names[0]}")
+        if marker is None or (method == "awq" and not is_awq):
+            continue
+        if method == "fp8" and marker.storage != fp8.STORAGE:
             continue
         found = {part: source.tensors.get(f"{stem}.{part}") for part in names}
         parts = {part: tensor for part, tensor in found.items() if tensor is not None}
@@ -109,6 +116,10 @@ def open_matrix(
         _check_shape(exl2_layer, in_features, padded, matrix.where)
         return Exl2Matrix(exl2_layer, out_features, first_column=first, order=order)
     section = _section(matrix, quantization)
+    if matrix.method == "fp8":
+        floats = fp8.check(parts, _fp8_block(section), matrix.where)
+        _check_shape(floats, in_features, matrix.stored_columns, matrix.where)
+        return Fp8Matrix(floats, out_features, first_column=first, order=order, where=matrix.where)
     if matrix.method == COMPRESSED:
         settings = compressed.parse_settings(section.settings, section.where)
         packed = compressed.check(parts, settings, in_features, matrix.where)
@@ -127,7 +138,8 @@ def open_matrix(
 
 def _section(matrix: QuantizedMatrix, quantization: Quantization | None) -> Quantization:
     """The configuration of the matrix's method."""
-    if quantization is None or quantization.method != matrix.method:
+    methods = (matrix.method, COMPRESSED) if matrix.method == "fp8" else (matrix.method,)
+    if quantization is None or quantization.method not in methods:
         raise ConfigError(
             f"the weights are stored as {matrix.method.upper()}, but the configuration does not say"
             " how they are packed",
@@ -138,6 +150,12 @@ def _section(matrix: QuantizedMatrix, quantization: Quantization | None) -> Quan
     return quantization
 
 
+def _fp8_block(section: Quantization) -> fp8.Block | None:
+    if section.method == COMPRESSED:
+        return compressed.parse_settings(section.settings, section.where).block()
+    return fp8.parse_block(section.settings, section.where)
+
+
 def stored_layout(
     source: TensorSource, matrix: QuantizedMatrix, quantization: Quantization | None
 ) -> QuantLayout:
@@ -146,16 +164,19 @@ def stored_layout(
     Reads no more than `stored_groups` does. For GPTQ and AWQ it assumes explicit zero points, which
     take more memory, although they may all turn out to be the middle.
     """
-    has_zeros = matrix.method != "exl2" and not (
-        matrix.method == COMPRESSED and "weight_zero_point" not in matrix.parts
+    has_zeros = matrix.method in ("gptq", "awq") or "weight_zero_point" in matrix.parts
+    is_fp8 = matrix.method == "fp8"
+    has_floats = is_fp8 and any(
+        part.storage == "F32" and name != "weight" for name, part in matrix.parts.items()
     )
     return QuantLayout(
         out_features=matrix.shape[0],
         in_features=matrix.shape[1],
         runs=stored_groups(source, matrix, quantization),
         features=None,
-        scale_dtype=torch.float16,
+        scale_dtype=torch.float32 if has_floats else torch.float16,
         offset="zeros" if has_zeros else "middle",
+        values="e4m3" if is_fp8 else "integers",
     )
 
 
@@ -177,6 +198,10 @@ def stored_groups(
             )
         return runs_of(exl2.read_groups(source.read_raw(table.name), packed[0], matrix.where))
     section, rows = _section(matrix, quantization), matrix.shape[1]
+    if matrix.method == "fp8":
+        scales = [part.shape for name, part in matrix.parts.items() if name != "weight"]
+        in_group = fp8.group_rows(rows, scales[0] if scales else (), _fp8_block(section))
+        return group_runs(FP8_BITS, rows, in_group)
     if matrix.method == COMPRESSED:
         return _compressed_groups(matrix, section)
     if matrix.method == "awq":

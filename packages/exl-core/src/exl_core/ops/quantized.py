@@ -8,6 +8,12 @@ The offset of a layout selects one of three formulas:
     zeros      w[r, n] = scales[g, n] * (code[r, n] - offsets[g, n])
     minimums   w[r, n] = scales[g, n] * code[r, n] + offsets[g, n]
 
+Codes may also stand for other numbers than integers (`Values`). Their layout has the offset
+"middle", and nothing is stored for it:
+
+    e4m3       w[r, n] = scales[g, n] * number(code[r, n])     8 bits: OCP FP8 E4M3, without NaN
+    iq4_nl     w[r, n] = scales[g, n] * IQ4_NL[code[r, n]]     4 bits: index into a table
+
 `QuantLayout` describes a whole matrix before its codes are read. `QuantColumns` holds some of its
 columns as stored in a file. This module knows neither files nor the run-time form of a kernel.
 """
@@ -20,6 +26,14 @@ from typing import Literal, NamedTuple
 from torch import Tensor, dtype
 
 Offset = Literal["middle", "zeros", "minimums"]
+
+Values = Literal["integers", "e4m3", "iq4_nl"]
+
+IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Table of GGML's types IQ4_NL and IQ4_XS."""
+
+VALUE_BITS: dict[Values, int] = {"e4m3": 8, "iq4_nl": 4}
+"""Bit width of codes that are not integers."""
 
 Packing = Literal["words", "bytes", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]
 
@@ -52,6 +66,7 @@ class QuantLayout:
     scale_dtype: dtype
     offset: Offset
     has_bias: bool = False
+    values: Values = "integers"
 
     @property
     def num_groups(self) -> int:

@@ -39,6 +39,8 @@ GROUPS = {
     GGMLQuantizationType.Q4_K: BlockGroup(4, 32),
     GGMLQuantizationType.Q5_K: BlockGroup(5, 32),
     GGMLQuantizationType.Q6_K: BlockGroup(6, 16),
+    GGMLQuantizationType.IQ4_NL: BlockGroup(4, 32),
+    GGMLQuantizationType.IQ4_XS: BlockGroup(4, 32),
 }
 
 

@@ -5,6 +5,9 @@ Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are passed on as stored. Q4_K and Q5_K have grou
 represents exactly, so nothing is lost by multiplying them out. A 5-bit code times such a scale is
 exact as well, and the sum has one rounding, the same as in the format's definition.
 
+IQ4_NL and IQ4_XS have groups of 32 whose codes are indices into a table. The scales of IQ4_XS are
+products of 11-bit and 6-bit numbers as well.
+
 Q2_K, Q3_K and Q6_K have groups of 16. Op tables round groups up to 32 rows, which would make Q6_K
 take 14 bits per weight and twice the work, against 16 bits as float16. These types are dequantized
 instead.
@@ -19,7 +22,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from exl_core.formats.codecs.ggml.layout import GROUPS
-from exl_core.ops.quantized import GroupRun, Offset, Packing, QuantColumns, QuantLayout
+from exl_core.ops.quantized import GroupRun, Offset, Packing, QuantColumns, QuantLayout, Values
 
 GROUP_ROWS = 32
 SUPERBLOCK_GROUPS = 8  # groups per block of Q4_K and Q5_K
@@ -28,6 +31,8 @@ SUPERBLOCK_GROUPS = 8  # groups per block of Q4_K and Q5_K
 class _Form(NamedTuple):
     offset: Offset
     packing: Packing
+    values: Values = "integers"
+    has_float_scales: bool = False  # products of two numbers, as float32
 
     @property
     def scales(self) -> int:
@@ -41,8 +46,10 @@ _FORMS = {
     GGMLQuantizationType.Q5_0: _Form("middle", "q5_0"),
     GGMLQuantizationType.Q5_1: _Form("minimums", "q5_1"),
     GGMLQuantizationType.Q8_0: _Form("middle", "q8_0"),
-    GGMLQuantizationType.Q4_K: _Form("minimums", "bytes"),
-    GGMLQuantizationType.Q5_K: _Form("minimums", "bytes"),
+    GGMLQuantizationType.Q4_K: _Form("minimums", "bytes", has_float_scales=True),
+    GGMLQuantizationType.Q5_K: _Form("minimums", "bytes", has_float_scales=True),
+    GGMLQuantizationType.IQ4_NL: _Form("middle", "bytes", "iq4_nl"),
+    GGMLQuantizationType.IQ4_XS: _Form("middle", "bytes", "iq4_nl", has_float_scales=True),
 }
 
 
@@ -58,8 +65,9 @@ def layout_of(
         in_features=in_features,
         runs=(GroupRun(GROUPS[kind].bits, in_features // GROUP_ROWS, GROUP_ROWS),),
         features=None,
-        scale_dtype=torch.float32 if form.packing == "bytes" else torch.float16,
+        scale_dtype=torch.float32 if form.has_float_scales else torch.float16,
         offset=form.offset,
+        values=form.values,
     )
 
 
@@ -78,6 +86,8 @@ def columns_of(raw: Tensor, kind: GGMLQuantizationType) -> QuantColumns:
     if packing != "bytes":
         return QuantColumns(packing, raw)
     blocks = raw.view(raw.shape[0], -1, GGML_QUANT_SIZES[kind][1])  # [columns, blocks, bytes]
+    if _FORMS[kind].values == "iq4_nl":
+        return _table_columns(blocks, kind)
     factors = blocks[:, :, :4].contiguous().view(torch.float16).float()  # d, dmin
     scale_codes, minimum_codes = _unpack_6_bits(blocks[:, :, 4:16])
     scales = factors[:, :, :1] * scale_codes
@@ -89,6 +99,31 @@ def columns_of(raw: Tensor, kind: GGMLQuantizationType) -> QuantColumns:
         scales=scales.view(raw.shape[0], -1).T.contiguous(),
         offsets=minimums.view(raw.shape[0], -1).T.contiguous(),
     )
+
+
+def _table_columns(blocks: Tensor, kind: GGMLQuantizationType) -> QuantColumns:
+    """IQ4_NL and IQ4_XS, [columns, blocks, bytes]. A group has 16 bytes, whose low halves are the
+    codes of rows 0 .. 15 and whose high halves are those of rows 16 .. 31."""
+    columns = blocks.shape[0]
+    scales = blocks[:, :, :2].contiguous().view(torch.float16)  # [columns, blocks, 1]
+    is_xs = kind is GGMLQuantizationType.IQ4_XS
+    if is_xs:
+        scales = scales.float() * _unpack_xs_scales(blocks[:, :, 2:4], blocks[:, :, 4:8])
+    nibbles = blocks[:, :, 8 if is_xs else 2 :].reshape(columns, -1, GROUP_ROWS // 2)
+    codes = torch.cat([nibbles & 15, nibbles >> 4], dim=-1)  # [columns, groups, 32]
+    return QuantColumns(
+        "bytes",
+        codes.view(columns, -1).T.contiguous(),
+        scales=scales.reshape(columns, -1).T.contiguous(),
+    )
+
+
+def _unpack_xs_scales(high: Tensor, low: Tensor) -> Tensor:
+    """The 8 scales of IQ4_XS, minus 32: low 4 bits from `low`, top 2 bits from `high`."""
+    groups = torch.arange(SUPERBLOCK_GROUPS, device=high.device)
+    low_bits = low[..., groups // 2] >> 4 * (groups % 2) & 15
+    high_bits = high[..., groups // 4] >> 2 * (groups % 4) & 3
+    return (low_bits | high_bits << 4).short() - 32
 
 
 def _unpack_6_bits(packed: Tensor) -> tuple[Tensor, Tensor]:

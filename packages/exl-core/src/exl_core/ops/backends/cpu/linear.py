@@ -30,7 +30,7 @@ class CpuLinearOps:
         cast(exl_kernels.PackedLinear, w).fill(row_offset, weight, bias)
 
     def new_quantized(self, layout: QuantLayout) -> PackedLinear:
-        return exl_kernels.QuantLinear(
+        arguments = (
             layout.out_features,
             layout.in_features,
             layout.runs,
@@ -39,6 +39,9 @@ class CpuLinearOps:
             layout.offset,
             layout.has_bias,
         )
+        if layout.values == "integers":
+            return exl_kernels.QuantLinear(*arguments)
+        return exl_kernels.QuantLinear(*arguments, values=layout.values)
 
     def fill_quantized(self, w: PackedLinear, first_column: int, columns: QuantColumns) -> None:
         cast(exl_kernels.QuantLinear, w).fill(

@@ -2,7 +2,8 @@
 
 Up to `MAX_DIRECT_ROWS` rows, kernels read the quantized codes directly: the decode kernel, or for
 more than 8 rows on compute capability 9.0 the small-batch kernel, which converts codes to float16
-weights in registers. With more rows the matrix is dequantized to float16 in slices of columns,
+weights in registers. For codes that are not integers (FP8, IQ4_NL) there is the decode kernel only,
+up to 8 rows. With more rows the matrix is dequantized to float16 in slices of columns,
 which torch multiplies, so that each weight is read once for all rows. Inputs and outputs are
 float32 or float16.
 """
@@ -142,7 +143,7 @@ class Linears:
         part, *others = parts_of(w)
         if others or not isinstance(part, CudaQuantLinear) or part.inverse_permutation is None:
             return None
-        if not 0 < rows <= self._gpu.most_placed_rows:
+        if not 0 < rows <= min(self._gpu.most_placed_rows, _max_direct_rows((part,))):
             return None
         halves = cuda.prepared_halves(rows, part.num_blocks)
         return CudaInputs(part, rows, self._gpu.empty(halves, dtype=torch.float16))
@@ -167,7 +168,7 @@ class Linears:
             return
         parts = parts_of(w)
         quantized = _all_quantized(parts)
-        is_direct = x.shape[0] <= MAX_DIRECT_ROWS
+        is_direct = x.shape[0] <= _max_direct_rows(parts)
         if quantized is not None and is_direct and len(parts) <= cuda.MAX_PARTS:
             epilogue = cuda.ADD if is_added else cuda.STORE
             self._multiply_codes(x, quantized, out, norm=norm, epilogue=epilogue)
@@ -200,7 +201,7 @@ class Linears:
             return
         quantized = _all_quantized(parts_of(w))
         is_pair = quantized is not None and [p.out_features for p in quantized] == [columns] * 2
-        if quantized is not None and is_pair and rows <= MAX_DIRECT_ROWS:
+        if quantized is not None and is_pair and rows <= _max_direct_rows(quantized):
             self._multiply_codes(x, quantized, out, norm=norm, epilogue=cuda.GATED, gate=kind)
             return
         if isinstance(out, CudaInputs):
@@ -348,6 +349,13 @@ def _unpack(parts: Sequence[CudaQuantLinear], first: int, last: int, dense: Tens
             width = inner[1] - inner[0]
             part.unpack(inner[0], width, dense[:, offset : offset + width])
         start += part.out_features
+
+
+def _max_direct_rows(parts: Sequence[Part]) -> int:
+    """Largest number of rows for which kernels read the codes of these parts directly."""
+    quantized = (part for part in parts if isinstance(part, CudaQuantLinear))
+    has_integers = all(part.layout.values == "integers" for part in quantized)
+    return MAX_DIRECT_ROWS if has_integers else cuda.TILE_ROWS
 
 
 def _all_quantized(parts: Sequence[Part]) -> tuple[CudaQuantLinear, ...] | None:

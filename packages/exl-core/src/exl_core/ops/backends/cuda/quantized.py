@@ -173,6 +173,7 @@ class CudaQuantLinear:
             num_runs=len(plan.runs),
             scale_dtype=TYPES[layout.scale_dtype],
             offset_kind=cuda.OFFSETS[layout.offset],
+            values=cuda.VALUES[layout.values],
         )
 
     @property

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.checks import OpInputError, check, check_contiguous, check_range
-from exl_core.ops.quantized import WIDTHS, Packing, QuantColumns, QuantLayout
+from exl_core.ops.quantized import (
+    IQ4_NL,
+    VALUE_BITS,
+    WIDTHS,
+    Packing,
+    QuantColumns,
+    QuantLayout,
+)
 
 SCALE_TYPES = (torch.float16, torch.float32)
 PANEL = 16  # columns; filling begins at whole panels only
@@ -77,7 +84,11 @@ class PlainQuantized:
         """The weights, float64 [n, k], by the formulas of `quantized.py`."""
         codes = self.codes.double()  # [k, n]
         scales = self.scales.double()[self.row_groups]
-        if self.offsets is None:
+        if self.layout.values == "e4m3":
+            stored = scales * self.codes.view(torch.float8_e4m3fn).double()
+        elif self.layout.values == "iq4_nl":
+            stored = scales * torch.tensor(IQ4_NL).double()[self.codes.long()]
+        elif self.offsets is None:
             stored = scales * (codes - 2.0 ** (self.row_bits[:, None] - 1))
         elif self.layout.offset == "zeros":
             stored = scales * (codes - self.offsets.double()[self.row_groups])
@@ -150,6 +161,10 @@ def _check_layout(layout: QuantLayout) -> None:
         raise OpInputError(f"{op}: scale_dtype (expected {SCALE_TYPES}, got {layout.scale_dtype})")
     if layout.offset not in ("middle", "zeros", "minimums"):
         raise OpInputError(f"{op}: offset (got {layout.offset})")
+    if layout.values != "integers":
+        bits = VALUE_BITS.get(layout.values)
+        if layout.offset != "middle" or any(run.bits != bits for run in layout.runs):
+            raise OpInputError(f"{op}: values (a layout that {layout.values} does not fit)")
     if layout.features is not None:
         check(op, "features", layout.features, (torch.int32,), layout.in_features)
         if not torch.equal(layout.features.sort().values, torch.arange(layout.in_features).int()):
@@ -215,6 +230,7 @@ def _parts_of_blocks(w: PlainQuantized, columns: QuantColumns) -> _Parts:
         runs != {(block.bits, BLOCK_ROWS)}
         or layout.offset != offset
         or layout.scale_dtype != torch.float16
+        or layout.values != "integers"
         or columns.source_rows is not None
     ):
         raise OpInputError(f"{op}: packing (a layout that {columns.packing} does not fit)")
