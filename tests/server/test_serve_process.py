@@ -311,3 +311,25 @@ def test_bad_options_are_one_line_errors(
     assert main(["serve-lite", "--port", "0", *args]) in (2, 3)
     err = capfd.readouterr().err
     assert said in err and err.count("\n") == 1, err
+
+
+def test_hidden_name_positional_model_and_json_log(folder: Path) -> None:
+    command = [sys.executable, "-m", "exl_cli", "serve", str(folder / "one"), "--port", "0"]
+    options = ["--threads", "1", "--log-format", "json", "--strict"]
+    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        found = re.search(r" at (http://\S+)", process.stderr.readline().decode())
+        assert found
+        with httpx2.Client(base_url=found[1], timeout=WAIT_S) as http:
+            body = {"prompt": "Q", "max_tokens": 3, "temperature": 0}
+            assert http.post("/v1/completions", json=body).status_code == 200
+            assert http.post("/v1/completions", json={**body, "colour": 1}).status_code == 400
+            assert http.post("/v1/completions", json={**body, "model": "y"}).status_code == 404
+        process.send_signal(signal.SIGTERM)
+        lines = [json.loads(line) for line in process.stderr.read().splitlines()]
+        assert process.wait(WAIT_S) == 0
+    served, unknown, other = lines
+    assert (served["path"], served["status"]) == ("/v1/completions", 200)
+    assert 1 <= served["reply_tokens"] <= 3 and served["first_token_s"] >= 0
+    assert (unknown["status"], unknown["reason"]) == (400, "unsupported parameter: colour")
+    assert other["status"] == 404 and "no model" in other["reason"]

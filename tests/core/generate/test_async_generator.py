@@ -318,6 +318,24 @@ def test_closing_and_cancelling_do_not_wait_for_a_slow_constraint() -> None:
     assert_empty(generator)
 
 
+def test_work_runs_on_the_engines_thread_between_steps() -> None:
+    async def script() -> None:
+        async with AsyncGenerator(endless()) as jobs:
+            assert await jobs.between_steps(lambda: threading.current_thread().name) != "MainThread"
+            job = await submit(jobs, max_tokens=50)
+            names = [
+                await jobs.between_steps(lambda: threading.current_thread().name) for _ in range(5)
+            ]
+            assert len(set(names)) == 1 and names[0].startswith("exl-engine")
+            with pytest.raises(ZeroDivisionError):
+                await jobs.between_steps(lambda: 1 // 0)
+            assert len(await text_of(job)) == 50, "the job goes on"
+        with pytest.raises(RequestError, match="closed"):
+            await jobs.between_steps(lambda: None)
+
+    run(script)
+
+
 def test_closing_ends_running_jobs_and_refuses_new_ones() -> None:
     generator = endless()
 

@@ -23,7 +23,7 @@ from exl_cli.server.models import Resident
 from exl_cli.server.record import record_of
 from exl_cli.server.schema import ChatBody, CompletionBody, GenerationBody, parsed
 from exl_cli.server.service import Service
-from exl_cli.server.streaming import EVENTS_WITHOUT_END
+from exl_cli.server.streaming import EVENTS_WITHOUT_END, ClientGoneError, unless_gone
 
 JsonObject = Annotated[dict[str, Any], Body()]
 Answer = Callable[[Any, GenerationBody, Request], Coroutine[Any, Any, Response]]
@@ -70,9 +70,9 @@ def _add_openai(app: FastAPI, service: Service, answer: Answer) -> None:
 
     @app.post("/embeddings", include_in_schema=False)
     @app.post("/v1/embeddings", tags=[_TAG])
-    async def embeddings(body: JsonObject) -> Response:
+    async def embeddings(body: JsonObject, request: Request) -> Response:
         """Vectors of texts: pooled hidden states of the loaded model."""
-        return json_reply(await Embeddings(service, embeddings_body(body)).whole())
+        return await _embedded(service, body, request, lambda found: found)
 
 
 def _add_ollama(app: FastAPI, service: Service, answer: Answer) -> None:
@@ -99,24 +99,45 @@ def _add_ollama(app: FastAPI, service: Service, answer: Answer) -> None:
         return await answer(ollama.OllamaChat(service, made, is_generate=True), made, request)
 
     @app.post("/api/embed", tags=[_TAG])
-    async def embed(body: JsonObject) -> Response:
+    async def embed(body: JsonObject, request: Request) -> Response:
         """Vectors of texts, by ollama's API."""
-        found = await Embeddings(service, embeddings_body(body)).whole()
-        return json_reply(
-            {
+        return await _embedded(
+            service,
+            body,
+            request,
+            lambda found: {
                 "model": found["model"],
                 "embeddings": [one["embedding"] for one in found["data"]],
                 "prompt_eval_count": found["usage"]["prompt_tokens"],
-            }
+            },
         )
 
     @app.post("/api/embeddings", tags=[_TAG])
-    async def old_embeddings(body: JsonObject) -> Response:
+    async def old_embeddings(body: JsonObject, request: Request) -> Response:
         """The vector of one text, by ollama's older API."""
-        left = {**body, "input": body.get("prompt")}
-        left.pop("prompt", None)
-        found = await Embeddings(service, embeddings_body(left)).whole()
-        return json_reply({"embedding": found["data"][0]["embedding"]})
+        left = {name: value for name, value in body.items() if name != "prompt"}
+        return await _embedded(
+            service,
+            {**left, "input": body.get("prompt")},
+            request,
+            lambda found: {"embedding": found["data"][0]["embedding"]},
+        )
+
+
+async def _embedded(
+    service: Service,
+    body: Mapping[str, Any],
+    request: Request,
+    shape: Callable[[dict[str, Any]], object],
+) -> Response:
+    """Vectors in the form of one API. A client that leaves ends the work."""
+    made = embeddings_body(body)
+    service.accept(made, record_of(request.scope))
+    try:
+        found = await unless_gone(request, Embeddings(service, made).whole())
+    except ClientGoneError:
+        return Response(status_code=499)
+    return json_reply(shape(found))
 
 
 def _loaded(service: Service, body: Mapping[str, Any]) -> dict[str, object]:

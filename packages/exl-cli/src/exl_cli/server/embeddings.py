@@ -27,6 +27,8 @@ from exl_core.model.observe import StateRecorder
 from exl_core.model.segment import LogitRows
 from exl_core.model.transformer import Transformer
 
+MAX_TOKENS = 256 * 1024
+"""Maximum number of tokens of all texts of a request together."""
 CHUNK_TOKENS = 256
 """Tokens of one pass. Replies that stream wait for as long."""
 
@@ -119,6 +121,10 @@ class Embeddings:
                 ],
                 sum(map(len, listed)),
             )
+        count = sum(map(len, prompts))
+        if count > max(MAX_TOKENS, runtime.ctx_size):
+            message = f"input: the texts have {count} tokens together; at most {MAX_TOKENS}"
+            raise ApiError(413, message, param="input", code="request_too_large")
         vocab_size = runtime.engine.vocab_size
         for ids in prompts:
             if not ids or max(ids) >= vocab_size:

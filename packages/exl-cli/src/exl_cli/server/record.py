@@ -144,7 +144,7 @@ def _log(scope: Scope, record: Record) -> None:
         f"{value}" if name in ("method", "path", "status", "reason") else f"{name}={value}"
         for name, value in facts.items()
     )
-    logger.log(level, text.replace("%", "%%"), extra={"facts": facts})
+    logger.log(level, text, extra={"facts": facts})
 
 
 def _facts(scope: Scope, record: Record) -> dict[str, object]:

@@ -55,12 +55,13 @@ class Service:
     def accept(self, body: Body, record: Record) -> None:
         """Note the fields of the body that the server does not know. In strict mode the first of
         them is an error."""
-        record.ignored = shown_names(body.unknown_fields())
-        if self.is_strict and record.ignored:
-            param = record.ignored[0]
+        unknown = shown_names(body.unknown_fields())
+        if self.is_strict and unknown:
+            param = unknown[0]
             raise ApiError(
                 400, f"unsupported parameter: {param}", param=param, code="unsupported_parameter"
             )
+        record.ignored = unknown
 
     @contextmanager
     def admit(self, count: int) -> Iterator[None]:
