@@ -14,7 +14,7 @@ from kernel_support import (
 )
 from torch import Tensor
 
-from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNorm, XIelu
 from exl_core.ops.table import OpTable
 from support.profiles import first_by_default
 
@@ -72,7 +72,15 @@ def test_layer_norm_matches_float64(
     assert_near(table, y, exact, bound, GPU_BOUND[y.dtype])
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2"])
+def exact_xielu(x: Tensor) -> Tensor:
+    positive, negative = XIELU.alpha_p * x * x, XIELU.alpha_n * (torch.expm1(x) - x)
+    return torch.where(x > 0, positive, negative) + XIELU.beta * x
+
+
+XIELU = XIelu(0.7, 1.3, eps=0.0)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2", XIELU], ids=str)
 def test_activations_match_float64(
     table: OpTable, rng: torch.Generator, kind: ActivationKind
 ) -> None:
@@ -85,6 +93,7 @@ def test_activations_match_float64(
         "silu": lambda: torch.nn.functional.silu(wide),
         "gelu_tanh": lambda: torch.nn.functional.gelu(wide, approximate="tanh"),
         "relu2": lambda: wide.clamp(min=0).square(),
+        XIELU: lambda: exact_xielu(wide),
     }[kind]()
     # tanh-GELU of a large negative number is a difference of numbers near 1.
     assert_near(table, y, exact, 16 * UNIT * (exact.abs() + wide.abs()), GPU_BOUND[y.dtype])

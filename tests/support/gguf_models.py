@@ -26,6 +26,8 @@ _PARTS = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -84,7 +86,8 @@ def write_gguf(
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    base = rope.get("full_attention", rope)["rope_theta"]
+    writer.add_rope_freq_base(base * rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2)))
     if rope.get("rope_type") == "longrope":
         extra_tensors = {**(extra_tensors or {}), **_add_longrope(writer, config)}
     _add_choices(writer, config, arch)

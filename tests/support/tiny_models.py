@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    ApertusConfig,
+    ApertusForCausalLM,
     ArceeConfig,
     ArceeForCausalLM,
     Cohere2Config,
@@ -32,6 +34,10 @@ from transformers import (
     GemmaForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -271,6 +277,26 @@ def tiny_gemma4(**changes: Any) -> Gemma4ForCausalLM:
         # Scores are not scaled: with factors of about 1, softmax would amplify rounding errors.
         layer.self_attn.q_norm.weight.data.mul_(0.4)
     return model
+
+
+def tiny_granite4(**changes: Any) -> GraniteMoeHybridForCausalLM:
+    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16, **GRANITE_MULTIPLIERS}
+    defaults |= {"shared_intermediate_size": 112, "num_local_experts": 0}
+    defaults |= {"layer_types": ["attention"] * 3, "position_embedding_type": "rope"}
+    defaults |= {"mamba_n_heads": 6, "mamba_d_head": 32}
+    config = GraniteMoeHybridConfig(**{**defaults, **changes})
+    return _randomized(GraniteMoeHybridForCausalLM(config))
+
+
+def tiny_hunyuan(**changes: Any) -> HunYuanDenseV1ForCausalLM:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+    defaults = {**_COMMON, "rope_parameters": rope}
+    return _randomized(HunYuanDenseV1ForCausalLM(HunYuanDenseV1Config(**{**defaults, **changes})))
+
+
+def tiny_apertus(**changes: Any) -> ApertusForCausalLM:
+    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16}
+    return _randomized(ApertusForCausalLM(ApertusConfig(**{**defaults, **changes})))
 
 
 def tiny_cohere(**changes: Any) -> CohereForCausalLM:

@@ -112,6 +112,13 @@ REFUSED = {
         },
         "share keys and values",
     ),
+    "mamba-layers": (
+        {
+            "architectures": ["GraniteMoeHybridForCausalLM"],
+            "layer_types": ["mamba", "attention"],
+        },
+        "granite4 models with this 'layer_types'.*'attention'",
+    ),
     "experts": (
         {
             "architectures": ["Gemma4ForCausalLM"],

@@ -28,11 +28,13 @@ from support.runtime_form import evaluate
 from support.tiny_models import (
     VOCAB_SIZE,
     save,
+    tiny_apertus,
     tiny_cohere,
     tiny_ernie,
     tiny_gemma3,
     tiny_gemma4,
     tiny_granite,
+    tiny_hunyuan,
     tiny_llama,
     tiny_olmo3,
     tiny_starcoder2,
@@ -50,6 +52,8 @@ FAMILIES: dict[str, Any] = {
     "olmo3": tiny_olmo3,  # post norms alone, norms over all heads
     "granite": tiny_granite,  # multipliers
     "gemma4": tiny_gemma4,  # values from keys, layers with heads of different sizes
+    "hunyuan": tiny_hunyuan,  # norms after RoPE
+    "apertus": tiny_apertus,  # an activation with numbers of its own
     "cohere": tiny_cohere,  # attention and MLP in parallel, LayerNorm
     "starcoder2": tiny_starcoder2,  # an MLP without a gate
     "gemma3": tiny_gemma3,  # post norms, a scaled embedding, a tied head

@@ -44,6 +44,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "gelu_new": Activation.GELU_TANH,
     "relu2": Activation.RELU2,
+    "xielu": Activation.XIELU,
 }
 NO_ROPE_INTERVAL = 4
 PER_LAYER_INPUT_DEFAULT = 256  # Gemma 4's, for configurations that omit it
@@ -135,7 +136,7 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         has_qkv_bias=has_bias,
         has_output_bias=text.flag("attention_out_bias", has_bias and not arch.has_qkv_bias),
         intermediate_size=text.integer(
-            "intermediate_size", arch.intermediate_size_default, high=MAX_INTERMEDIATE_SIZE
+            arch.intermediate_size_key, arch.intermediate_size_default, high=MAX_INTERMEDIATE_SIZE
         ),
         has_mlp_bias=text.flag(arch.mlp_bias_key, arch.has_bias_default),
         temperature=_temperature(arch, text),
@@ -206,7 +207,16 @@ def _head_norm(arch: ArchSpec, text: Fields) -> HeadNorm | None:
 
 
 def _refuse_unknown_inputs(arch: ArchSpec, text: Fields) -> None:
-    """Refuses the variants of Gemma 4 that need more than its dense layers."""
+    """Refuses variants of a family that need more than its dense layers."""
+    for key, values in arch.required:
+        found = text.values.get(key)
+        if any(item not in values for item in (found if isinstance(found, list) else [found])):
+            raise UnsupportedModelError(
+                f"{arch.name} models with this {key!r} are not supported",
+                where=text.where,
+                expected=" or ".join(map(repr, values)),
+                got=repr(found)[:80],
+            )
     if arch.global_head_dim_default is None:
         return
     per_layer = text.integer("hidden_size_per_layer_input", PER_LAYER_INPUT_DEFAULT, low=0)

@@ -38,16 +38,19 @@ class Activation(Enum):
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     RELU2 = "relu2"
+    XIELU = "xielu"
 
 
 class HeadNorm(Enum):
     """Norm of queries and keys before RoPE: of each head, or of all heads together (WHOLE). LAYER
-    is a LayerNorm of each head, with factors of its own for every head."""
+    is a LayerNorm of each head, with factors of its own for every head. RMS_AFTER_ROPE comes after
+    RoPE."""
 
     NONE = "none"
     RMS = "rms"
     RMS_WHOLE = "rms_whole"
     LAYER = "layer"
+    RMS_AFTER_ROPE = "rms_after_rope"
 
 
 class QueryTemperature(NamedTuple):
@@ -118,6 +121,11 @@ class Attention(Mixer):
     @property
     def qkv_size(self) -> int:
         return self.q_size + 2 * self.kv_size
+
+    @property
+    def attend_rope(self) -> int | None:
+        """RoPE table that `attend_` applies; None if the layer has none, or rotates before it."""
+        return None if self.head_norm is HeadNorm.RMS_AFTER_ROPE else self.rope
 
     @property
     def projected_size(self) -> int:

@@ -19,6 +19,7 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 from exl_core.arch.layers import (
+    Activation,
     Attention,
     Dense,
     FeedForward,
@@ -358,7 +359,7 @@ def _attention_parts(config: ModelConfig, spec: Attention) -> list[_Part]:
     )
     if spec.head_norm is not HeadNorm.NONE:
         for role, num_heads in (("q_norm", spec.num_q_heads), ("k_norm", spec.num_kv_heads)):
-            if spec.head_norm is not HeadNorm.RMS:
+            if spec.head_norm not in (HeadNorm.RMS, HeadNorm.RMS_AFTER_ROPE):
                 shape = (num_heads * spec.head_dim,)
                 parts.append(_Part(role, Kind.NORM, shape, heads=heads(num_heads)))
                 continue
@@ -369,13 +370,15 @@ def _attention_parts(config: ModelConfig, spec: Attention) -> list[_Part]:
 
 def _feed_forward_parts(hidden: int, feed_forward: FeedForward) -> list[_Part]:
     match feed_forward:
-        case Dense(intermediate_size=inner, has_bias=has_bias, is_gated=is_gated):
+        case Dense(intermediate_size=inner, has_bias=has_bias, is_gated=is_gated) as spec:
             wide = _Part("gate", Kind.LINEAR, (inner, hidden), has_bias, "gate_up")
             wide = wide._replace(shard=Shard.OUT_FEATURES, is_converted=True)
             down = _Part("down", Kind.LINEAR, (hidden, inner), has_bias, "down")
             down = down._replace(shard=Shard.IN_FEATURES, is_converted=True)
             up = wide._replace(role="up")
-            return [wide, up, down] if is_gated else [up, down]
+            roles = ("alpha_p", "alpha_n") if spec.activation is Activation.XIELU else ()
+            numbers = [_Part(role, Kind.SCALAR, (1,)) for role in roles]
+            return [wide, up, down] if is_gated else [up, down, *numbers]
         case _:
             raise unsupported("feed-forward part", feed_forward)
 

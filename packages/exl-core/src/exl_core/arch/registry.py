@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from exl_core.arch.families.apertus import APERTUS
 from exl_core.arch.families.cohere import COHERE, COHERE2
 from exl_core.arch.families.ernie import ERNIE4_5
 from exl_core.arch.families.exaone4 import EXAONE4
@@ -12,7 +13,8 @@ from exl_core.arch.families.gemma import GEMMA
 from exl_core.arch.families.gemma2 import GEMMA2
 from exl_core.arch.families.gemma3 import GEMMA3
 from exl_core.arch.families.gemma4 import GEMMA4
-from exl_core.arch.families.granite import GRANITE, MINICPM
+from exl_core.arch.families.granite import GRANITE, GRANITE4, MINICPM
+from exl_core.arch.families.hunyuan import HUNYUAN
 from exl_core.arch.families.internlm2 import INTERNLM2
 from exl_core.arch.families.llama import ARCEE, INDEX, LLAMA, ORION, YI
 from exl_core.arch.families.mistral import MINISTRAL3, MISTRAL
@@ -28,7 +30,7 @@ from exl_core.errors import UnsupportedModelError
 ARCHITECTURES = (
     *(LLAMA, YI, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, SEED_OSS),
     *(ERNIE4_5, INTERNLM2, MINISTRAL3, SMOLLM3, OLMO2, EXAONE4, GRANITE, MINICPM),
-    *(GEMMA4, COHERE, COHERE2, STARCODER2, ARCEE, ORION, INDEX),
+    *(GRANITE4, HUNYUAN, APERTUS, GEMMA4, COHERE, COHERE2, STARCODER2, ARCEE, ORION, INDEX),
 )
 
 

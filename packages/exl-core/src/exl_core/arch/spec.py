@@ -201,6 +201,10 @@ class ArchSpec:
     """Factor of the scores; None: 1 / sqrt(head_dim), or as a checkpoint says."""
     global_head_dim_default: int | None = None
     """Size of the heads of GLOBAL layers if it differs from that of the LOCAL ones."""
+    required: tuple[tuple[str, tuple[object, ...]], ...] = ()
+    """Keys of `config.json` with the only values that are supported, which all items of a list must
+    have."""
+    intermediate_size_key: str = "intermediate_size"
     may_have_head_norm: bool = False
     """A checkpoint has `HeadNorm.LAYER` if its `use_qk_norm` is true."""
     may_normalize_head: bool = False

@@ -130,7 +130,7 @@ def model_problems(
 def _is_new_to_conversion(layer: LayerSpec) -> bool:
     """Whether a layer has choices that `convert/block.py` does not compute."""
     known = (NormPlacement.PRE, NormPlacement.SANDWICH)
-    is_whole = layer.attention.head_norm is HeadNorm.RMS_WHOLE
+    is_whole = layer.attention.head_norm not in (HeadNorm.NONE, HeadNorm.RMS)
     is_layer_norm = layer.norm_kind is not NormKind.RMS
     has_factors = layer.attention.temperature is not None
     is_plain = not layer.dense.is_gated

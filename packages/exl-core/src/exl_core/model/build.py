@@ -7,13 +7,14 @@ matrices that follow, so they do not raise the peak.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import overload
 
 import torch
+from torch.nn.functional import softplus
 
 from exl_core.arch.layers import HeadNorm, NormKind
-from exl_core.arch.modules import Kind, ModuleRow, ModuleTable, module_table
+from exl_core.arch.modules import ModuleRow, ModuleTable, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.source import Progress
@@ -26,8 +27,10 @@ from exl_core.model.weights import (
     StreamedWeights,
 )
 from exl_core.ops.attention import NO_HEAD_NORMS, HeadNorms
-from exl_core.ops.elementwise import LayerNorm, Norm, RmsNorm
+from exl_core.ops.elementwise import LayerNorm, Norm, RmsNorm, XIelu
 from exl_core.ops.table import OpTable
+
+XIELU_BETA = 0.5  # checkpoints store it too, always with this value
 
 
 def build_weights(
@@ -154,7 +157,7 @@ def _block(config: ModelConfig, packer: Packer, layer: int) -> BlockWeights:
     whole_norms: tuple[Norm, Norm] | None = None
     if "q_norm" in rows:
         q_norm, k_norm = packer.norm(rows["q_norm"]), packer.norm(rows["k_norm"])
-        if rows["q_norm"].kind is Kind.HEAD_NORM:
+        if config.layers[layer].attention.head_norm is HeadNorm.RMS:
             head_norms = HeadNorms(q_norm, k_norm, eps)
         elif config.layers[layer].attention.head_norm is HeadNorm.LAYER:
             whole_norms = LayerNorm(q_norm, None, eps), LayerNorm(k_norm, None, eps)
@@ -174,9 +177,20 @@ def _block(config: ModelConfig, packer: Packer, layer: int) -> BlockWeights:
         gate_up=packer.packed(matrices["gate_up"]),
         down=packer.packed(matrices["down"]),
         post_norm=norm("mlp_post_norm"),
+        xielu=_xielu(rows, packer),
     )
     scalar = float(packer.norm(rows["scalar"])) if "scalar" in rows else None
     return BlockWeights(attention, mlp, scalar)
+
+
+def _xielu(rows: Mapping[str, ModuleRow], packer: Packer) -> XIelu | None:
+    """Numbers of the activation. Files store values whose softplus is added to their minimum."""
+    if "alpha_p" not in rows:
+        return None
+    positive, negative = (
+        float(softplus(packer.norm(rows[role]))) for role in ("alpha_p", "alpha_n")
+    )
+    return XIelu(positive, XIELU_BETA + negative, XIELU_BETA)
 
 
 def _value_norm(config: ModelConfig, layer: int, packer: Packer) -> Norm | None:

@@ -60,7 +60,7 @@ class Transformer:
         self._steps = steps_of(config.layers)
         self._ropes = {
             index: None if index is None else RotationTable(config.ropes[index], ops.device)
-            for index in dict.fromkeys(layer.attention.rope for layer in config.layers)
+            for index in _ropes_of(config)
         }
         settings = (layer.attention.temperature for layer in config.layers)
         self._temperatures = tuple(dict.fromkeys(one for one in settings if one is not None))
@@ -165,21 +165,23 @@ class Transformer:
     def _bind(self, batch: Batch, store: KVStore) -> PassState:
         """Checks the batch and allocates buffers, once for all layers."""
         rows = AttentionRows(batch.page_table, batch.row_starts, batch.past_lens)
+        angles = {index: self._angles(index, batch.positions) for index in self._ropes}
         bound = {
             index: self.ops.attention_batch(
                 rows,
                 batch.slots,
-                *self._angles(index, batch.positions),  # each [R, rotary_dim / 2]
+                *own,  # each [R, rotary_dim / 2]
                 num_pages=store.num_pages,
                 page_size=store.page_size,
             )
-            for index in self._ropes
+            for index, own in angles.items()
         }
         smoothing: tuple[KeySmoothing | None, ...] = (None,) * self.config.num_layers
         if store.kv_format.key_rows is RowFormat.CODES4 and len(self._sample_ids) > 1:
             smoothing = self._key_smoothing
         buffers = make_buffers(self.ops, self.config.layers, batch.token_ids.shape[0])
-        return PassState(store, bound, smoothing, buffers, self._factors(batch.positions))
+        factors = self._factors(batch.positions)
+        return PassState(store, bound, smoothing, buffers, factors, angles)
 
     def _factors(self, positions: Tensor) -> dict[QueryTemperature | None, Tensor]:
         """Factors on the queries at int64 positions [R], by the layers' settings. Positions on a
@@ -219,8 +221,14 @@ class Transformer:
         found: list[KeySmoothing] = []
 
         def wrap(ops: LayerOps, layer: int, _: BlockWeights) -> LayerOps:
-            rope = config.layers[layer].attention.rope
+            rope = config.layers[layer].attention.attend_rope
             return KeySmoothingOps(ops, self.ops, angles[rope], found.append)
 
         self._layers(self._embedding(batch), with_ops(self._steps, wrap), self._bind(batch, store))
         return tuple(found)
+
+
+def _ropes_of(config: ModelConfig) -> dict[int | None, None]:
+    """RoPE tables of all layers, and those that `attend_` applies; None for no RoPE."""
+    layers = [layer.attention for layer in config.layers]
+    return dict.fromkeys(rope for spec in layers for rope in (spec.rope, spec.attend_rope))

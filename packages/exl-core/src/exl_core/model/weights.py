@@ -14,7 +14,7 @@ from torch import Tensor
 
 from exl_core.arch.modules import Packed
 from exl_core.ops.attention import HeadNorms
-from exl_core.ops.elementwise import LayerNorm, Norm
+from exl_core.ops.elementwise import LayerNorm, Norm, XIelu
 from exl_core.ops.linear import PackedLinear
 
 
@@ -48,7 +48,8 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """gate_up [2 * intermediate, hidden], gate first; down [hidden, intermediate].
+    """gate_up [2 * intermediate, hidden], gate first; down [hidden, intermediate]; the numbers of
+    the activation if it has some.
 
     `norm` comes before gate_up, `post_norm` after down; None where the layer has no such norm.
     """
@@ -57,6 +58,7 @@ class MlpWeights:
     gate_up: PackedLinear  # up alone, if the MLP has no gate
     down: PackedLinear
     post_norm: Norm | None
+    xielu: XIelu | None = None
 
     @property
     def matrices(self) -> dict[Packed, PackedLinear]:

@@ -8,7 +8,21 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 GateKind = Literal["silu", "gelu_tanh"]
-ActivationKind = Literal["silu", "gelu_tanh", "relu2"]
+
+
+@dataclass(frozen=True, slots=True)
+class XIelu:
+    """Numbers of the activation xIELU (arXiv 2411.13010):
+    alpha_p * x^2 + beta * x                                for x > 0,
+    alpha_n * (expm1(min(x, eps)) - x) + beta * x           otherwise."""
+
+    alpha_p: float
+    alpha_n: float
+    beta: float = 0.5
+    eps: float = -1e-6
+
+
+ActivationKind = Literal["silu", "gelu_tanh", "relu2"] | XIelu
 
 
 @dataclass(frozen=True, slots=True, eq=False)

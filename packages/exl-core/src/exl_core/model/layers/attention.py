@@ -31,19 +31,21 @@ class AttentionStep(NamedTuple):
     head_dim: int
     temperature: QueryTemperature | None
     is_value_key: bool
+    own_rope: int | None
 
     @classmethod
     def of(cls, layer: int, spec: Attention) -> AttentionStep:
         scoring = Scoring(spec.scale, spec.window, spec.softcap or 0.0)
         return cls(
             layer,
-            spec.rope,
+            spec.attend_rope,
             scoring,
             spec.q_size,
             spec.kv_size,
             spec.head_dim,
             spec.temperature,
             spec.is_value_key,
+            None if spec.attend_rope == spec.rope else spec.rope,
         )
 
 
@@ -73,6 +75,8 @@ def attended(
     qkv = read_linear(ops, x, norm, weights.qkv, buffers.qkv)  # [R, (H + 2K) * D]
     factors = state.temperatures.get(step.temperature)
     if step.is_value_key or factors is not None or has_norms(weights):
+        if step.own_rope is not None:
+            qkv = _rotated(step, qkv, *state.angles[step.own_rope])
         qkv = _changed(step, ops, qkv, weights, factors)
     if qkv is not buffers.qkv and isinstance(out, Tensor):
         out = None  # the result replaces the queries in qkv
@@ -116,10 +120,21 @@ def _changed(
 
 
 def _normed_heads(step: AttentionStep, ops: LayerOps, x: Tensor, norm: Norm) -> Tensor:
-    """x [R, heads * D] with an RMSNorm over all heads, or a LayerNorm of each head. `norm` has
-    factors for all heads."""
+    """x [R, heads * D] with an RMSNorm over all heads or of each head, or a LayerNorm of each head
+    with factors for all heads."""
     if not isinstance(norm, LayerNorm):
-        return normed(ops, x, norm)
+        rows = x if len(norm.weight) == x.shape[1] else x.reshape(-1, step.head_dim)
+        return normed(ops, rows, norm).view(x.shape)
     heads = x.reshape(-1, step.head_dim)  # [R * heads, D]
     plain = LayerNorm(torch.ones(step.head_dim, device=x.device), None, norm.eps)
     return ops.layer_norm(heads, plain).view(x.shape) * norm.weight
+
+
+def _rotated(step: AttentionStep, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """qkv [R, (H + 2K) * D] with RoPE on queries and keys; cos, sin [R, rotary_dim / 2]."""
+    last, half = step.q_size + step.kv_size, cos.shape[1]
+    heads = qkv[:, :last].reshape(len(qkv), -1, step.head_dim).to(cos.dtype)  # [R, H + K, D]
+    a, b, rest = heads.split_with_sizes([half, half, step.head_dim - 2 * half], 2)
+    cos, sin = cos[:, None], sin[:, None]
+    rotated = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], 2).view(len(qkv), -1)
+    return torch.cat([rotated.to(qkv.dtype), qkv[:, last:]], 1)

@@ -31,16 +31,17 @@ GATES: dict[Activation, GateKind] = {
 
 
 class MlpStep(NamedTuple):
-    """Choices of one layer's MLP, the same in every pass. `gate` is None for an MLP without one."""
+    """Choices of one layer's MLP, the same in every pass. `gate` is None for an MLP without one,
+    `activation` for one with numbers of its own."""
 
     layer: int
-    activation: ActivationKind
+    activation: ActivationKind | None
     gate: GateKind | None
 
     @classmethod
     def of(cls, layer: int, spec: Dense) -> MlpStep:
         gate = GATES[spec.activation] if spec.is_gated else None
-        return cls(layer, ACTIVATIONS[spec.activation], gate)
+        return cls(layer, ACTIVATIONS.get(spec.activation), gate)
 
 
 def mlp(step: MlpStep, ops: LayerOps, x: Tensor, block: BlockWeights, state: PassState) -> Tensor:
@@ -63,6 +64,8 @@ def widened(
     """Inputs of the matrix `down` [R, intermediate], for states x [R, hidden] before `norm`."""
     weights = block.mlp
     if step.gate is None:
-        return ops.activation(read_linear(ops, x, norm, weights.gate_up), step.activation)
+        kind = step.activation or weights.xielu
+        assert kind is not None, "an activation with numbers of its own has them"
+        return ops.activation(read_linear(ops, x, norm, weights.gate_up), kind)
     out = inputs_buffer(ops, weights.down, state.buffers[step.layer].gated, weights.post_norm)
     return read_gated_linear(ops, x, norm, weights.gate_up, step.gate, out=out)

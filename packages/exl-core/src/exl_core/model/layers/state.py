@@ -46,6 +46,8 @@ class PassState:
     buffers: Sequence[Buffers]  # by layer
     temperatures: Mapping[QueryTemperature | None, Tensor] = field(default_factory=dict)
     """Factors on the queries [R]; no entry where all are 1."""
+    angles: Mapping[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """cos and sin [R, rotary_dim / 2] by RoPE table, for layers that rotate by themselves."""
 
 
 def make_buffers(ops: Activations, layers: Sequence[LayerSpec], rows: int) -> tuple[Buffers, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from exl_core.ops.elementwise import ActivationKind, LayerNorm
+from exl_core.ops.elementwise import ActivationKind, LayerNorm, XIelu
 
 
 class ComposedOps:
@@ -29,3 +29,11 @@ class ComposedOps:
                 return functional.silu(x.to(torch.float32))
             case "gelu_tanh":
                 return functional.gelu(x.to(torch.float32), approximate="tanh")
+            case XIelu():
+                return xielu(x.to(torch.float32), kind)
+
+
+def xielu(x: Tensor, numbers: XIelu) -> Tensor:
+    """xIELU of every element, in the type of x."""
+    low = torch.expm1(x.clamp(max=numbers.eps)) - x
+    return torch.where(x > 0, numbers.alpha_p * x * x, numbers.alpha_n * low) + numbers.beta * x

@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from exl_core.ops.backends.composed import xielu
 from exl_core.ops.checks import F32, OpInputError, check, check_contiguous
-from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNorm, XIelu
 
 
 class ReferenceElementwiseOps:
@@ -43,6 +44,8 @@ class ReferenceElementwiseOps:
         match kind:
             case "relu2":
                 return wide.clamp(min=0).square().float()
+            case XIelu():
+                return xielu(wide, kind).float()
             case "silu" | "gelu_tanh":
                 return active_values(wide, kind).float()
         raise OpInputError(f"activation: {kind}")
