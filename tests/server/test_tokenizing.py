@@ -21,7 +21,7 @@ def one() -> Iterator[Running]:
     ("path", "body", "expected"),
     [
         ("/tokenize", {"prompt": "ab<eos>"}, {"tokens": [97, 98, EOS_ID], "count": 3}),
-        ("/detokenize", {"tokens": [BOS_ID, 195, 169]}, {"prompt": "<bos>é"}),
+        ("/detokenize", {"tokens": [BOS_ID, 195, 169]}, {"prompt": "<bos>é", "content": "<bos>é"}),
         ("/v1/token/encode", {"text": "ab"}, {"tokens": [BOS_ID, 97, 98], "length": 3}),
         ("/v1/token/encode", {"text": "<bos>a"}, {"tokens": [BOS_ID, 97], "length": 2}),
         (
