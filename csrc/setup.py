@@ -35,7 +35,12 @@ import build_cuda  # noqa: E402
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
-COMMON_FLAGS = ["-std=c++20", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
+COMMON_FLAGS = [
+    *("-std=c++20", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"),
+    # Kernels name each fused multiply-add. The compiler must not fuse others in one copy of a
+    # function and not in another: rows would depend on the number of rows.
+    "-ffp-contract=off",
+]
 X86_SETS = {
     "scalar": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],

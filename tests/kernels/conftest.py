@@ -19,9 +19,9 @@ COMPILED = [f"cpu-{isa}" for isa in available_isas()]
 ON_GPU = pytest.param("cuda", marks=pytest.mark.cuda)
 
 
-def open_table(name: str) -> OpTable:
+def open_table(name: str, threads: int = 2) -> OpTable:
     backend, _, isa = name.partition("-")
-    opened = get_table(backend, isa=isa or None, threads=2)
+    opened = get_table(backend, isa=isa or None, threads=threads)
     return cast(OpTable, DeviceTable(opened)) if backend == "cuda" else opened
 
 
@@ -45,6 +45,12 @@ def reference() -> OpTable:
 @pytest.fixture(scope="session", params=COMPILED)
 def kernels(request: pytest.FixtureRequest) -> OpTable:
     """Compiled CPU backends."""
+    return open_table(request.param)
+
+
+@pytest.fixture(scope="session", params=[*COMPILED, ON_GPU])
+def invariant_table(request: pytest.FixtureRequest) -> OpTable:
+    """Compiled backends in the mode whose results do not depend on the batch."""
     return open_table(request.param)
 
 

@@ -88,6 +88,7 @@ struct Table {
 
     const OpTable* ops;
     ThreadPool pool;
+    bool is_batch_invariant = false;  // see QuantLinearArgs
 };
 
 Gate gate_of(Operand operand, const std::string& kind);

@@ -63,6 +63,7 @@ static void run(Table& table, const Call& call, Epilogue epilogue) {
         args.epilogue = epilogue;
         args.y = y;
         args.y_stride = call.y_stride;
+        args.is_batch_invariant = table.is_batch_invariant;
         table.ops->quant_linear(table.pool, args);
         y += columns;
     }
@@ -113,7 +114,8 @@ static void norm_gated_linear(
             Epilogue::gated,
             gate,
             call.y,
-            call.y_stride
+            call.y_stride,
+            table.is_batch_invariant
         };
         table.ops->quant_linear(table.pool, args);
         return;

@@ -41,7 +41,8 @@ PYBIND11_MODULE(_C, module) {
     py::class_<Table> table(module, "Table");
     table.def(py::init<const std::string&, int>(), py::arg("isa"), py::arg("threads"))
         .def_property_readonly("isa", [](const Table& t) { return t.ops->isa; })
-        .def_property_readonly("threads", [](const Table& t) { return t.pool.threads(); });
+        .def_property_readonly("threads", [](const Table& t) { return t.pool.threads(); })
+        .def_readwrite("is_batch_invariant", &Table::is_batch_invariant);
     bind_weights(module);
     bind_linear(table);
     bind_elementwise(table);

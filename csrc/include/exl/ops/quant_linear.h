@@ -166,6 +166,9 @@ struct QuantLinearArgs {
     Gate gate;
     float* y;  // rows y_stride apart
     int64_t y_stride;
+    // Computes every row as decode does, so that no bit of a row depends on the number of rows.
+    // Kernels whose rows never depend on it ignore this.
+    bool is_batch_invariant;
 };
 
 struct QuantEmbeddingArgs {

@@ -3,10 +3,18 @@
 // Contract   include/exl/ops/attention.h.
 // Mapping    A work item is a block of query rows of one sequence, one kv head and a range of keys.
 //            The keys and values of an item are read once for all query heads of that kv head.
-//            Decode of a long context divides the keys of a head into several ranges (splits). Each
-//            split writes a partial result (peak, weight, values), and a second pass reduces them.
-//            The division depends on the shapes alone, never on the number of threads or on the
-//            other sequences. Therefore the results do not depend on these either.
+//            A long context is divided into several ranges (splits), if there are few rows. Each
+//            split writes a partial result, and a second pass reduces them.
+// Order      The sums of a query run in one order, which depends on positions alone:
+//
+//              block     64 keys      one step of the online softmax; values are added key by key
+//              segment   256 keys     its blocks, from the first to the last
+//              chapter   1024 keys    its segments, merged from the first to the last
+//              result                 its chapters, likewise
+//
+//            All of them begin at multiples of their size. Blocks of rows, splits, threads and the
+//            two kernels (dot products, tiles) divide work along these borders only. Therefore no
+//            bit of a result depends on them, or on the other rows of the batch.
 // Accuracy   fp32 with online softmax; weights below e^-87 of the peak count as 0.
 #include "cpu/attention/attention_decode.h"
 #include "cpu/attention/attention_prefill.h"
@@ -17,10 +25,10 @@ namespace exl::EXL_ISA {
 // faster than making panels of the keys (attention_prefill.h).
 constexpr int64_t kDecodeVectors = 16;
 // Keys of one item in decode: 256 keys and values of 64 fp16 elements each are 64 KiB.
-constexpr int64_t kDecodeSplitKeys = 256;
+constexpr int64_t kSegmentKeys = 256;
 // Keys of one item for a prefill chunk of up to kSplitRows rows. A longer chunk yields enough items
 // without splitting its keys.
-constexpr int64_t kPrefillSplitKeys = 1024;
+constexpr int64_t kChapterKeys = 1024;
 constexpr int64_t kSplitRows = 64;
 
 // Work (score products) below which one thread is faster: waking a second one takes about 3 us.
@@ -56,23 +64,26 @@ static Plan make_plan(const AttentionArgs& args, Emit&& emit) {
             work.is_decode = is_decode;
             const int64_t oldest = args.window > 0 ? larger(0, work.position - args.window + 1) : 0;
             const int64_t end = work.position + work.rows;
-            const int64_t split_keys = is_decode            ? kDecodeSplitKeys
-                                       : rows <= kSplitRows ? kPrefillSplitKeys
-                                                            : end - oldest;
-            work.splits = ceil_div(end - oldest, split_keys);
+            const int64_t split_keys = is_decode            ? kSegmentKeys
+                                       : rows <= kSplitRows ? kChapterKeys
+                                                            : end;
+            const int64_t first_split = oldest / split_keys;
+            work.splits = ceil_div(end, split_keys) - first_split;
             work.partial = plan.partial_floats;
             const int64_t vectors = work.rows * group;
             const bool is_packed = is_packed_kv(args.key_dtype);
-            if (work.splits > 1) plan.partial_floats += work.splits * vectors * (width + 2);
+            if (work.splits > 1)
+                plan.partial_floats += work.splits * running_floats(vectors, width);
             plan.scratch_floats = larger(
                 plan.scratch_floats,
-                vectors * (width + 2) + 64 +
+                3 * running_floats(vectors, width) +
                     (is_decode ? decode_scratch_floats(vectors, args.d, is_packed)
                                : prefill_scratch_floats(vectors, args.d, is_packed))
             );
             for (work.split = 0; work.split < work.splits; ++work.split) {
-                work.key_begin = oldest + work.split * split_keys;
-                work.key_end = smaller(end, work.key_begin + split_keys);
+                const int64_t border = (first_split + work.split) * split_keys;
+                work.key_begin = larger(oldest, border);
+                work.key_end = smaller(end, border + split_keys);
                 plan.products +=
                     (work.key_end - work.key_begin) * work.rows * args.q_heads * args.d;
                 emit(plan.works++, work);
@@ -94,18 +105,30 @@ static inline NextRows<T> first_rows(const AttentionArgs& args, const Work& work
     };
 }
 
-// Partial results of the splits of one work item: values [splits][vectors][width], then peak and
-// weight [vectors][splits] each.
-struct Partials {
-    float* values;
-    float* peak;
-    float* weight;
-};
+// Results of the segments so far, in the order that the head of this file describes.
+struct Results {
+    Running chapter;
+    Running total;
+    int64_t vectors;
+    int64_t width;
 
-static inline Partials partials_of(float* base, const Work& work, int64_t vectors, int64_t width) {
-    float* peak = base + work.splits * vectors * width;
-    return {base, peak, peak + work.splits * vectors};
-}
+    Results(float* buffer, int64_t vectors_, int64_t width_)
+        : chapter(running_at(buffer, vectors_, width_)),
+          total(running_at(buffer + running_floats(vectors_, width_), vectors_, width_)),
+          vectors(vectors_),
+          width(width_) {
+        start(chapter, vectors, width);
+        start(total, vectors, width);
+    }
+
+    // Adds a segment that ends at position `end`. `is_last`: no segment follows.
+    void add_segment(const Running& segment, int64_t end, bool is_last) {
+        merge(chapter, segment, vectors, width);
+        if (!is_last && end % kChapterKeys != 0) return;
+        merge(total, chapter, vectors, width);
+        start(chapter, vectors, width);
+    }
+};
 
 template <class T>
 static void run_item(
@@ -114,26 +137,35 @@ static void run_item(
 ) {
     const int64_t vectors = work.rows * (args.q_heads / args.kv_heads);
     const int64_t width = padded(args.d);
+    const int64_t running = running_floats(vectors, width);
     float* scratch = static_cast<float*>(thread_scratch(1, scratch_floats * 4));
-    Running run;
-    run.values = scratch;
-    run.peak = run.values + vectors * width;
-    run.weight = run.peak + vectors;
-    float* rest = run.values + ceil_div(vectors * (width + 2), 16) * 16;
+    const bool is_split = work.splits > 1;
+    float* partial = partial_base + work.split * running;
+    // The result of a split item is its only segment or its only chapter.
+    const Running segment =
+        running_at(is_split && work.is_decode ? partial : scratch, vectors, width);
+    float* rest = scratch + 3 * running;
     if (work.is_decode) {
-        start(run, vectors, width);
-        attend_decode<T>(args, work, kv_head, rest, run, next);
+        start(segment, vectors, width);
+        attend_decode<T>(args, work, kv_head, rest, segment, next);
+        if (is_split) return;
+    }
+    Results results(scratch + running, vectors, width);
+    if (is_split) results.total = running_at(partial, vectors, width);
+    if (is_split) start(results.total, vectors, width);
+    if (work.is_decode) {
+        results.add_segment(segment, work.key_end, true);
     } else {
-        attend_prefill<T>(args, work, kv_head, rest, run);
+        const PrefillItem<T> item(args, work, kv_head, rest);
+        for (int64_t begin = work.key_begin; begin < work.key_end;) {
+            const int64_t end = smaller(work.key_end, (begin / kSegmentKeys + 1) * kSegmentKeys);
+            start(segment, vectors, width);
+            item.attend(begin, end, segment);
+            results.add_segment(segment, end, end == work.key_end);
+            begin = end;
+        }
     }
-    if (work.splits == 1) return write_result(args, work, kv_head, run);
-    const Partials partials = partials_of(partial_base, work, vectors, width);
-    float* to = partials.values + work.split * vectors * width;
-    for (int64_t i = 0; i < vectors * width; i += kLanes) store(to + i, load(run.values + i));
-    for (int64_t i = 0; i < vectors; ++i) {
-        partials.peak[i * work.splits + work.split] = run.peak[i];
-        partials.weight[i * work.splits + work.split] = run.weight[i];
-    }
+    if (!is_split) write_result(args, work, kv_head, results.total);
 }
 
 // Reduces the splits of one block of rows and one kv head, and writes the output.
@@ -142,31 +174,21 @@ static void reduce_splits(
 ) {
     const int64_t vectors = work.rows * (args.q_heads / args.kv_heads);
     const int64_t width = padded(args.d);
-    const Partials partials = partials_of(partial_base, work, vectors, width);
-    float* scratch = static_cast<float*>(thread_scratch(1, (vectors * (width + 2)) * 4));
-    Running run{scratch + vectors * width, scratch + vectors * (width + 1), scratch};
-    start(run, vectors, width);
-    for (int64_t i = 0; i < vectors; ++i) {
-        const float* peaks = partials.peak + i * work.splits;
-        const float* weights = partials.weight + i * work.splits;
-        float peak = -__builtin_inff();
-        for (int64_t s = 0; s < work.splits; ++s) peak = peaks[s] > peak ? peaks[s] : peak;
-        const Vec base = set1(peak == -__builtin_inff() ? 0.0f : peak);
-        float total = 0.0f;
-        float* values = run.values + i * width;
-        for (int64_t s = 0; s < work.splits; ++s) {
-            const Vec factor = exp(sub(set1(peaks[s]), base));
-            float lanes[kLanes];
-            store(lanes, factor);
-            total += weights[s] * lanes[0];
-            const float* from = partials.values + (s * vectors + i) * width;
-            for (int64_t c = 0; c < width; c += kLanes) {
-                store(values + c, fma(load(from + c), factor, load(values + c)));
-            }
+    const int64_t running = running_floats(vectors, width);
+    float* scratch = static_cast<float*>(thread_scratch(1, 2 * running * 4));
+    Results results(scratch, vectors, width);
+    // `work` is the first split, so that the others begin at multiples of the split's size.
+    const int64_t split_keys = work.is_decode ? kSegmentKeys : kChapterKeys;
+    int64_t end = (work.key_begin / split_keys + 1) * split_keys;
+    for (int64_t s = 0; s < work.splits; ++s, end += split_keys) {
+        const Running partial = running_at(partial_base + s * running, vectors, width);
+        if (work.is_decode) {
+            results.add_segment(partial, end, s + 1 == work.splits);
+        } else {
+            merge(results.total, partial, vectors, width);
         }
-        run.weight[i] = total;
     }
-    write_result(args, work, kv_head, run);
+    write_result(args, work, kv_head, results.total);
 }
 
 template <class T>

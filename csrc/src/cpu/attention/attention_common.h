@@ -7,7 +7,8 @@
 
 namespace exl::EXL_ISA {
 
-// Keys per step of the online softmax; a multiple of the panel width.
+// Keys per step of the online softmax; a multiple of the panel width. Blocks begin at multiples of
+// it (attention.cpp, Order).
 constexpr int64_t kKeyBlock = 64;
 
 static inline int64_t padded(int64_t d) { return ceil_div(d, kPanel) * kPanel; }
@@ -142,12 +143,44 @@ struct Running {
     float* values;  // [vectors, padded(d)]
 };
 
+// Floats of a Running, in whole cache lines.
+static inline int64_t running_floats(int64_t vectors, int64_t width) {
+    return ceil_div(vectors * (width + 2), 16) * 16;
+}
+
+static inline Running running_at(float* at, int64_t vectors, int64_t width) {
+    float* peak = at + vectors * width;
+    return {peak, peak + vectors, at};
+}
+
 static inline void start(const Running& run, int64_t vectors, int64_t width) {
     for (int64_t i = 0; i < vectors; ++i) {
         run.peak[i] = -__builtin_inff();
         run.weight[i] = 0.0f;
     }
     for (int64_t i = 0; i < vectors * width; i += kLanes) store(run.values + i, set1(0.0f));
+}
+
+// Merges the results of later keys into those of earlier keys.
+static inline void merge(
+    const Running& into, const Running& later, int64_t vectors, int64_t width
+) {
+    for (int64_t i = 0; i < vectors; ++i) {
+        const float peak = later.peak[i] > into.peak[i] ? later.peak[i] : into.peak[i];
+        // Both may be -infinity. Subtracting -infinity from itself would yield NaN.
+        const Vec base = set1(peak == -__builtin_inff() ? 0.0f : peak);
+        const Vec old = exp(sub(set1(into.peak[i]), base));
+        const Vec fresh = exp(sub(set1(later.peak[i]), base));
+        const auto sum = [&](Vec a, Vec b) { return fma(b, fresh, mul(a, old)); };
+        float weight[kLanes];
+        store(weight, sum(set1(into.weight[i]), set1(later.weight[i])));
+        into.weight[i] = weight[0];
+        into.peak[i] = peak;
+        float* to = into.values + i * width;
+        const float* from = later.values + i * width;
+        for (int64_t c = 0; c < width; c += kLanes)
+            store(to + c, sum(load(to + c), load(from + c)));
+    }
 }
 
 // One step of the online softmax: replaces a row of scores by weights e^(s - peak), with 0 for

@@ -2,7 +2,8 @@
 // place.
 //
 // Every key and value is loaded and converted once for all query heads of its kv head. Four keys
-// are scored together, so that one shuffle tree reduces four sums.
+// are scored together, so that one shuffle tree reduces four sums. attention_prefill.h adds up the
+// terms of a score in the same order.
 #pragma once
 
 #include "cpu/attention/attention_common.h"
@@ -133,8 +134,11 @@ static inline void with_vectors(int64_t vectors, Fn&& fn) {
     fn.template operator()<V>();
 }
 
+// Four keys are scored together, so up to three scores are written past the last one.
+constexpr int64_t kSpareScores = 4;
+
 static inline int64_t decode_scratch_floats(int64_t vectors, int64_t d, bool is_packed) {
-    return ceil_div(vectors * (padded(d) + kKeyBlock + 1), 16) * 16 + 64 +
+    return ceil_div(vectors * (padded(d) + kKeyBlock + 1) + kSpareScores, 16) * 16 + 64 +
            (is_packed ? kKeyBlock * d : 0);
 }
 
@@ -165,9 +169,8 @@ struct NextRows {
     }
 };
 
-// Accumulates the keys and values of a work item, for one kv head, into `run`. The keys of one
-// softmax step are in one page. Prefetches the rows of `next` one by one, as it reads its own:
-// prefetched all at once, they would delay its own reads.
+// Accumulates the keys and values of a work item, for one kv head, into `run`. Prefetches the rows
+// of `next` one by one, as it reads its own: prefetched all at once, they would delay its own reads.
 template <class T>
 static void attend_decode(
     const AttentionArgs& args, const Work& work, int64_t kv_head, float* scratch,
@@ -177,7 +180,7 @@ static void attend_decode(
     const int64_t vectors = work.rows * group;
     const int64_t width = padded(args.d);
     float* scores = scratch;
-    float* queries = scores + vectors * kKeyBlock;
+    float* queries = scores + vectors * kKeyBlock + kSpareScores;
     float* factors = queries + vectors * width;
     // Unpacked rows of a key block. Starts on a cache line; the other parts need not.
     float* unpacked = scores + ceil_div(factors + vectors - scores, 16) * 16;
@@ -187,51 +190,56 @@ static void attend_decode(
     using Cell = typename Stored<T>::Cell;
     using Value = typename Stored<T>::Value;
 
-    const auto fold = [&](const Cell* key_cells, const Cell* value_cells, int64_t begin,
-                          int64_t count) {
+    // Scores of the keys from position `begin` on, which are contiguous in the cache.
+    const auto score = [&](const Cell* cells, int64_t begin, int64_t count) {
         const int64_t done = begin - work.key_begin;
-        const Value* key_rows = keys.read(key_cells, count, unpacked);
+        const Value* key_rows = keys.read(cells, count, unpacked);
         for (int64_t first = 0; first < vectors; first += kPassVectors) {
+            float* to = scores + first * kKeyBlock + begin % kKeyBlock;
             with_vectors<kPassVectors>(vectors - first, [&]<int V>() {
                 for (int64_t j = 0; j < count; j += 4) {
                     if (first == 0) next.prefetch_rows(next.keys, done + j, 4);
                     score_keys<V>(
-                        queries + first * args.d, key_rows + j * args.d, count - j, args.d,
-                        scores + first * kKeyBlock + j
+                        queries + first * args.d, key_rows + j * args.d, count - j, args.d, to + j
                     );
                 }
             });
         }
-        for (int64_t i = 0; i < vectors; ++i) {
-            const Visible seen = visible(work.position + i / group, args.window, begin, count);
-            factors[i] = softmax_step(
-                scores + i * kKeyBlock, ceil_div(count, kPanel) * kPanel, seen, args.softcap,
-                run.peak[i], run.weight[i]
-            );
-        }
-        const Value* value_rows = values.read(value_cells, count, unpacked);
+    };
+    // Adds the same keys' values.
+    const auto add_run = [&](const Cell* cells, int64_t begin, int64_t count) {
+        const int64_t done = begin - work.key_begin;
+        const Value* value_rows = values.read(cells, count, unpacked);
         for (int64_t first = 0; first < vectors; first += kPassVectors) {
+            const float* weights = scores + first * kKeyBlock + begin % kKeyBlock;
             with_vectors<kPassVectors>(vectors - first, [&]<int V>() {
                 add_all_values<V>(
-                    scores + first * kKeyBlock, factors + first, value_rows, count, args.d,
-                    run.values + first * width, width, [&](int64_t j) {
+                    weights, factors + first, value_rows, count, args.d, run.values + first * width,
+                    width, [&](int64_t j) {
                         if (first == 0) next.prefetch_rows(next.values, done + j, 1);
                     }
                 );
             });
         }
     };
-    keys.for_runs(
-        work.key_begin, work.key_end, [&](const Cell* rows, int64_t begin, int64_t count) {
-            const Cell* value_cells = values.at(begin);
-            for (int64_t j = 0; j < count; j += kKeyBlock) {
-                fold(
-                    rows + j * keys.row_size, value_cells + j * values.row_size, begin + j,
-                    smaller(kKeyBlock, count - j)
-                );
-            }
+    int64_t end = 0;
+    for (int64_t begin = work.key_begin; begin < work.key_end; begin = end) {
+        const int64_t border = begin / kKeyBlock * kKeyBlock;
+        end = smaller(border + kKeyBlock, work.key_end);
+        keys.for_runs(begin, end, score);
+        for (int64_t i = 0; i < vectors; ++i) {
+            const Visible seen =
+                visible(work.position + i / group, args.window, border, end - border);
+            factors[i] = softmax_step(
+                scores + i * kKeyBlock, ceil_div(end - border, kPanel) * kPanel, seen, args.softcap,
+                run.peak[i], run.weight[i]
+            );
         }
-    );
+        values.for_runs(begin, end, [&](const Cell* cells, int64_t at, int64_t count) {
+            add_run(cells, at, count);
+            for (int64_t i = 0; i < vectors; ++i) factors[i] = 1.0f;  // rescaled once per block
+        });
+    }
 }
 
 }  // namespace exl::EXL_ISA

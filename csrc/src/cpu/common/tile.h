@@ -35,9 +35,10 @@ struct FixedRows {
 struct TileOut {
     float* c;
     int64_t stride;
-    int64_t columns;    // number of valid columns; may be less than 16 P in the last block
-    bool accumulate;    // add to C instead of overwriting it
-    const float* bias;  // added once; null for none
+    int64_t columns;       // number of valid columns; may be less than 16 P in the last block
+    bool accumulate;       // add to C instead of overwriting it
+    const float* bias;     // added once; null for none
+    bool resumes = false;  // the sums start from C, whose columns are all valid, instead of zero
 };
 
 template <int R, int P>
@@ -68,7 +69,8 @@ static inline void tile_product(
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 32
-        for (int v = 0; v < P * kPanelVecs; ++v) sums[r][v] = set1(0.0f);
+        for (int v = 0; v < P * kPanelVecs; ++v)
+            sums[r][v] = out.resumes ? load(out.c + r * out.stride + v * kLanes) : set1(0.0f);
     }
     for (int64_t step = 0; step < k; ++step) {
         Vec weights[P * kPanelVecs];

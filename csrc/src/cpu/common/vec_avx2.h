@@ -116,6 +116,10 @@ static inline float largest(Vec a) {
     s = _mm_max_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
+// The order of sum4: it adds adjacent leaves, then adjacent sums, kSumLevels times. Leaf number
+// `leaf` is lane sum_leaf(leaf).
+constexpr int kSumLevels = 3;
+static inline constexpr int sum_leaf(int leaf) { return leaf; }
 // out[i] = sum of v[i].
 static inline void sum4(const Vec v[4], float out[4]) {
     const Vec a = _mm256_hadd_ps(v[0], v[1]);

@@ -126,6 +126,10 @@ static inline float sum(Vec a) {
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 static inline float largest(Vec a) { return _mm512_reduce_max_ps(a); }
+// The order of sum4: it adds adjacent leaves, then adjacent sums, kSumLevels times. Leaf number
+// `leaf` is lane sum_leaf(leaf).
+constexpr int kSumLevels = 4;
+static inline constexpr int sum_leaf(int leaf) { return (leaf & 1) * 8 + leaf / 2; }
 // out[i] = sum of v[i].
 static inline void sum4(const Vec v[4], float out[4]) {
     const __m256 a = _mm256_hadd_ps(fold(v[0]), fold(v[1]));

@@ -87,8 +87,15 @@ static inline Vec add(Vec a, Vec b) { return a + b; }
 static inline Vec sub(Vec a, Vec b) { return a - b; }
 static inline Vec mul(Vec a, Vec b) { return a * b; }
 static inline Vec div(Vec a, Vec b) { return a / b; }
-static inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
-static inline Vec fnma(Vec a, Vec b, Vec c) { return c - a * b; }
+// One rounding where the processor has the instruction, else two.
+static inline Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__FP_FAST_FMAF)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+static inline Vec fnma(Vec a, Vec b, Vec c) { return fma(-a, b, c); }
 // As the x86 instructions: return the second operand if either is NaN.
 static inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
 static inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
@@ -109,6 +116,10 @@ static inline Vec scale_by_power(Vec x, Vec n) {
 }
 static inline float sum(Vec a) { return a; }
 static inline float largest(Vec a) { return a; }
+// The order of sum4: it adds adjacent leaves, then adjacent sums, kSumLevels times. Leaf number
+// `leaf` is lane sum_leaf(leaf).
+constexpr int kSumLevels = 0;
+static inline constexpr int sum_leaf(int leaf) { return leaf; }
 static inline void sum4(const Vec v[4], float out[4]) {
     for (int i = 0; i < 4; ++i) out[i] = v[i];
 }

@@ -6,8 +6,10 @@
 //            m <= kTileRows: the same with one register tile of m rows.
 //            larger m: each block of panels is converted to fp32 once per kPassRows rows and stays
 //            in the cache while it is multiplied with all row tiles of x.
-// Mapping    Threads share column blocks, in prefill row blocks too. Every sum runs over k in one
-//            order, so results do not depend on the number of threads.
+// Mapping    Threads share column blocks, in prefill row blocks too.
+// Order      Every sum runs over blocks of kBlockSteps values of k. A block is summed from zero in
+//            one chain of multiply-adds, then added to the output. This order is the same for every
+//            m, so no bit of a row depends on the other rows, nor on the number of threads.
 // Accuracy   fp32 products and sums over k.
 #include "cpu/common/ops.h"
 #include "cpu/common/tile.h"
@@ -25,43 +27,43 @@ constexpr int64_t kPassRows = 256;
 // thread 0.1 us.
 constexpr int64_t kDecodeItemBytes = 48 << 10;
 
-// Multiplies one row with P panels. The panels are read as P parallel streams, each with kSums
-// independent sums per vector. This hides the latency of the multiply-add and keeps the hardware
-// prefetcher busy.
+// The output of steps [first, last) of a block product: the first block overwrites y unless the call
+// accumulates, the last one adds the bias.
+static inline TileOut block_out(
+    const LinearArgs& args, int64_t row, int64_t column, int64_t first, int64_t last
+) {
+    const PackedMatrix& w = *args.w;
+    return {
+        args.y + row * args.y_stride + column, args.y_stride, w.n - column,
+        first > 0 || args.accumulate, last == w.k && w.bias != nullptr ? w.bias + column : nullptr
+    };
+}
+
+// Multiplies one row with P panels, from `column` on. The panels are read as P parallel streams.
+// This hides the latency of the multiply-add and keeps the hardware prefetcher busy.
 template <int P, class T>
-static inline void one_row(const float* x, const T* b, int64_t k, const TileOut& out) {
-    constexpr int kSums = 2;
-    Vec sums[kSums][P * kPanelVecs];
-#pragma GCC unroll 4
-    for (int u = 0; u < kSums; ++u) {
+static inline void one_row(const LinearArgs& args, int64_t column) {
+    const int64_t k = args.w->k;
+    const T* b = static_cast<const T*>(args.w->data) + column * k;
+    for (int64_t first = 0; first < k; first += kBlockSteps) {
+        const int64_t last = smaller(k, first + kBlockSteps);
+        Vec sums[1][P * kPanelVecs];
 #pragma GCC unroll 32
-        for (int v = 0; v < P * kPanelVecs; ++v) sums[u][v] = set1(0.0f);
-    }
-    const auto add_step = [&](int64_t step, int u) __attribute__((always_inline)) {
-        const Vec value = set1(x[step]);
+        for (int v = 0; v < P * kPanelVecs; ++v) sums[0][v] = set1(0.0f);
+        for (int64_t step = first; step < last; ++step) {
+            const Vec value = set1(args.x[step]);
 #pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) {
-            const T* weights = b + (p * k + step) * kPanel;
+            for (int p = 0; p < P; ++p) {
+                const T* weights = b + (p * k + step) * kPanel;
 #pragma GCC unroll 16
-            for (int v = 0; v < kPanelVecs; ++v) {
-                Vec& sum = sums[u][p * kPanelVecs + v];
-                sum = fma(value, load(weights + v * kLanes), sum);
+                for (int v = 0; v < kPanelVecs; ++v) {
+                    Vec& sum = sums[0][p * kPanelVecs + v];
+                    sum = fma(value, load(weights + v * kLanes), sum);
+                }
             }
         }
-    };
-    int64_t step = 0;
-    for (; step + kSums <= k; step += kSums) {
-#pragma GCC unroll 4
-        for (int u = 0; u < kSums; ++u) add_step(step + u, u);
+        store_tile<1, P>(sums, block_out(args, 0, column, first, last));
     }
-    for (; step < k; ++step) add_step(step, 0);
-    Vec total[1][P * kPanelVecs];
-#pragma GCC unroll 32
-    for (int v = 0; v < P * kPanelVecs; ++v) {
-        total[0][v] = sums[0][v];
-        for (int u = 1; u < kSums; ++u) total[0][v] = add(total[0][v], sums[u][v]);
-    }
-    store_tile<1, P>(total, out);
 }
 
 // Number of panels that one thread reads in parallel. Measured on one core with AVX-512 and weights
@@ -75,7 +77,6 @@ constexpr int64_t kManyStreamSteps = 1024;
 template <int P, class T>
 static void decode_one(ThreadPool& pool, const LinearArgs& args) {
     const PackedMatrix& w = *args.w;
-    const T* weights = static_cast<const T*>(w.data);
     const int64_t panel_bytes = w.k * kPanel * static_cast<int64_t>(sizeof(T));
     const int64_t per_item = larger(1, kDecodeItemBytes / (P * panel_bytes)) * P;
     const int64_t panels = w.panels();
@@ -83,14 +84,7 @@ static void decode_one(ThreadPool& pool, const LinearArgs& args) {
         const int64_t last = smaller(panels, (item + 1) * per_item);
         int64_t panel = item * per_item;
         const auto next = [&]<int N>() {
-            const int64_t column = panel * kPanel;
-            one_row<N>(
-                args.x, weights + column * w.k, w.k,
-                TileOut{
-                    args.y + column, args.y_stride, w.n - column, args.accumulate,
-                    w.bias != nullptr ? w.bias + column : nullptr
-                }
-            );
+            one_row<N, T>(args, panel * kPanel);
             panel += N;
         };
         while (panel + P <= last) next.template operator()<P>();
@@ -111,17 +105,20 @@ static void decode_rows(ThreadPool& pool, const LinearArgs& args) {
     const int64_t per_item =
         larger(1, kDecodeItemBytes / (kTilePanels * panel_bytes)) * kTilePanels;
     pool.parallel_for(ceil_div(panels, per_item), [&](int64_t item) {
-        const int64_t first = item * per_item;
-        const int64_t column = first * kPanel;
-        const TileOut out{
-            args.y + column, args.y_stride, w.n - column, args.accumulate,
-            w.bias != nullptr ? w.bias + column : nullptr
-        };
+        const int64_t last_panel = smaller(panels, (item + 1) * per_item);
         with_rows<kTileRows>(rows, [&]<int R>() {
-            tile_columns<R>(
-                PackedRows<R>{packed_x}, weights + column * w.k, kPanel * w.k,
-                smaller(per_item, panels - first), w.k, out
-            );
+            for (int64_t panel = item * per_item; panel < last_panel; panel += kTilePanels) {
+                const int64_t column = panel * kPanel;
+                for (int64_t first = 0; first < w.k; first += kBlockSteps) {
+                    const int64_t last = smaller(w.k, first + kBlockSteps);
+                    tile_columns<R>(
+                        PackedRows<R>{packed_x + first * R},
+                        weights + column * w.k + first * kPanel, kPanel * w.k,
+                        smaller(kTilePanels, last_panel - panel), last - first,
+                        block_out(args, 0, column, first, last)
+                    );
+                }
+            }
         });
     });
 }
@@ -159,15 +156,10 @@ static void block_product(
                 block + p * steps * kPanel
             );
         }
-        const bool is_last = step + steps == w.k;
         for (int64_t tile = at.first_tile; tile < at.last_tile; ++tile) {
             const int64_t row = tiling.first_row(tile);
             const int rows = tiling.rows_of(tile);
-            const TileOut out{
-                args.y + row * args.y_stride + column, args.y_stride, w.n - column,
-                step > 0 || args.accumulate,
-                is_last && w.bias != nullptr ? w.bias + column : nullptr
-            };
+            const TileOut out = block_out(args, row, column, step, step + steps);
             with_rows<kTileRows>(rows, [&]<int R>() {
                 tile_columns<R>(
                     PackedRows<R>{packed_x + row * w.k + step * rows}, block, steps * kPanel,

@@ -9,6 +9,9 @@
 //            changes by 2.7e-3 (mean KL divergence) with 8-bit blocks of 32, by 5e-6 with 16 bits.
 //            Codes of at most 4 bits in AMX tiles use 12-bit activations: 1e-4
 //            (quant_tiles_int8.h).
+// Rows       Every tile of every set gives the same integer sums, and scales apply in one order. A row
+//            therefore has the same bits for any m whose activations have the same number of bits.
+//            With is_batch_invariant these are 16 for every m, and quant_prefill.cpp is not used.
 // Mapping    A work item is a range of panels, read as one stream of codes and one of scales. Every
 //            column is summed by one thread in one order, for any number of threads.
 #include "cpu/elementwise/activation.h"
@@ -319,7 +322,7 @@ static void choose_low_bits(
     [[maybe_unused]] const QuantLinearArgs& args, [[maybe_unused]] int* low_bits
 ) {
 #if EXL_HAS_INT_TILES
-    if (args.m < kIntTileMinRows) return;
+    if (args.m < kIntTileMinRows || args.is_batch_invariant) return;
     for (int p = 0; p < args.count; ++p) {
         if (has_narrow_codes(*args.parts[p])) low_bits[p] = kIntTileLowBits;
     }
@@ -372,7 +375,7 @@ void quant_linear(ThreadPool& pool, const QuantLinearArgs& args) {
         if (args.parts[p]->values == Values::e4m3) return quant_prefill(pool, args);
     }
 #if EXL_HAS_INT_TILES || !EXL_HAS_BYTE_DOT
-    if (args.m > kIntegerRows) return quant_prefill(pool, args);
+    if (args.m > kIntegerRows && !args.is_batch_invariant) return quant_prefill(pool, args);
 #endif
     integer_product(pool, args);
 }

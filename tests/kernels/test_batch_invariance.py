@@ -1,0 +1,197 @@
+"""Results of a row do not depend on the other rows of a call, on chunks, or on threads: same bits.
+
+Each test computes many rows in one call, then the same rows in other divisions, and compares bits.
+Shapes are random, as are the divisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from conftest import open_table
+from kernel_support import attention_input, is_gpu, normal, packed, strided_rows
+from paged_support import attention, batch_of
+from quant_support import Shape, filled, make_matrix
+from torch import Tensor
+
+from exl_core.ops.attention import AttentionRows, Scoring
+from exl_core.ops.elementwise import RmsNorm
+from exl_core.ops.linear import PackedLinear
+from exl_core.ops.quantized import Offset
+from exl_core.ops.table import OpTable
+from support.kv_caches import FORMATS
+from support.profiles import examples
+
+ROWS = 150  # decode, small batches and prefill of every backend
+WEIGHT_TYPES = [torch.float32, torch.float16, torch.bfloat16]
+OFFSETS: list[Offset] = ["middle", "zeros", "minimums"]
+NORM_EPS = 1e-5
+
+
+def integer(rng: torch.Generator, low: int, high: int) -> int:
+    """Random integer, low to high inclusive."""
+    return int(torch.randint(low, high + 1, (), generator=rng))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(
+        a.contiguous().view(torch.int32), b.contiguous().view(torch.int32)
+    )
+
+
+def divisions(rng: torch.Generator, rows: int) -> Iterator[list[slice]]:
+    """Single rows, then chunks of the sizes at which kernels change, then random chunks."""
+    for size in (1, 2, 4, 5, 8, 9, 13, 16, 32, 33, 64, 65):
+        yield [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
+    bounds = sorted({0, rows, *(integer(rng, 1, rows - 1) for _ in range(4))})
+    yield [slice(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]
+
+
+def check_rows(rng: torch.Generator, rows: int, compute: Callable[[slice], Tensor]) -> None:
+    """`compute` gives the same bits for all rows at once and in every division."""
+    whole = compute(slice(0, rows))
+    for parts in divisions(rng, rows):
+        got = torch.cat([compute(part) for part in parts])
+        assert same_bits(got, whole), f"chunks of {parts[0].stop} rows give other bits"
+
+
+def check_linear(table: OpTable, rng: torch.Generator, w: PackedLinear) -> None:
+    """Every op that multiplies with `w`."""
+    x = strided_rows(rng, ROWS, w.in_features)
+    residual = 30 * normal(rng, ROWS, w.out_features)
+    norm = RmsNorm(normal(rng, w.in_features), NORM_EPS)
+
+    def added(part: slice) -> Tensor:
+        sums = residual[part].clone()
+        table.linear_add_(x[part], w, sums)
+        return sums
+
+    check_rows(rng, ROWS, lambda part: table.linear(x[part], w))
+    check_rows(rng, ROWS, added)
+    check_rows(rng, ROWS, lambda part: table.norm_linear(x[part], norm, w))
+    if w.out_features % 2 == 0:
+        check_rows(rng, ROWS, lambda part: table.norm_gated_linear(x[part], norm, w, "silu"))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", WEIGHT_TYPES, ids=str)
+def test_dense_rows_do_not_depend_on_their_batch(
+    invariant_table: OpTable, rng: torch.Generator, dtype: torch.dtype, has_bias: bool
+) -> None:
+    for k in (integer(rng, 1, 60), integer(rng, 385, 1200)):  # 385: several blocks of k
+        n = integer(rng, 1, 160)
+        bias = normal(rng, n) if has_bias else None
+        weight = normal(rng, n, k).to(dtype)
+        check_linear(invariant_table, rng, packed(invariant_table, weight, bias))
+
+
+def random_shape(rng: torch.Generator, bits: int | None) -> Shape:
+    """A matrix of one bit width, or of several (None), with groups of random sizes."""
+    widths = [bits] * integer(rng, 1, 2) if bits else [8, 6, 5, 4, 3, 2]
+    sizes = [32, 64, 128, 32 * integer(rng, 3, 9), integer(rng, 33, 90)]
+    runs = tuple((b, integer(rng, 1, 3), sizes[integer(rng, 0, 4)]) for b in widths)
+    return Shape(
+        runs,
+        32 * integer(rng, 1, 4) + 2 * integer(rng, 0, 8),
+        OFFSETS[integer(rng, 0, 2)],
+        torch.float16 if integer(rng, 0, 1) else torch.float32,
+        permuted=bool(integer(rng, 0, 1)),
+        has_bias=bool(integer(rng, 0, 1)),
+    )
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8, None])
+def test_quantized_rows_do_not_depend_on_their_batch(
+    invariant_table: OpTable, rng: torch.Generator, bits: int | None
+) -> None:
+    """EXL2, GPTQ and GGUF blocks have one run-time layout; widths and kinds of offsets differ."""
+    for _ in range(examples(15)):
+        matrix = make_matrix(rng, random_shape(rng, bits))
+        check_linear(invariant_table, rng, filled(invariant_table, matrix))
+
+
+def test_joined_rows_do_not_depend_on_their_batch(
+    invariant_table: OpTable, rng: torch.Generator
+) -> None:
+    """Parts that share their quantized inputs, parts that do not, and a dense one."""
+    for _ in range(examples(15)):
+        shape = random_shape(rng, 4)
+        same = make_matrix(rng, shape)
+        other = make_matrix(rng, Shape(((8, 1, shape.k),), 64, "minimums"))
+        dense = packed(invariant_table, normal(rng, 40, shape.k).half())
+        parts = [filled(invariant_table, same), dense, filled(invariant_table, other)]
+        check_linear(invariant_table, rng, invariant_table.join(parts))
+        gate_up = [filled(invariant_table, same), filled(invariant_table, same)]
+        check_linear(invariant_table, rng, invariant_table.join(gate_up))
+
+
+@pytest.mark.parametrize("window", [0, 100], ids=lambda w: f"window{w}")
+@pytest.mark.parametrize("name", FORMATS)
+def test_attention_of_a_row_does_not_depend_on_its_batch(
+    invariant_table: OpTable, rng: torch.Generator, name: str, window: int
+) -> None:
+    """One sequence in one call, in chunks, and row by row, each among other sequences or alone."""
+    table = invariant_table
+    for _ in range(examples(10)):
+        # GPU kernels exist for three head sizes and for pages of 256 slots.
+        d = (64, 128, 256)[integer(rng, 0, 2)] if is_gpu(table) else 32 * integer(rng, 1, 5)
+        if name in {"f32", "f16", "fp8"} and not is_gpu(table):
+            d = integer(rng, 3, 130)
+        page_size = 256 if is_gpu(table) else (256, 64, 16, 48)[integer(rng, 0, 3)]
+        kv_heads, group = integer(rng, 1, 2), integer(rng, 1, 8)
+        past, rows = integer(rng, 0, 1500), integer(rng, 65, 150)
+        softcap = 5.0 * integer(rng, 0, 1)
+        sequences = [(integer(rng, 0, 700), integer(rng, 1, 20)), (past, rows), (3, 1)]
+        batch = batch_of(rng, name, sequences, (kv_heads, d, page_size))
+        q = attention_input(table, rng, batch.rows, kv_heads * group, d)
+        first = int(batch.row_starts[1])
+        together = attention(table, q, batch, window=window, softcap=softcap)
+        alone = batch.only(1)
+        scoring = Scoring(d**-0.5, window, softcap)
+
+        def compute(part: slice) -> Tensor:
+            count = part.stop - part.start  # noqa: B023 - called within the iteration
+            seen = AttentionRows(
+                alone.page_table,  # noqa: B023
+                torch.tensor([0, count], dtype=torch.int32),
+                torch.tensor([past + part.start], dtype=torch.int32),  # noqa: B023
+            )
+            rows_of = q[first + part.start : first + part.stop]  # noqa: B023
+            return table.paged_attention(rows_of, alone.cache, seen, scoring)  # noqa: B023
+
+        assert same_bits(together[first : first + rows], compute(slice(0, rows)))
+        check_rows(rng, rows, compute)
+
+
+def test_elementwise_rows_do_not_depend_on_their_batch(
+    invariant_table: OpTable, rng: torch.Generator
+) -> None:
+    table = invariant_table
+    for d in (integer(rng, 1, 70), 576):
+        norm = RmsNorm(normal(rng, d), NORM_EPS)
+        x, pairs = normal(rng, ROWS, d), normal(rng, ROWS, 2 * d)
+        check_rows(rng, ROWS, lambda part, x=x, n=norm: table.rms_norm(x[part], n))
+        check_rows(rng, ROWS, lambda part, x=pairs: table.gated_activation(x[part], "gelu_tanh"))
+        check_rows(rng, ROWS, lambda part, x=x: table.log_sum_exp(x[part]))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_results_do_not_depend_on_the_number_of_threads(
+    kernels: OpTable, rng: torch.Generator, threads: int
+) -> None:
+    other = open_table(kernels.name, threads)
+    for rows in (1, 7, ROWS):
+        matrix, weight = make_matrix(rng, random_shape(rng, None)), normal(rng, 300, 500).half()
+        x, y = normal(rng, rows, matrix.layout.in_features), normal(rng, rows, 500)
+        batch = batch_of(rng, "q4", [(900, rows), (40, 1)], (2, 64, 256))
+        q = normal(rng, batch.rows, 6, 64)
+
+        def results(table: OpTable) -> Tensor:
+            quantized = table.linear(x, filled(table, matrix))  # noqa: B023
+            dense = table.linear(y, packed(table, weight))  # noqa: B023
+            attended = attention(table, q, batch)  # noqa: B023
+            return torch.cat([part.flatten() for part in (quantized, dense, attended)])
+
+        assert same_bits(results(kernels), results(other))
