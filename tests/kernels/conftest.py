@@ -19,9 +19,9 @@ COMPILED = [f"cpu-{isa}" for isa in available_isas()]
 ON_GPU = pytest.param("cuda", marks=pytest.mark.cuda)
 
 
-def open_table(name: str, threads: int = 2) -> OpTable:
+def open_table(name: str, threads: int = 2, *, batch_invariant: bool = False) -> OpTable:
     backend, _, isa = name.partition("-")
-    opened = get_table(backend, isa=isa or None, threads=threads)
+    opened = get_table(backend, isa=isa or None, threads=threads, batch_invariant=batch_invariant)
     return cast(OpTable, DeviceTable(opened)) if backend == "cuda" else opened
 
 
@@ -48,10 +48,10 @@ def kernels(request: pytest.FixtureRequest) -> OpTable:
     return open_table(request.param)
 
 
-@pytest.fixture(scope="session", params=[*COMPILED, ON_GPU])
+@pytest.fixture(scope="session", params=COMPILED)
 def invariant_table(request: pytest.FixtureRequest) -> OpTable:
     """Compiled backends in the mode whose results do not depend on the batch."""
-    return open_table(request.param)
+    return open_table(request.param, batch_invariant=True)
 
 
 @pytest.fixture(scope="session", params=[ON_GPU])

@@ -7,10 +7,11 @@ Shapes are random, as are the divisions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import cast
 
 import pytest
 import torch
-from conftest import open_table
 from kernel_support import attention_input, is_gpu, normal, packed, strided_rows
 from paged_support import attention, batch_of
 from quant_support import Shape, filled, make_matrix
@@ -19,6 +20,7 @@ from torch import Tensor
 from exl_core.ops.attention import AttentionRows, Scoring
 from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.linear import PackedLinear
+from exl_core.ops.open import get_table
 from exl_core.ops.quantized import Offset
 from exl_core.ops.table import OpTable
 from support.kv_caches import FORMATS
@@ -46,7 +48,7 @@ def divisions(rng: torch.Generator, rows: int) -> Iterator[list[slice]]:
     for size in (1, 2, 4, 5, 8, 9, 13, 16, 32, 33, 64, 65):
         yield [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
     bounds = sorted({0, rows, *(integer(rng, 1, rows - 1) for _ in range(4))})
-    yield [slice(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]
+    yield [slice(first, last) for first, last in pairwise(bounds)]
 
 
 def check_rows(rng: torch.Generator, rows: int, compute: Callable[[slice], Tensor]) -> None:
@@ -72,7 +74,9 @@ def check_linear(table: OpTable, rng: torch.Generator, w: PackedLinear) -> None:
     check_rows(rng, ROWS, added)
     check_rows(rng, ROWS, lambda part: table.norm_linear(x[part], norm, w))
     if w.out_features % 2 == 0:
-        check_rows(rng, ROWS, lambda part: table.norm_gated_linear(x[part], norm, w, "silu"))
+        check_rows(
+            rng, ROWS, lambda part: cast(Tensor, table.norm_gated_linear(x[part], norm, w, "silu"))
+        )
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -107,7 +111,7 @@ def test_quantized_rows_do_not_depend_on_their_batch(
     invariant_table: OpTable, rng: torch.Generator, bits: int | None
 ) -> None:
     """EXL2, GPTQ and GGUF blocks have one run-time layout; widths and kinds of offsets differ."""
-    for _ in range(examples(15)):
+    for _ in range(examples(10)):
         matrix = make_matrix(rng, random_shape(rng, bits))
         check_linear(invariant_table, rng, filled(invariant_table, matrix))
 
@@ -116,7 +120,7 @@ def test_joined_rows_do_not_depend_on_their_batch(
     invariant_table: OpTable, rng: torch.Generator
 ) -> None:
     """Parts that share their quantized inputs, parts that do not, and a dense one."""
-    for _ in range(examples(15)):
+    for _ in range(examples(10)):
         shape = random_shape(rng, 4)
         same = make_matrix(rng, shape)
         other = make_matrix(rng, Shape(((8, 1, shape.k),), 64, "minimums"))
@@ -132,66 +136,74 @@ def test_joined_rows_do_not_depend_on_their_batch(
 def test_attention_of_a_row_does_not_depend_on_its_batch(
     invariant_table: OpTable, rng: torch.Generator, name: str, window: int
 ) -> None:
+    for _ in range(examples(5)):
+        check_attention_of_one(invariant_table, rng, name, window)
+
+
+def check_attention_of_one(table: OpTable, rng: torch.Generator, name: str, window: int) -> None:
     """One sequence in one call, in chunks, and row by row, each among other sequences or alone."""
-    table = invariant_table
-    for _ in range(examples(10)):
-        # GPU kernels exist for three head sizes and for pages of 256 slots.
-        d = (64, 128, 256)[integer(rng, 0, 2)] if is_gpu(table) else 32 * integer(rng, 1, 5)
-        if name in {"f32", "f16", "fp8"} and not is_gpu(table):
-            d = integer(rng, 3, 130)
-        page_size = 256 if is_gpu(table) else (256, 64, 16, 48)[integer(rng, 0, 3)]
-        kv_heads, group = integer(rng, 1, 2), integer(rng, 1, 8)
-        past, rows = integer(rng, 0, 1500), integer(rng, 65, 150)
-        softcap = 5.0 * integer(rng, 0, 1)
-        sequences = [(integer(rng, 0, 700), integer(rng, 1, 20)), (past, rows), (3, 1)]
-        batch = batch_of(rng, name, sequences, (kv_heads, d, page_size))
-        q = attention_input(table, rng, batch.rows, kv_heads * group, d)
-        first = int(batch.row_starts[1])
-        together = attention(table, q, batch, window=window, softcap=softcap)
-        alone = batch.only(1)
-        scoring = Scoring(d**-0.5, window, softcap)
+    d, page_size = 32 * integer(rng, 1, 5), (256, 64, 16, 48)[integer(rng, 0, 3)]
+    if is_gpu(table):  # its kernels exist for three head sizes, and for pages of 256 slots
+        d, page_size = (64, 128, 256)[integer(rng, 0, 2)], 256
+    elif name in {"f32", "f16", "fp8"}:
+        d = integer(rng, 3, 130)
+    kv_heads, group = integer(rng, 1, 2), integer(rng, 1, 8)
+    past, rows = integer(rng, 0, 1200), integer(rng, 65, 100)
+    softcap = 5.0 * integer(rng, 0, 1)
+    sequences = [(integer(rng, 0, 700), integer(rng, 1, 20)), (past, rows), (3, 1)]
+    batch = batch_of(rng, name, sequences, (kv_heads, d, page_size))
+    q = attention_input(table, rng, batch.rows, kv_heads * group, d)
+    first = int(batch.row_starts[1])
+    alone, scoring = batch.only(1), Scoring(d**-0.5, window, softcap)
 
-        def compute(part: slice) -> Tensor:
-            count = part.stop - part.start  # noqa: B023 - called within the iteration
-            seen = AttentionRows(
-                alone.page_table,  # noqa: B023
-                torch.tensor([0, count], dtype=torch.int32),
-                torch.tensor([past + part.start], dtype=torch.int32),  # noqa: B023
-            )
-            rows_of = q[first + part.start : first + part.stop]  # noqa: B023
-            return table.paged_attention(rows_of, alone.cache, seen, scoring)  # noqa: B023
+    def compute(part: slice) -> Tensor:
+        seen = AttentionRows(
+            alone.page_table,
+            torch.tensor([0, part.stop - part.start], dtype=torch.int32),
+            torch.tensor([past + part.start], dtype=torch.int32),
+        )
+        chunk = q[first + part.start : first + part.stop]
+        return table.paged_attention(chunk, alone.cache, seen, scoring)
 
-        assert same_bits(together[first : first + rows], compute(slice(0, rows)))
-        check_rows(rng, rows, compute)
+    together = attention(table, q, batch, window=window, softcap=softcap)
+    assert same_bits(together[first : first + rows], compute(slice(0, rows)))
+    check_rows(rng, rows, compute)
 
 
 def test_elementwise_rows_do_not_depend_on_their_batch(
     invariant_table: OpTable, rng: torch.Generator
 ) -> None:
-    table = invariant_table
     for d in (integer(rng, 1, 70), 576):
-        norm = RmsNorm(normal(rng, d), NORM_EPS)
-        x, pairs = normal(rng, ROWS, d), normal(rng, ROWS, 2 * d)
-        check_rows(rng, ROWS, lambda part, x=x, n=norm: table.rms_norm(x[part], n))
-        check_rows(rng, ROWS, lambda part, x=pairs: table.gated_activation(x[part], "gelu_tanh"))
-        check_rows(rng, ROWS, lambda part, x=x: table.log_sum_exp(x[part]))
+        check_elementwise(invariant_table, rng, d)
+
+
+def check_elementwise(table: OpTable, rng: torch.Generator, d: int) -> None:
+    norm = RmsNorm(normal(rng, d), NORM_EPS)
+    x, pairs = normal(rng, ROWS, d), normal(rng, ROWS, 2 * d)
+    check_rows(rng, ROWS, lambda part: table.rms_norm(x[part], norm))
+    check_rows(rng, ROWS, lambda part: table.gated_activation(pairs[part], "gelu_tanh"))
+    check_rows(rng, ROWS, lambda part: table.log_sum_exp(x[part]))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_results_do_not_depend_on_the_number_of_threads(
     kernels: OpTable, rng: torch.Generator, threads: int
 ) -> None:
-    other = open_table(kernels.name, threads)
+    other = get_table("cpu", isa=kernels.name.removeprefix("cpu-"), threads=threads)
     for rows in (1, 7, ROWS):
-        matrix, weight = make_matrix(rng, random_shape(rng, None)), normal(rng, 300, 500).half()
-        x, y = normal(rng, rows, matrix.layout.in_features), normal(rng, rows, 500)
-        batch = batch_of(rng, "q4", [(900, rows), (40, 1)], (2, 64, 256))
-        q = normal(rng, batch.rows, 6, 64)
+        seed = integer(rng, 0, 2**31)
+        first, second = (
+            results_of(table, torch.Generator().manual_seed(seed), rows)
+            for table in (kernels, other)
+        )
+        assert same_bits(first, second)
 
-        def results(table: OpTable) -> Tensor:
-            quantized = table.linear(x, filled(table, matrix))  # noqa: B023
-            dense = table.linear(y, packed(table, weight))  # noqa: B023
-            attended = attention(table, q, batch)  # noqa: B023
-            return torch.cat([part.flatten() for part in (quantized, dense, attended)])
 
-        assert same_bits(results(kernels), results(other))
+def results_of(table: OpTable, rng: torch.Generator, rows: int) -> Tensor:
+    """Results of a quantized and a dense linear and of attention, for inputs drawn from `rng`."""
+    matrix, weight = make_matrix(rng, random_shape(rng, None)), normal(rng, 300, 500).half()
+    batch = batch_of(rng, "q4", [(900, rows), (40, 1)], (2, 64, 256))
+    quantized = table.linear(normal(rng, rows, matrix.layout.in_features), filled(table, matrix))
+    dense = table.linear(normal(rng, rows, 500), packed(table, weight))
+    attended = attention(table, normal(rng, batch.rows, 6, 64), batch)
+    return torch.cat([part.flatten() for part in (quantized, dense, attended)])

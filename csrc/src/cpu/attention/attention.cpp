@@ -8,9 +8,9 @@
 // Order      The sums of a query run in one order, which depends on positions alone:
 //
 //              block     64 keys      one step of the online softmax; values are added key by key
-//              segment   256 keys     its blocks, from the first to the last
-//              chapter   1024 keys    its segments, merged from the first to the last
-//              result                 its chapters, likewise
+//              partition   256 keys     its blocks, from the first to the last
+//              section   1024 keys    its partitions, merged from the first to the last
+//              result                 its sections, likewise
 //
 //            All of them begin at multiples of their size. Blocks of rows, splits, threads and the
 //            two kernels (dot products, tiles) divide work along these borders only. Therefore no
@@ -25,10 +25,10 @@ namespace exl::EXL_ISA {
 // faster than making panels of the keys (attention_prefill.h).
 constexpr int64_t kDecodeVectors = 16;
 // Keys of one item in decode: 256 keys and values of 64 fp16 elements each are 64 KiB.
-constexpr int64_t kSegmentKeys = 256;
+constexpr int64_t kPartitionKeys = 256;
 // Keys of one item for a prefill chunk of up to kSplitRows rows. A longer chunk yields enough items
 // without splitting its keys.
-constexpr int64_t kChapterKeys = 1024;
+constexpr int64_t kSectionKeys = 1024;
 constexpr int64_t kSplitRows = 64;
 
 // Work (score products) below which one thread is faster: waking a second one takes about 3 us.
@@ -64,8 +64,8 @@ static Plan make_plan(const AttentionArgs& args, Emit&& emit) {
             work.is_decode = is_decode;
             const int64_t oldest = args.window > 0 ? larger(0, work.position - args.window + 1) : 0;
             const int64_t end = work.position + work.rows;
-            const int64_t split_keys = is_decode            ? kSegmentKeys
-                                       : rows <= kSplitRows ? kChapterKeys
+            const int64_t split_keys = is_decode            ? kPartitionKeys
+                                       : rows <= kSplitRows ? kSectionKeys
                                                             : end;
             const int64_t first_split = oldest / split_keys;
             work.splits = ceil_div(end, split_keys) - first_split;
@@ -105,28 +105,28 @@ static inline NextRows<T> first_rows(const AttentionArgs& args, const Work& work
     };
 }
 
-// Results of the segments so far, in the order that the head of this file describes.
+// Results of the partitions so far, in the order that the head of this file describes.
 struct Results {
-    Running chapter;
+    Running section;
     Running total;
     int64_t vectors;
     int64_t width;
 
     Results(float* buffer, int64_t vectors_, int64_t width_)
-        : chapter(running_at(buffer, vectors_, width_)),
+        : section(running_at(buffer, vectors_, width_)),
           total(running_at(buffer + running_floats(vectors_, width_), vectors_, width_)),
           vectors(vectors_),
           width(width_) {
-        start(chapter, vectors, width);
+        start(section, vectors, width);
         start(total, vectors, width);
     }
 
-    // Adds a segment that ends at position `end`. `is_last`: no segment follows.
-    void add_segment(const Running& segment, int64_t end, bool is_last) {
-        merge(chapter, segment, vectors, width);
-        if (!is_last && end % kChapterKeys != 0) return;
-        merge(total, chapter, vectors, width);
-        start(chapter, vectors, width);
+    // Adds a partition that ends at position `end`. `is_last`: no partition follows.
+    void add_partition(const Running& partition, int64_t end, bool is_last) {
+        merge(section, partition, vectors, width);
+        if (!is_last && end % kSectionKeys != 0) return;
+        merge(total, section, vectors, width);
+        start(section, vectors, width);
     }
 };
 
@@ -141,27 +141,28 @@ static void run_item(
     float* scratch = static_cast<float*>(thread_scratch(1, scratch_floats * 4));
     const bool is_split = work.splits > 1;
     float* partial = partial_base + work.split * running;
-    // The result of a split item is its only segment or its only chapter.
-    const Running segment =
+    // The result of a split item is its only partition or its only section.
+    const Running partition =
         running_at(is_split && work.is_decode ? partial : scratch, vectors, width);
     float* rest = scratch + 3 * running;
     if (work.is_decode) {
-        start(segment, vectors, width);
-        attend_decode<T>(args, work, kv_head, rest, segment, next);
+        start(partition, vectors, width);
+        attend_decode<T>(args, work, kv_head, rest, partition, next);
         if (is_split) return;
     }
     Results results(scratch + running, vectors, width);
     if (is_split) results.total = running_at(partial, vectors, width);
     if (is_split) start(results.total, vectors, width);
     if (work.is_decode) {
-        results.add_segment(segment, work.key_end, true);
+        results.add_partition(partition, work.key_end, true);
     } else {
         const PrefillItem<T> item(args, work, kv_head, rest);
         for (int64_t begin = work.key_begin; begin < work.key_end;) {
-            const int64_t end = smaller(work.key_end, (begin / kSegmentKeys + 1) * kSegmentKeys);
-            start(segment, vectors, width);
-            item.attend(begin, end, segment);
-            results.add_segment(segment, end, end == work.key_end);
+            const int64_t end =
+                smaller(work.key_end, (begin / kPartitionKeys + 1) * kPartitionKeys);
+            start(partition, vectors, width);
+            item.attend(begin, end, partition);
+            results.add_partition(partition, end, end == work.key_end);
             begin = end;
         }
     }
@@ -178,12 +179,12 @@ static void reduce_splits(
     float* scratch = static_cast<float*>(thread_scratch(1, 2 * running * 4));
     Results results(scratch, vectors, width);
     // `work` is the first split, so that the others begin at multiples of the split's size.
-    const int64_t split_keys = work.is_decode ? kSegmentKeys : kChapterKeys;
+    const int64_t split_keys = work.is_decode ? kPartitionKeys : kSectionKeys;
     int64_t end = (work.key_begin / split_keys + 1) * split_keys;
     for (int64_t s = 0; s < work.splits; ++s, end += split_keys) {
         const Running partial = running_at(partial_base + s * running, vectors, width);
         if (work.is_decode) {
-            results.add_segment(partial, end, s + 1 == work.splits);
+            results.add_partition(partial, end, s + 1 == work.splits);
         } else {
             merge(results.total, partial, vectors, width);
         }

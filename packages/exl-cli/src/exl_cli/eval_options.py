@@ -105,6 +105,7 @@ class Loading:
     threads: int | None
     is_quiet: bool
     exact: bool
+    batch_invariant: bool
     held_bytes: int | None = None
     """Limit on the memory for weights; layers beyond it are read again in every pass."""
 
@@ -118,6 +119,7 @@ class Loading:
             threads=self.threads,
             is_quiet=self.is_quiet,
             exact=self.exact,
+            batch_invariant=self.batch_invariant,
             options=LoadOptions(held_bytes=self.held_bytes),
         )
 

@@ -14,7 +14,7 @@ import torch
 
 from exl_cli.render import bytes_progress
 from exl_core.errors import ContextLengthError, RequestError
-from exl_core.session.load import LoadedModel, LoadOptions, load_model
+from exl_core.session.load import LoadedModel, LoadOptions, load_model, resolve_device
 from exl_core.session.open import ModelFiles, open_model
 from exl_core.session.runtime import Loader, Runtime, load_draft, open_draft
 
@@ -26,10 +26,20 @@ def load_quietly(
     threads: int | None,
     is_quiet: bool,
     exact: bool,
+    batch_invariant: bool = False,
     options: LoadOptions | None = None,
 ) -> LoadedModel:
-    """Load with a progress bar on a terminal. The keyword arguments replace fields of `options`."""
-    chosen = replace(options or LoadOptions(), device=device, threads=threads, exact=exact)
+    """Load with a progress bar on a terminal. The keyword arguments replace fields of `options`.
+
+    `batch_invariant` applies on the CPU.
+    """
+    chosen = replace(
+        options or LoadOptions(),
+        device=device,
+        threads=threads,
+        exact=exact,
+        batch_invariant=batch_invariant and resolve_device(device, is_exact=exact) == "cpu",
+    )
     return loader(is_quiet=is_quiet)(model, chosen)
 
 
@@ -41,11 +51,19 @@ def load_with_draft(
     threads: int | None,
     is_quiet: bool,
     exact: bool,
+    batch_invariant: bool,
 ) -> tuple[LoadedModel, LoadedModel | None]:
     """A model, and the draft model if one is named. Their vocabularies are compared before."""
     files = open_model(spec)
     draft_files = None if draft_spec is None else open_draft(draft_spec, files)
-    loaded = load_quietly(files, device=device, threads=threads, is_quiet=is_quiet, exact=exact)
+    loaded = load_quietly(
+        files,
+        device=device,
+        threads=threads,
+        is_quiet=is_quiet,
+        exact=exact,
+        batch_invariant=batch_invariant,
+    )
     if draft_files is None:
         return loaded, None
     how, longest = LoadOptions(device=device, threads=threads), loaded.config.max_seq_len

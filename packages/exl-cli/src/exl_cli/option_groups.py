@@ -35,6 +35,7 @@ class RunningOptions:
     threads: options.Threads = None
     exact: options.Exact = False
     held_memory: options.HeldMemory = None
+    batch_invariant: options.BatchInvariant = False
     cache_type: options.CacheType = "fp16"
     lora: engine_options.Lora = None
     draft_model: engine_options.DraftModel = None
@@ -74,6 +75,7 @@ class RunningOptions:
                 threads=self.threads,
                 exact=self.exact,
                 held_bytes=held_bytes,
+                batch_invariant=self.batch_invariant,
             ),
             ctx_size=self.ctx_size,
             cache_tokens=cache_tokens,

@@ -123,6 +123,24 @@ HeldMemory = Annotated[
         rich_help_panel=_RUNNING,
     ),
 ]
+BatchInvariant = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant",
+        help="Make logits independent of other requests, of prompt chunks and of drafts, to the "
+        "last bit. On the CPU; slower prefill with AMX and without VNNI.",
+        rich_help_panel=_RUNNING,
+    ),
+]
+EvalBatchInvariant = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant/--no-batch-invariant",
+        help="On the CPU, make figures independent of batches and chunks, to the last bit. Slower "
+        "prefill with AMX and without VNNI.",
+        rich_help_panel=_RUNNING,
+    ),
+]
 Stop = Annotated[
     list[str] | None,
     typer.Option(

@@ -60,7 +60,8 @@ class ProductOps(Protocol):
         With quantized w, the CPU kernels round x. For small m they round it to integers, relative
         to the largest value of each span of at most 128 stored rows. The integers have 16 bits, or
         12 where AMX multiplies 5 to 32 rows with codes of at most 4 bits. For large m they round x
-        and w to bfloat16 with AMX, and neither without AMX. The reference never rounds x.
+        and w to bfloat16 with AMX, and neither without AMX. A batch-invariant table rounds x to 16
+        bits for any m. The reference never rounds x.
         """
         ...
 

@@ -14,14 +14,21 @@ from exl_core.ops.table import OpTable
 from exl_core.settings import MAX_THREADS
 
 
-def get_table(name: str, *, isa: str | None = None, threads: int) -> OpTable:
+def get_table(
+    name: str, *, isa: str | None = None, threads: int, batch_invariant: bool = False
+) -> OpTable:
     """Opens the table `reference`, `cpu`, or `cuda` (a device number may follow: `cuda:1`).
 
-    `cpu` uses the best instruction set unless `isa` names one. Raises DeviceError for a GPU that
-    does not exist or cannot be used.
+    `cpu` uses the best instruction set unless `isa` names one. With `batch_invariant`, no bit of
+    the results of a row depends on the other rows of a call (`ops/table.py`). Raises DeviceError
+    for a GPU that does not exist or cannot be used.
     """
     if not 1 <= threads <= MAX_THREADS:
         raise RequestError("not a thread count", expected=f"1 to {MAX_THREADS}", got=threads)
+    if batch_invariant and name != "cpu":
+        raise BackendError(
+            "results that do not depend on the batch", expected="--device cpu", got=name
+        )
     if name == "reference":
         if isa is not None:
             raise BackendError("the reference backend has no instruction sets", got=isa)
@@ -31,7 +38,7 @@ def get_table(name: str, *, isa: str | None = None, threads: int) -> OpTable:
     if name == "cpu":
         from exl_core.ops.backends.cpu.table import CpuTable
 
-        return CpuTable(isa, threads)
+        return CpuTable(isa, threads, batch_invariant=batch_invariant)
     if name.partition(":")[0] == "cuda":
         from exl_core.ops.backends.cuda.device import open_device
 

@@ -9,6 +9,10 @@ rows may be farther apart than their length, as in a view of a fused projection'
 without a stated type are float32. On a GPU, activations between two fused ops (`activations`) are
 float16, and inputs and `out` may be of either type. An operand that violates the contract of an op
 is a bug in the caller and raises ValueError.
+
+A table is batch-invariant if no bit of the results of a row depends on the other rows of a call, on
+the division of a sequence into calls, or on the number of threads. `cpu` is, except for quantized
+linears on instruction sets without byte dot products and with AMX; `get_table` makes these so too.
 """
 
 from __future__ import annotations

@@ -49,6 +49,10 @@ class LoadOptions:
     """Stretch the model's own context by this factor with YaRN. Replaces `rope_factor`."""
     exact: bool = False
     """Compute in float32, with weights dequantized to float16 as their format defines."""
+    batch_invariant: bool = False
+    """Logits do not depend on which other sequences a pass computes, on the chunks of a prompt, or
+    on drafts: the same bits. CPU only, and except for LoRA deltas. Costs time only on instruction
+    sets that are not so anyway (`ops/table.py`)."""
     held_bytes: int | None = None
     """Limit on the memory for weights, in bytes. Blocks beyond it are read anew in every pass, one
     at a time. None keeps all weights in memory."""
@@ -87,7 +91,9 @@ def load_model(
     device = resolve_device(options.device, is_exact=options.exact)
     isa = options.isa or (settings.isa if device == "cpu" else None)
     path = None if isinstance(model, ModelFiles) else resolve_model(model)
-    make_table = partial(get_table, device, isa=isa, threads=threads)
+    make_table = partial(
+        get_table, device, isa=isa, threads=threads, batch_invariant=options.batch_invariant
+    )
     opening = _start_device(make_table) if device.startswith("cuda") else None
     files = model if isinstance(model, ModelFiles) else open_model(path)
     config = _with_options(files.config, options)

@@ -181,7 +181,9 @@ def load_draft(
     files: ModelFiles, ctx: int, options: LoadOptions, load: Loader = load_model
 ) -> LoadedModel:
     """Loads a draft model. If its own context is shorter than `ctx`, its RoPE is stretched."""
-    chosen = LoadOptions(device=options.device, threads=options.threads)
+    chosen = LoadOptions(
+        device=options.device, threads=options.threads, batch_invariant=options.batch_invariant
+    )
     if files.config.max_seq_len < ctx:
         alpha = draft_rope_alpha(ctx, files.config.max_seq_len)
         chosen = replace(chosen, max_seq_len=ctx, rope_alpha=alpha)

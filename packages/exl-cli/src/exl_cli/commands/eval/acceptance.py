@@ -51,6 +51,7 @@ def acceptance(
     device: options.Device = "auto",
     threads: options.Threads = None,
     exact: options.Exact = False,
+    batch_invariant: options.EvalBatchInvariant = True,
     cache_type: options.CacheType = "fp16",
 ) -> None:
     """Measure how many draft tokens are accepted, by kind of text, and the resulting speed-up.
@@ -76,7 +77,13 @@ def acceptance(
         from exl_eval.acceptance import AcceptanceOptions, measure_acceptance
     default = DEFAULT_NGRAM_TOKENS if ngram else DEFAULT_DRAFT_TOKENS
     loaded, draft = load_with_draft(
-        spec, draft_model, device=device, threads=threads, is_quiet=quiet, exact=exact
+        spec,
+        draft_model,
+        device=device,
+        threads=threads,
+        is_quiet=quiet,
+        exact=exact,
+        batch_invariant=batch_invariant,
     )
     measured = AcceptanceOptions(
         draft_tokens or default, max_tokens, prompts, seed, choices.kv_format

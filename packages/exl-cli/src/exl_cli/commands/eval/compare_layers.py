@@ -45,6 +45,7 @@ def compare_layers(
     threads: options.Threads = None,
     cache_type: options.CacheType = "fp16",
     exact: options.Exact = False,
+    batch_invariant: options.EvalBatchInvariant = True,
 ) -> None:
     """Compare the hidden states of two models of one architecture, layer by layer.
 
@@ -63,7 +64,7 @@ def compare_layers(
         from exl_eval.divergence import DivergenceOptions
     a, b = open_model(first), open_model(second)
     check_same_layers(a, b)
-    loading = eval_options.Loading(device, threads, quiet, exact)
+    loading = eval_options.Loading(device, threads, quiet, exact, batch_invariant)
     choices = DivergenceOptions(ctx=ctx, windows=windows, bos=bos, kv_format=kv_format)
     loaded = loading.load(a), loading.load(b)
     with windows_progress("relative error", is_quiet=quiet) as on_window:

@@ -70,6 +70,7 @@ def divergence(
     threads: options.Threads = None,
     cache_type: options.CacheType = "fp16",
     exact: options.Exact = False,
+    batch_invariant: options.EvalBatchInvariant = True,
 ) -> None:
     """Measure the Kullback-Leibler divergence of a model from its reference.
 
@@ -88,7 +89,12 @@ def divergence(
     longest = min(theirs.config.max_seq_len, ours.config.max_seq_len)
     layout = lay_out_for_both(theirs.tokenizer, ours.tokenizer, content, choices, longest)
     run = _Run(
-        eval_options.Loading(device, threads, quiet, exact), layout, theirs, ours, kv_format, resume
+        eval_options.Loading(device, threads, quiet, exact, batch_invariant),
+        layout,
+        theirs,
+        ours,
+        kv_format,
+        resume,
     )
     if cache_reference is None:
         loaded = run.loading.load(theirs)

@@ -105,6 +105,7 @@ def perplexity(
     by_position: ByPosition = False,
     exact: options.Exact = False,
     held_memory: options.HeldMemory = None,
+    batch_invariant: options.EvalBatchInvariant = True,
 ) -> None:
     """Measure perplexity of a text, with standard error, word perplexity and bits per byte.
 
@@ -121,7 +122,7 @@ def perplexity(
         style, ctx, stride, windows, bos, kv_format=kv_format, token_by_token=token_by_token
     )
     held_bytes = options.held_bytes(held_memory)
-    loading = eval_options.Loading(device, threads, quiet, exact, held_bytes)
+    loading = eval_options.Loading(device, threads, quiet, exact, batch_invariant, held_bytes)
     if compare_to is None:
         result = _scored(loading, spec, content, choices, resume).result
         _show(result, is_json=json, has_positions=by_position)

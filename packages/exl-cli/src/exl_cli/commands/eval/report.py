@@ -66,6 +66,7 @@ def report(
     device: options.Device = "auto",
     threads: options.Threads = None,
     exact: options.Exact = False,
+    batch_invariant: options.EvalBatchInvariant = True,
 ) -> None:
     """Report size, perplexity, divergence, speed and bits by layer of several models on one page.
 
@@ -75,7 +76,6 @@ def report(
     _check_each_once(models)
     content = source.read()
     with exits_at_once():
-        from exl_cli.load import load_quietly
         from exl_cli.machine import machine_failure
         from exl_cli.render import repeats_progress
         from exl_eval.report import ReportOptions, make_report
@@ -87,7 +87,10 @@ def report(
         windows=windows,
         bos=bos,
         speed=SpeedOptions(prefill=(prefill,), decode=decode),
-        machine=_machine(device, threads, exact=exact),
+        machine=_machine(device, threads, exact=exact, batch_invariant=batch_invariant),
+    )
+    loading = eval_options.Loading(
+        device, threads, is_quiet=True, exact=exact, batch_invariant=batch_invariant
     )
     with repeats_progress(is_quiet=quiet) as on_step:
         found = make_report(
@@ -95,9 +98,7 @@ def report(
             reference,
             choices,
             out / "records",
-            open_model=lambda spec: load_quietly(
-                spec, device=device, threads=threads, is_quiet=True, exact=exact
-            ),
+            open_model=loading.load,
             known_failure=machine_failure,
             on_step=on_step,
         )
@@ -114,14 +115,15 @@ def _check_each_once(models: Sequence[str]) -> None:
         raise RequestError("a model is given twice", got=", ".join(repeated))
 
 
-def _machine(device: str, threads: int | None, *, exact: bool) -> str:
-    """Backend, threads and `--exact`: speeds depend on them, and figures do slightly."""
+def _machine(device: str, threads: int | None, *, exact: bool, batch_invariant: bool) -> str:
+    """Backend, threads and mode: speeds depend on them, and figures do slightly."""
     from exl_core.session.load import resolve_device
     from exl_core.settings import available_cpus
 
     backend = resolve_device(device, is_exact=exact)
     shown = backend if backend != "cpu" else f"cpu, {threads or available_cpus()} threads"
-    return shown + ", exact" * exact
+    is_variant = backend == "cpu" and not batch_invariant
+    return shown + ", exact" * exact + ", not batch-invariant" * is_variant
 
 
 def _show(found: Report, out: Path) -> None:

@@ -64,6 +64,7 @@ def tasks(
     device: options.Device = "auto",
     threads: options.Threads = None,
     exact: options.Exact = False,
+    batch_invariant: options.EvalBatchInvariant = True,
     cache_type: options.CacheType = "fp16",
 ) -> None:
     """Measure task accuracy with lm-evaluation-harness (install it with pip install lm-eval).
@@ -90,7 +91,14 @@ def tasks(
             ) from error
         from exl_cli.load import load_quietly
         from exl_cli.render import is_watched
-    loaded = load_quietly(spec, device=device, threads=threads, is_quiet=quiet, exact=exact)
+    loaded = load_quietly(
+        spec,
+        device=device,
+        threads=threads,
+        is_quiet=quiet,
+        exact=exact,
+        batch_invariant=batch_invariant,
+    )
     choices = TaskOptions(
         listed, fewshot, limit, include, chat=chat, kv_format=kv_format, seed=seed
     )

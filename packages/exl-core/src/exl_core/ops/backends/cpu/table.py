@@ -22,7 +22,7 @@ class CpuTable(CpuLinearOps, CpuAttentionOps, CpuElementwiseOps, CpuSamplingOps)
 
     device = torch.device("cpu")
 
-    def __init__(self, isa: str | None, threads: int) -> None:
+    def __init__(self, isa: str | None, threads: int, *, batch_invariant: bool = False) -> None:
         isas = native_isas()
         if isa is not None and isa not in isas:
             raise BackendError(
@@ -31,6 +31,8 @@ class CpuTable(CpuLinearOps, CpuAttentionOps, CpuElementwiseOps, CpuSamplingOps)
                 got=isa,
             )
         self._ops = exl_kernels.Table(isa or isas[-1], threads)
+        if batch_invariant:
+            self._ops.is_batch_invariant = True
 
     @property
     def name(self) -> str:
