@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, rms_norm
 
-from exl_core.convert.block import rms_norm
 from exl_core.convert.layers import LayerSource, as_factor, embed_rows, read_layer, stored_norm
+from exl_core.convert.passes import LayerFunction
 from exl_core.errors import WeightValueError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.session.open import open_checkpoint
@@ -51,10 +51,10 @@ def test_layers_match_transformers(tmp_path: Path, build: Callable[..., Any]) ->
         x = expected[0]
         for layer in range(config.num_layers):
             source = read_layer(checkpoint, config, layer, CPU)
-            y = source.block(config).run(x, plain_product(source))
+            y = LayerFunction(config, layer, source.norms(), plain_product(source))(x)
             last = layer == config.num_layers - 1
             if last:  # transformers' last state is already normalized
-                y = rms_norm(y, checkpoint.norm(FINAL_NORM), config.norm_eps)
+                y = rms_norm(y, y.shape[-1:], checkpoint.norm(FINAL_NORM), config.norm_eps)
             assert (y - expected[layer + 1]).abs().max() < 1e-4 * expected[layer + 1].abs().max()
             x = expected[layer + 1]
 
@@ -63,8 +63,8 @@ def test_compute_type_products_are_close(tmp_path: Path) -> None:
     checkpoint, config = opened(save(tiny_llama(**SIZES), tmp_path))
     source = read_layer(checkpoint, config, 1, CPU)
     x = torch.randn(1, 20, config.hidden_size, generator=torch.Generator().manual_seed(1))
-    block = source.block(config)
-    exact, fast = block.run(x, plain_product(source)), block.run(x, source.products())
+    plain = LayerFunction(config, 1, source.norms(), plain_product(source))
+    exact, fast = plain(x), plain.with_product(source.products())(x)
     assert (exact - fast).norm() < 0.02 * (exact - x).norm()
 
 

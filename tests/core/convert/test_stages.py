@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from exl_core.arch.modules import module_table
 from exl_core.convert import sensitivity as sensitivity_module
 from exl_core.convert import tune
 from exl_core.convert.allocate import allocate
-from exl_core.convert.block import rms_norm
 from exl_core.convert.layers import States, embed_rows, read_layer
 from exl_core.convert.measure import measure_layer
 from exl_core.convert.parallel import Workers, worker_pool
@@ -250,7 +250,7 @@ def test_layerwise_gradients_match_full_autograd(
     for layer in range(llama.config.num_layers):
         x = model._layer_function(layer)(x)
     norm = model.norms[FINAL_NORM] * model.parameters[FINAL_NORM].exp()
-    x = model._scale_inputs("lm_head", rms_norm(x, norm, llama.config.norm_eps))
+    x = model._scale_inputs("lm_head", rms_norm(x, norm.shape, norm, llama.config.norm_eps))
     head = model.matrices["lm_head"].weight()[:VOCAB_SIZE]
     prediction = (x.to(head.dtype) @ head.T).float().log_softmax(-1)
     target = (source_states @ model.source_head.T).float().log_softmax(-1)

@@ -7,17 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
 from exl_core.arch.checks import check_config
 from exl_core.arch.layers import FeedForward, LayerSpec, Mixer
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
-from exl_core.convert.block import Linear
 from exl_core.convert.layers import LayerSource, read_layer
+from exl_core.convert.parallel import worker_pool
+from exl_core.convert.passes import CapturingPass, LayerFunction
 from exl_core.errors import ConfigError, UnsupportedModelError
 from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.containers.safetensors import SafetensorsSource
 from exl_core.model.context import Context
+from exl_core.model.observe import StateRecorder
 from exl_core.model.segment import LogitRows
+from exl_core.ops.backends.autograd.linear import Product
 from exl_core.session.placement import DeviceMemory, fit_all
 from support.mixed_model import (
     CODES_CONFIG,
@@ -63,7 +68,7 @@ def test_keys_of_each_layer_are_smoothed_by_their_own_geometry(tmp_path: Path) -
     ]
 
 
-def plain_product(source: LayerSource) -> Linear:
+def plain_product(source: LayerSource) -> Product:
     return lambda role, x: linear(x, source.matrix(role), source.bias(role))
 
 
@@ -73,11 +78,57 @@ def test_the_converters_layers_match_plain_torch(tmp_path: Path) -> None:
     x = tensors["model.embed_tokens.weight"][IDS][None]
     for layer in range(CONFIG.num_layers):
         source = read_layer(checkpoint, CONFIG, layer, torch.device("cpu"))
-        x = source.block(CONFIG).run(x, plain_product(source))
+        x = LayerFunction(CONFIG, layer, source.norms(), plain_product(source))(x)
     expected = reference_logits(CONFIG, tensors, IDS)
     normed = rms_norm(x[0], (48,), tensors["model.norm.weight"], 1e-5)
     found = normed @ tensors["lm_head.weight"].T
     assert (found.double() - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+def test_the_converters_layers_match_the_reference_backend(tmp_path: Path) -> None:
+    model, _ = mixed_model(tmp_path, "reference")
+    checkpoint = Checkpoint(SafetensorsSource(tmp_path), CONFIG)
+    recorder = StateRecorder(layers=range(CONFIG.num_layers))
+    Context(model, 300, kv_format=KVFormat.FP32).feed([IDS], observe=recorder)
+    x = recorder.embedding[None]
+    for layer in range(CONFIG.num_layers):
+        source = read_layer(checkpoint, CONFIG, layer, torch.device("cpu"))
+        y = LayerFunction(CONFIG, layer, source.norms(), plain_product(source))(x)
+        expected = recorder.layers[layer]
+        assert (y[0] - expected).abs().max() < 1e-5 * expected.abs().max(), layer
+        x = expected[None]
+
+
+@pytest.mark.parametrize("layer", range(CONFIG.num_layers))
+def test_a_pass_stops_before_each_group_of_matrices(tmp_path: Path, layer: int) -> None:
+    """Matrices that are not known before their inputs are give the same states as known ones."""
+    checkpoint = Checkpoint(write_tensors(tmp_path, random_tensors(CONFIG)), CONFIG)
+    source = read_layer(checkpoint, CONFIG, layer, torch.device("cpu"))
+    inputs: dict[str, Tensor] = {}
+    known: set[str] = set()
+
+    def noted(role: str, x: Tensor) -> Tensor:
+        inputs[role] = x
+        return plain_product(source)(role, x)
+
+    def product(role: str, x: Tensor) -> Tensor:
+        assert role in known, f"{role} is multiplied before the caller has seen its inputs"
+        return plain_product(source)(role, x)
+
+    x = torch.randn(3, 30, 48, generator=torch.Generator().manual_seed(layer))
+    expected = LayerFunction(CONFIG, layer, source.norms(), noted)(x)
+    states, stops = x.clone(), []
+    function = LayerFunction(CONFIG, layer, source.norms(), product)
+    with worker_pool(torch.device("cpu"), lambda: False) as workers:
+        one = CapturingPass(function, states, torch.device("cpu"), workers)
+        for roles in one.groups():
+            stops.append(roles)
+            known |= set(roles)
+            seen = torch.cat(one.inputs).float()
+            tolerance = 2**-8 if one.inputs[0].dtype is torch.bfloat16 else 1e-5
+            torch.testing.assert_close(seen, inputs[roles[0]], rtol=tolerance, atol=tolerance)
+    assert stops == [("q", "k", "v"), ("output",), ("gate", "up"), ("down",)]
+    torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_cache_is_the_sum_over_layers(tmp_path: Path) -> None:

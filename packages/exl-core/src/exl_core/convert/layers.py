@@ -11,9 +11,9 @@ from torch.nn.functional import linear
 
 from exl_core.arch.modules import Kind, ModuleRow, module_table
 from exl_core.arch.spec import ModelConfig
-from exl_core.convert.block import MATRICES, Block, Linear
 from exl_core.errors import WeightValueError
 from exl_core.formats.checkpoint import Checkpoint
+from exl_core.ops.backends.autograd.linear import Product
 
 LARGEST_FP16 = 65504.0
 
@@ -38,23 +38,26 @@ class LayerSource:
     def device(self) -> torch.device:
         return next(iter(self.tensors.values())).device
 
-    def block(self, config: ModelConfig, *, is_stored: bool = False) -> Block:
-        """Layer without its matrices. `is_stored`: norms are rounded as EXL2 files store them."""
+    def norms(self, *, is_stored: bool = False) -> dict[str, Tensor]:
+        """Factors of the norms by role; with `is_stored` rounded as EXL2 files store them."""
         norms = {role: self.tensors[row.name] for role, row in self.rows.items() if row.is_norm}
-        if is_stored:
-            norms = {
-                role: as_factor(self.rows[role], stored_norm(self.rows[role], factor))
-                for role, factor in norms.items()
-            }
-        return Block(config, self.layer, norms)
-
-    def products(self) -> Linear:
-        """Products with the source's matrices, for `Block.run`."""
-        dtype = compute_type(self.device)
-        weights = {part: self.matrix(part).to(dtype) for part in MATRICES}
-        biases = {
-            part: bias.to(dtype) for part in MATRICES if (bias := self.bias(part)) is not None
+        if not is_stored:
+            return norms
+        return {
+            role: as_factor(self.rows[role], stored_norm(self.rows[role], factor))
+            for role, factor in norms.items()
         }
+
+    @property
+    def matrix_roles(self) -> tuple[str, ...]:
+        """Roles of the matrices, in the order in which their inputs are computed."""
+        return tuple(role for role, row in self.rows.items() if row.packed is not None)
+
+    def products(self) -> Product:
+        """Products with the source's matrices."""
+        dtype = compute_type(self.device)
+        weights = {part: self.matrix(part).to(dtype) for part in self.matrix_roles}
+        biases = {part: bias.to(dtype) for part in weights if (bias := self.bias(part)) is not None}
 
         def product(part: str, x: Tensor) -> Tensor:
             return linear(x.to(dtype), weights[part], biases.get(part))

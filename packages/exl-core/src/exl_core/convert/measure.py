@@ -13,6 +13,7 @@ from exl_core.convert.gptq import Variant, factorize, identity_factor, quantize_
 from exl_core.convert.hessian import measure_hessian
 from exl_core.convert.layers import LayerSource
 from exl_core.convert.parallel import Workers
+from exl_core.convert.passes import CapturingPass, LayerFunction
 from exl_core.convert.plan import (
     GROUP_SIZES,
     WIDTHS,
@@ -25,7 +26,6 @@ from exl_core.convert.plan import (
     padded,
 )
 from exl_core.convert.sensitivity import Sensitivity
-from exl_core.convert.stream import Stream
 
 TRIALS = 8
 MEASURED_ROWS = 16  # calibration rows; comparing layouts needs fewer rows than computing codes
@@ -57,9 +57,10 @@ def measure_layer(
     `states` float32 [rows, length, hidden] are replaced by those after the (unquantized) layer.
     """
     measured: list[MatrixMeasurement] = []
-    stream = Stream(source.block(config), source.products(), states, source.device, workers)
-    for parts in stream.steps():
-        hessian = measure_hessian(stream.inputs, None, workers).hessian
+    function = LayerFunction(config, source.layer, source.norms(), source.products())
+    layer_pass = CapturingPass(function, states, source.device, workers)
+    for parts in layer_pass.groups():
+        hessian = measure_hessian(layer_pass.inputs, None, workers).hessian
         measured += _measure(
             source, parts, hessian, sensitivity=sensitivity, options=options, workers=workers
         )

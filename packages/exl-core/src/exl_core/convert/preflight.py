@@ -24,11 +24,11 @@ from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import available_memory_bytes
 from exl_core.convert import side_files
-from exl_core.convert.block import QKV
 from exl_core.convert.calibration import rows_at_once
 from exl_core.convert.candidates import layouts_for
 from exl_core.convert.measure import CPU_COLUMNS
 from exl_core.convert.measurement import matrix_shapes
+from exl_core.convert.passes import matrix_groups
 from exl_core.convert.plan import HEAD_LAYOUTS, ConvertOptions, Layout, padded
 from exl_core.convert.publish import partial_of
 from exl_core.convert.sensitivity import HEAD_ROWS, ROWS
@@ -128,7 +128,7 @@ def model_problems(
 
 
 def _is_new_to_conversion(layer: LayerSpec) -> bool:
-    """Whether a layer has choices that `convert/block.py` does not compute."""
+    """Whether a layer has choices without a test of their conversion."""
     known = (NormPlacement.PRE, NormPlacement.SANDWICH)
     is_whole = layer.attention.head_norm not in (HeadNorm.NONE, HeadNorm.RMS)
     is_layer_norm = layer.norm_kind is not NormKind.RMS
@@ -251,7 +251,8 @@ def memory_needed(config: ModelConfig, tokens: int, threads: int) -> int:
     widths = [max(one.attention.q_size, one.dense.intermediate_size) for one in config.layers]
     widest = max(hidden, *widths)
     measuring = MEASURED_COPIES * threads * max(largest, CPU_COLUMNS * widest)
-    quantizing = QUANTIZED_COPIES * min(threads, len(QKV)) * largest
+    together = max(len(roles) for roles in matrix_groups(config, 0))
+    quantizing = QUANTIZED_COPIES * min(threads, together) * largest
     factors = 6 * 8 * widest**2  # six matrices in float64
     layer_bytes = 4 * (2 * sum(sizes) + max(measuring, quantizing)) + factors
     head_bytes = 4 * QUANTIZED_COPIES * vocab * hidden

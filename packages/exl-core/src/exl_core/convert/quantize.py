@@ -11,7 +11,6 @@ from torch.nn.functional import linear, pad
 
 from exl_core.arch.modules import Kind, module_table
 from exl_core.arch.spec import ModelConfig
-from exl_core.convert.block import MATRICES, rms_norm
 from exl_core.convert.hessian import measure_hessian
 from exl_core.convert.layers import (
     LayerSource,
@@ -23,6 +22,7 @@ from exl_core.convert.layers import (
 )
 from exl_core.convert.matrix import MatrixQuantizer, QuantizedMatrix
 from exl_core.convert.parallel import Workers
+from exl_core.convert.passes import CapturingPass, LayerFunction
 from exl_core.convert.plan import (
     COLUMN_STEP,
     HEAD_LAYOUTS,
@@ -31,9 +31,10 @@ from exl_core.convert.plan import (
     Layout,
     MatrixReport,
 )
-from exl_core.convert.stream import Stream
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.codecs.exl2 import layout as exl2
+from exl_core.ops.backends.autograd.table import AUTOGRAD
+from exl_core.ops.elementwise import RmsNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def quantize_layer(
             tensors[row.name] = stored_norm(row, values).cpu()
         else:
             tensors |= _pieces(row.stem, done[row.role])
-    return QuantizedPart(tensors, tuple(done[part].report for part in MATRICES))
+    return QuantizedPart(tensors, tuple(done[part].report for part in source.matrix_roles))
 
 
 def _quantize_matrices(
@@ -85,12 +86,12 @@ def _quantize_matrices(
         bias = source.bias(part)
         return linear(x.to(dtype), weights[part], None if bias is None else bias.to(dtype))
 
-    block = source.block(config)
-    original = Stream(block, source.products(), states.source, device, workers)
-    quantized = Stream(
-        source.block(config, is_stored=True), product, states.quantized, device, workers
-    )
-    for parts, _ in zip(quantized.steps(), original.steps(), strict=True):
+    layer = source.layer
+    exact = LayerFunction(config, layer, source.norms(), source.products())
+    stored = LayerFunction(config, layer, source.norms(is_stored=True), product)
+    original = CapturingPass(exact, states.source, device, workers)
+    quantized = CapturingPass(stored, states.quantized, device, workers)
+    for parts, _ in zip(quantized.groups(), original.groups(), strict=True):
         statistics = measure_hessian(quantized.inputs, original.inputs, workers)
         quantizer = MatrixQuantizer(statistics, workers.check)
 
@@ -124,9 +125,9 @@ def quantize_ends(
     dtype, eps = compute_type(device), config.state_eps
 
     def normed(states_of: Tensor, factor: Tensor) -> list[Tensor]:
-        factor = factor.to(device)
         pieces = (piece.to(device) for piece in torch.split(states_of, workers.rows_per_piece))
-        return workers.map(lambda x: rms_norm(x, factor, eps).to(dtype), pieces)
+        final = RmsNorm(factor.to(device), eps)
+        return workers.map(lambda x: AUTOGRAD.rms_norm(x, final).to(dtype), pieces)
 
     inputs = normed(states.quantized, as_factor(table.final_norm, stored))
     statistics = measure_hessian(inputs, normed(states.source, norm), workers)

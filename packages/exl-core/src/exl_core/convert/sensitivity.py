@@ -22,12 +22,14 @@ from torch.nn.functional import linear
 
 from exl_core.arch.modules import module_table
 from exl_core.arch.spec import ModelConfig
-from exl_core.convert.block import MATRICES, rms_norm
 from exl_core.convert.layers import LayerSource, compute_type, embed_rows, read_layer, read_tensor
 from exl_core.convert.parallel import Workers
+from exl_core.convert.passes import LayerFunction
 from exl_core.convert.plan import ConvertOptions
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.safetensors_writer import as_bytes
+from exl_core.ops.backends.autograd.table import AUTOGRAD
+from exl_core.ops.elementwise import RmsNorm
 
 Sensitivity = Mapping[str, Tensor]
 """Mean square of each output's gradient, in nats^2: float32 [out], by the matrix's name. Can be
@@ -79,11 +81,11 @@ def measure_sensitivity(
 
 
 def _forward(source: LayerSource, config: ModelConfig, states: Tensor, workers: Workers) -> None:
-    block, product = source.block(config), source.products()
+    layer = LayerFunction(config, source.layer, source.norms(), source.products())
 
     def run(row: int) -> None:
         x = states[row : row + 1].to(source.device)
-        states[row : row + 1] = block.run(x, product).cpu()
+        states[row : row + 1] = layer(x).cpu()
 
     with torch.no_grad():
         workers.map(run, range(len(states)))
@@ -111,7 +113,7 @@ def _head_gradient(
             workers.check()
             span = slice(first, first + HEAD_ROWS)
             x = states[row, span].to(device).requires_grad_()
-            normed = rms_norm(x, norm, config.state_eps)
+            normed = AUTOGRAD.rms_norm(x, RmsNorm(norm, config.state_eps))
             logits = linear(normed.to(head.dtype), head).float()
             if config.final_softcap is not None:
                 logits = torch.tanh(logits / config.final_softcap) * config.final_softcap
@@ -138,7 +140,7 @@ def _backward(
     `gradient` is the gradient with respect to the layer's outputs. It is replaced by the gradient
     with respect to its inputs, `states`.
     """
-    block, product = source.block(config), source.products()
+    norms, product, roles = source.norms(), source.products(), source.matrix_roles
 
     def run(row: int) -> list[Tensor]:
         outputs: dict[str, Tensor] = {}
@@ -148,8 +150,8 @@ def _backward(
             return outputs[part]
 
         x = states[row : row + 1].to(source.device).requires_grad_()
-        y = block.run(x, recorded)
-        operands = [x, *(outputs[part] for part in MATRICES)]
+        y = LayerFunction(config, source.layer, norms, recorded)(x)
+        operands = [x, *(outputs[part] for part in roles)]
         y_gradient = gradient[row : row + 1].to(source.device)
         x_gradient, *output_gradients = torch.autograd.grad(y, operands, y_gradient)
         # Before `gradient` is overwritten: an output's gradient may be `y_gradient` itself, which
@@ -161,7 +163,7 @@ def _backward(
     rows = workers.map(run, range(len(states)))
     return {
         source.rows[part].name: torch.stack(means).mean(0)
-        for part, means in zip(MATRICES, zip(*rows, strict=True), strict=True)
+        for part, means in zip(roles, zip(*rows, strict=True), strict=True)
     }
 
 

@@ -24,7 +24,6 @@ from torch.nn.functional import linear
 from exl_core.arch.modules import ModuleTable, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import free_memory_bytes
-from exl_core.convert.block import MATRICES, Block, rms_norm
 from exl_core.convert.layers import (
     as_factor,
     compute_type,
@@ -35,13 +34,15 @@ from exl_core.convert.layers import (
 )
 from exl_core.convert.measurement import matrix_shapes
 from exl_core.convert.parallel import Workers
+from exl_core.convert.passes import CapturingPass, LayerFunction
 from exl_core.convert.plan import ConvertOptions
 from exl_core.convert.sensitivity import HEAD_ROWS
-from exl_core.convert.stream import Stream
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.formats.containers.mapped import MappedFile
 from exl_core.formats.containers.safetensors_writer import as_bytes
+from exl_core.ops.backends.autograd.table import AUTOGRAD
+from exl_core.ops.elementwise import RmsNorm
 
 STEPS = 48
 ROWS_PER_STEP = 4
@@ -160,13 +161,11 @@ def _source_states(
     states = embed_rows(checkpoint, config, token_ids)
     for layer in range(config.num_layers):
         source = read_layer(checkpoint, config, layer, device)
-        for _ in Stream(source.block(config), source.products(), states, device, workers).steps():
-            pass
+        run = LayerFunction(config, layer, source.norms(), source.products())
+        CapturingPass(run, states, device, workers).to_end()
     norm = read_tensor(checkpoint, module_table(config).final_norm.name)
-    norm *= config.multipliers.logits
-    normed = workers.map(
-        lambda row: rms_norm(states[row], norm, config.state_eps), range(len(states))
-    )
+    final = RmsNorm(norm * config.multipliers.logits, config.state_eps)
+    normed = workers.map(lambda row: AUTOGRAD.rms_norm(states[row], final), range(len(states)))
     return torch.stack([x.to(compute_type(device)) for x in normed])
 
 
@@ -285,9 +284,8 @@ class _TunedModel:
             x, target = piece[0].detach().requires_grad_(), piece[1].flatten(0, 1).to(self.device)
             norm = self.norms[norm_name] * self.parameters[norm_name].exp()
             norm = norm * self.config.multipliers.logits
-            inputs = self._scale_inputs(head_stem, rms_norm(x, norm, self.config.state_eps)).to(
-                head.dtype
-            )
+            normed = AUTOGRAD.rms_norm(x, RmsNorm(norm, self.config.state_eps))
+            inputs = self._scale_inputs(head_stem, normed).to(head.dtype)
             loss, input_gradient = self._divergence(
                 inputs.detach().flatten(0, 1), head, target, workers
             )
@@ -327,11 +325,12 @@ class _TunedModel:
     def _layer_function(self, layer: int) -> Callable[[Tensor], Tensor]:
         """The layer as a function. Its weights are in memory as long as the function exists."""
         rows = self.table.layers[layer]
-        weights = {role: self.matrices[rows[role].stem].weight() for role in MATRICES}
+        stems = {role: row.stem for role, row in rows.items() if row.packed is not None}
+        weights = {role: self.matrices[stem].weight() for role, stem in stems.items()}
 
         def product(role: str, x: Tensor) -> Tensor:
-            scaled = self._scale_inputs(rows[role].stem, x).to(weights[role].dtype)
-            return linear(scaled, weights[role], self.biases.get(rows[role].stem))
+            scaled = self._scale_inputs(stems[role], x).to(weights[role].dtype)
+            return linear(scaled, weights[role], self.biases.get(stems[role]))
 
         def run(x: Tensor) -> Tensor:
             norms = {
@@ -339,7 +338,7 @@ class _TunedModel:
                 for role, row in rows.items()
                 if row.is_norm
             }
-            return Block(self.config, layer, norms).run(x, product)
+            return LayerFunction(self.config, layer, norms, product)(x)
 
         return run
 

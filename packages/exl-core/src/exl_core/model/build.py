@@ -8,9 +8,10 @@ matrices that follow, so they do not raise the peak.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import overload
+from typing import Protocol, overload
 
 import torch
+from torch import Tensor
 from torch.nn.functional import softplus
 
 from exl_core.arch.layers import HeadNorm, NormKind
@@ -28,6 +29,7 @@ from exl_core.model.weights import (
 )
 from exl_core.ops.attention import NO_HEAD_NORMS, HeadNorms
 from exl_core.ops.elementwise import LayerNorm, Norm, RmsNorm, XIelu
+from exl_core.ops.linear import PackedLinear
 from exl_core.ops.table import OpTable
 
 XIELU_BETA = 0.5  # checkpoints store it too, always with this value
@@ -49,7 +51,7 @@ def build_weights(
         for layer in range(config.num_layers):
             _start_block(table, packer, layer)
         final_norm = _final_norm(config, packer)
-        blocks = tuple(_block(config, packer, layer) for layer in range(config.num_layers))
+        blocks = tuple(block_weights(config, layer, packer) for layer in range(config.num_layers))
         embed = packer.packed([table.embed])
         head = embed if table.is_tied else packer.packed([table.head])
     return ModelWeights(embed, blocks, final_norm, head)
@@ -113,7 +115,7 @@ class _StreamedBlocks(Sequence[BlockWeights]):
         if layer not in self._last:
             self._last.clear()
             _start_block(module_table(self._config), self._packer, layer)
-            block = _block(self._config, self._packer, layer)
+            block = block_weights(self._config, layer, self._packer)
             is_kept = block.size_bytes <= self._free_bytes
             self._free_bytes -= block.size_bytes if is_kept else 0
             (self._held if is_kept else self._last)[layer] = block
@@ -121,12 +123,35 @@ class _StreamedBlocks(Sequence[BlockWeights]):
         return self._last[layer]
 
 
-def _norm(packer: Packer, row: ModuleRow, kind: NormKind, eps: float, factor: float = 1.0) -> Norm:
+class WeightSource(Protocol):
+    """Gives the weights of a layer, row by row of the module table; `Packer` is one."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def norm(self, row: ModuleRow) -> Tensor:
+        """Factors of a norm, float32."""
+        ...
+
+    def norm_bias(self, row: ModuleRow) -> Tensor | None:
+        """Bias of a norm, or None if it has none."""
+        ...
+
+    def packed(self, rows: Sequence[ModuleRow]) -> PackedLinear:
+        """The matrix into which these matrices are packed."""
+        ...
+
+
+def _norm(
+    source: WeightSource, row: ModuleRow, kind: NormKind, eps: float, factor: float = 1.0
+) -> Norm:
     """A norm whose outputs are multiplied by `factor`."""
-    weight = packer.norm(row) * factor
+    weight = source.norm(row)
+    if factor != 1.0:
+        weight = weight * factor
     if kind is NormKind.RMS:
         return RmsNorm(weight, eps)
-    bias = packer.norm_bias(row)
+    bias = source.norm_bias(row)
     return LayerNorm(weight, None if bias is None else bias * factor, eps)
 
 
@@ -145,18 +170,19 @@ def _start_block(table: ModuleTable, packer: Packer, layer: int) -> None:
         packer.start(rows)
 
 
-def _block(config: ModelConfig, packer: Packer, layer: int) -> BlockWeights:
+def block_weights(config: ModelConfig, layer: int, source: WeightSource) -> BlockWeights:
+    """Weights of one layer, put together by the module table."""
     table, eps = module_table(config), config.norm_eps
     rows, matrices = table.layers[layer], table.packed(layer)
 
-    def norm(role: str) -> Norm | None:
+    def norm_of(role: str) -> Norm | None:
         kind = config.layers[layer].norm_kind
-        return _norm(packer, rows[role], kind, config.state_eps) if role in rows else None
+        return _norm(source, rows[role], kind, config.state_eps) if role in rows else None
 
     head_norms: HeadNorms = NO_HEAD_NORMS
     whole_norms: tuple[Norm, Norm] | None = None
     if "q_norm" in rows:
-        q_norm, k_norm = packer.norm(rows["q_norm"]), packer.norm(rows["k_norm"])
+        q_norm, k_norm = source.norm(rows["q_norm"]), source.norm(rows["k_norm"])
         if config.layers[layer].attention.head_norm is HeadNorm.RMS:
             head_norms = HeadNorms(q_norm, k_norm, eps)
         elif config.layers[layer].attention.head_norm is HeadNorm.LAYER:
@@ -164,38 +190,38 @@ def _block(config: ModelConfig, packer: Packer, layer: int) -> BlockWeights:
         else:
             whole_norms = RmsNorm(q_norm, eps), RmsNorm(k_norm, eps)
     attention = AttentionWeights(
-        norm=norm("attention_norm"),
-        qkv=packer.packed(matrices["qkv"]),
+        norm=norm_of("attention_norm"),
+        qkv=source.packed(matrices["qkv"]),
         head_norms=head_norms,
         whole_norms=whole_norms,
-        value_norm=_value_norm(config, layer, packer),
-        output=packer.packed(matrices["output"]),
-        post_norm=norm("attention_post_norm"),
+        value_norm=_value_norm(config, layer, source),
+        output=source.packed(matrices["output"]),
+        post_norm=norm_of("attention_post_norm"),
     )
     mlp = MlpWeights(
-        norm=norm("mlp_norm"),
-        gate_up=packer.packed(matrices["gate_up"]),
-        down=packer.packed(matrices["down"]),
-        post_norm=norm("mlp_post_norm"),
-        xielu=_xielu(rows, packer),
+        norm=norm_of("mlp_norm"),
+        gate_up=source.packed(matrices["gate_up"]),
+        down=source.packed(matrices["down"]),
+        post_norm=norm_of("mlp_post_norm"),
+        xielu=_xielu(rows, source),
     )
-    scalar = float(packer.norm(rows["scalar"])) if "scalar" in rows else None
+    scalar = float(source.norm(rows["scalar"])) if "scalar" in rows else None
     return BlockWeights(attention, mlp, scalar)
 
 
-def _xielu(rows: Mapping[str, ModuleRow], packer: Packer) -> XIelu | None:
+def _xielu(rows: Mapping[str, ModuleRow], source: WeightSource) -> XIelu | None:
     """Numbers of the activation. Files store values whose softplus is added to their minimum."""
     if "alpha_p" not in rows:
         return None
     positive, negative = (
-        float(softplus(packer.norm(rows[role]))) for role in ("alpha_p", "alpha_n")
+        float(softplus(source.norm(rows[role]))) for role in ("alpha_p", "alpha_n")
     )
     return XIelu(positive, XIELU_BETA + negative, XIELU_BETA)
 
 
-def _value_norm(config: ModelConfig, layer: int, packer: Packer) -> Norm | None:
+def _value_norm(config: ModelConfig, layer: int, source: WeightSource) -> Norm | None:
     """A norm of each value head, without factors."""
     spec = config.layers[layer].attention
     if not spec.has_value_norm:
         return None
-    return RmsNorm(torch.ones(spec.head_dim, device=packer.device), config.norm_eps)
+    return RmsNorm(torch.ones(spec.head_dim, device=source.device), config.norm_eps)

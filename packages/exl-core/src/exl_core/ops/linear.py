@@ -93,10 +93,6 @@ class ProductOps(Protocol):
         """
         ...
 
-    def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
-        """token_ids int64 [m] -> those rows of w, float32 [m, k]."""
-        ...
-
 
 class LinearOps(ProductOps, Protocol):
     """Allocates and fills packed matrices, and multiplies activations with them."""
@@ -131,4 +127,8 @@ class LinearOps(ProductOps, Protocol):
 
     def join(self, parts: Sequence[PackedLinear]) -> PackedLinear:
         """Joins linears with the same k into one whose output concatenates theirs."""
+        ...
+
+    def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
+        """token_ids int64 [m] -> those rows of w, float32 [m, k]."""
         ...

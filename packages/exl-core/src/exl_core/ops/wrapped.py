@@ -44,9 +44,6 @@ class WrappedOps:
     ) -> Inputs:
         return self.inner.norm_gated_linear(x, norm, w, kind, out)
 
-    def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
-        return self.inner.embedding(token_ids, w)
-
     def attend_(
         self,
         qkv: Tensor,

@@ -106,7 +106,7 @@ def _changed(
     """Queries, keys and values [R, (H + 2K) * D] from the projection, with all that `attend_` does
     not compute: values from keys, norms, and `factors` [R] on the queries."""
     sizes = [step.q_size, *[step.kv_size] * (1 if step.is_value_key else 2)]
-    q, k, *rest = qkv.split_with_sizes(sizes, 1)
+    q, k, *rest = qkv.split_with_sizes(sizes, -1)
     v = rest[0] if rest else k
     if weights.value_norm is not None:
         heads = v.reshape(-1, step.head_dim)  # [R * K, D]
@@ -116,7 +116,7 @@ def _changed(
         q, k = _normed_heads(step, ops, q, q_norm), _normed_heads(step, ops, k, k_norm)
     if factors is not None:
         q = q * factors[:, None]
-    return torch.cat([part.to(qkv.dtype) for part in (q, k, v)], 1)
+    return torch.cat([part.to(qkv.dtype) for part in (q, k, v)], -1)
 
 
 def _normed_heads(step: AttentionStep, ops: LayerOps, x: Tensor, norm: Norm) -> Tensor:

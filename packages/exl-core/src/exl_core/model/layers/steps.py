@@ -45,12 +45,14 @@ Steps = tuple[tuple[Step, ...], ...]
 
 def steps_of(layers: Sequence[LayerSpec]) -> Steps:
     """Raises UnsupportedModelError for kinds of parts without a function here."""
-    return tuple(
-        (_parallel_step(index, layer),)
-        if layer.norms is NormPlacement.PARALLEL
-        else (_mixer_step(index, layer), _feed_forward_step(index, layer))
-        for index, layer in enumerate(layers)
-    )
+    return tuple(layer_steps(index, layer) for index, layer in enumerate(layers))
+
+
+def layer_steps(index: int, layer: LayerSpec) -> tuple[Step, ...]:
+    """Steps of the layer with that index."""
+    if layer.norms is NormPlacement.PARALLEL:
+        return (_parallel_step(index, layer),)
+    return _mixer_step(index, layer), _feed_forward_step(index, layer)
 
 
 def _parallel_step(index: int, layer: LayerSpec) -> Step:
