@@ -27,6 +27,7 @@ from support.tiny_models import (
     tiny_gemma2,
     tiny_gemma3,
     tiny_gemma4,
+    tiny_glm4,
     tiny_granite,
     tiny_granite4,
     tiny_hunyuan,
@@ -100,6 +101,15 @@ VARIANTS: dict[str, Any] = {
     "pixtral": tiny_pixtral,
     "qwen2.5-vl": tiny_qwen2_5_vl,
     "qwen3-vl": tiny_qwen3_vl,
+    "glm4": tiny_glm4,
+    "glm4-no-bias-whole-rope": lambda: tiny_glm4(
+        attention_bias=False,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 1.0,
+        },
+    ),
     "ernie4.5": tiny_ernie,
     "ernie4.5-bias": lambda: tiny_ernie(use_bias=True, tie_word_embeddings=False),
     "yi": tiny_llama,

@@ -26,7 +26,7 @@ from support.quantized_models import (
     quantize,
     quantized_llama,
 )
-from support.tiny_models import VOCAB_SIZE, save, tiny_ernie, tiny_gemma3, tiny_llama
+from support.tiny_models import VOCAB_SIZE, save, tiny_ernie, tiny_gemma3, tiny_glm4, tiny_llama
 
 
 def assert_same_logits(folder: Path, model: Any, dense: dict[str, Tensor]) -> None:
@@ -41,7 +41,7 @@ def assert_same_logits(folder: Path, model: Any, dense: dict[str, Tensor]) -> No
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("build", [tiny_llama, tiny_gemma3, tiny_ernie])
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gemma3, tiny_ernie, tiny_glm4])
 def test_exl2_logits(tmp_path: Path, build: Callable[..., Any]) -> None:
     model = build(**SIZES, tie_word_embeddings=False)
     folder = save(model, tmp_path)
@@ -81,7 +81,7 @@ def test_head_norms_may_be_stored_per_head(tmp_path: Path) -> None:
         load_model(str(folder))
 
 
-@pytest.mark.parametrize("build", [tiny_llama, tiny_ernie])
+@pytest.mark.parametrize("build", [tiny_llama, tiny_ernie, tiny_glm4])
 @pytest.mark.parametrize("in_older_file", [False, True])
 def test_gptq_logits(tmp_path: Path, in_older_file: bool, build: Callable[..., Any]) -> None:
     model = build(**SIZES, tie_word_embeddings=True)

@@ -46,6 +46,11 @@ _LAYER_NORMS = {  # architectures with LayerNorm, and the name of its epsilon in
 _LLAMA_NORMS = {"post_attention_layernorm": "ffn_norm"}
 _FUSED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}  # Phi-3
 _SEED_NORMS = {"post_attention_layernorm": "post_attention_norm"}
+_GLM_NORMS = {
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+}
 _GEMMA_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -209,6 +214,7 @@ def _gguf_name(name: str, arch: str) -> str:
     _, _, layer, part = stem.split(".", 3)
     norms = {
         "seed_oss": _SEED_NORMS,
+        "glm4": _GLM_NORMS,
         **dict.fromkeys(("gemma2", "gemma3", "olmo2", "exaone4"), _GEMMA_NORMS),
     }
     names = _PARTS | _FUSED | norms.get(arch, _LLAMA_NORMS)

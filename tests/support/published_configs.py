@@ -119,6 +119,40 @@ LATER_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"windows": [0, 0, 0], "q_size": 4096, "scale": 1 / 16, "caps": (None, None)},
     ),
+    "GLM-4 9B 0414": (
+        {
+            "architectures": ["Glm4ForCausalLM"],
+            "attention_bias": True,
+            "head_dim": 128,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 10000.0,
+        },
+        {"bias": (True, False), "rotary": 64, "q_size": 4096, "kv_size": 256},
+    ),
+    "GLM-4 32B 0414": (
+        {
+            "architectures": ["Glm4ForCausalLM"],
+            "attention_bias": False,
+            "head_dim": 128,
+            "hidden_size": 6144,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.5,
+        },
+        {"bias": (False, False), "rotary": 64, "q_size": 6144},
+    ),
+    "GLM-4, defaults omitted": (
+        {
+            "architectures": ["Glm4ForCausalLM"],
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": ...,
+        },
+        {"bias": (True, False), "rotary": 64, "head_dim": 128, "kv_size": 256},
+    ),
     "ERNIE 4.5 0.3B": (
         {
             "architectures": ["Ernie4_5ForCausalLM"],

@@ -32,6 +32,8 @@ from transformers import (
     Gemma4TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     GraniteMoeHybridConfig,
@@ -165,6 +167,11 @@ def tiny_gemma(**changes: Any) -> GemmaForCausalLM:
 
 def tiny_ernie(**changes: Any) -> Ernie4_5ForCausalLM:
     return _randomized(Ernie4_5ForCausalLM(Ernie4_5Config(**{**_COMMON, **changes})))
+
+
+def tiny_glm4(**changes: Any) -> Glm4ForCausalLM:
+    defaults = {**_COMMON, "head_dim": 24, "tie_word_embeddings": False}
+    return _randomized(Glm4ForCausalLM(Glm4Config(**{**defaults, **changes})))
 
 
 def tiny_pixtral() -> LlavaForConditionalGeneration:

@@ -13,6 +13,7 @@ from exl_core.arch.families.gemma import GEMMA
 from exl_core.arch.families.gemma2 import GEMMA2
 from exl_core.arch.families.gemma3 import GEMMA3
 from exl_core.arch.families.gemma4 import GEMMA4
+from exl_core.arch.families.glm4 import GLM4
 from exl_core.arch.families.granite import GRANITE, GRANITE4, MINICPM
 from exl_core.arch.families.hunyuan import HUNYUAN
 from exl_core.arch.families.internlm2 import INTERNLM2
@@ -31,6 +32,7 @@ ARCHITECTURES = (
     *(LLAMA, YI, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, SEED_OSS),
     *(ERNIE4_5, INTERNLM2, MINISTRAL3, SMOLLM3, OLMO2, EXAONE4, GRANITE, MINICPM),
     *(GRANITE4, HUNYUAN, APERTUS, GEMMA4, COHERE, COHERE2, STARCODER2, ARCEE, ORION, INDEX),
+    GLM4,
 )
 
 

@@ -90,6 +90,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "falcon3": _LLAMA3_STYLE,
     "dbrx": PreTokenizer(patterns=(_LLAMA3,)),
     "smaug-bpe": PreTokenizer(patterns=(_LLAMA3,)),
+    "chatglm-bpe": PreTokenizer(patterns=(_LLAMA3,)),
+    "glm4": PreTokenizer(patterns=(_LLAMA3,)),
     "qwen2": PreTokenizer(patterns=(_QWEN2,), is_nfc=True),
     "tekken": PreTokenizer(patterns=(_TEKKEN,), whole_words=True),
     "gpt-4o": PreTokenizer(patterns=(_GPT4O,)),
