@@ -94,6 +94,7 @@ class ExLlamaV2DynamicGenerator:
                 self.draft_cache,
                 self.tokenizer,
                 max_tokens=self.num_draft_tokens,
+                min_probability=0.0,
             )
         elif self.use_ngram_draft:
             drafter = NgramDrafter(

@@ -1,0 +1,184 @@
+"""Parts of the old interface: settings, tokenizer, job results, refusals and error types."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from exl_core.errors import ExlError
+from exl_core.sampling.params import SamplerParams
+from exl_exllamav2.settings import Settings, SettingsReader, sampler_params
+
+
+@pytest.fixture
+def parts(old: Any) -> tuple[Any, Any, Any]:
+    """A loaded model with cache and tokenizer."""
+    model = old.ExLlamaV2(old.ExLlamaV2Config("/mnt/models/some-model"))
+    cache = old.ExLlamaV2Cache(model, max_seq_len=1024, lazy=True)
+    model.load_autosplit(cache)
+    return model, cache, old.ExLlamaV2Tokenizer(model.config)
+
+
+@pytest.fixture
+def tokenizer(old: Any) -> Any:
+    return old.ExLlamaV2Tokenizer(old.ExLlamaV2Config("/mnt/models/some-model"))
+
+
+def test_default_settings_are_not_neutral(tokenizer: Any) -> None:
+    assert sampler_params(Settings(), tokenizer, 1) == SamplerParams(
+        temperature=0.8, top_k=50, top_p=0.8, repetition_penalty=1.025, seed=1
+    )
+    assert sampler_params(Settings.greedy(), tokenizer, None).is_greedy
+
+
+def test_values_that_mean_off(tokenizer: Any) -> None:
+    off = Settings(top_p=1.0, tfs=1.0, typical=1.0, min_temp=1.0, max_temp=1.0, top_k=-1, min_p=1)
+    params = sampler_params(off, tokenizer, None)
+    assert (params.top_p, params.tfs, params.typical, params.top_k, params.min_p) == (1, 1, 1, 0, 0)
+    assert not params.has_dynamic_temperature
+
+
+def test_a_bias_becomes_bans_or_the_tokens_that_it_leaves(tokenizer: Any) -> None:
+    settings = Settings()
+    settings.disallow_tokens(tokenizer, [5, 6])
+    assert settings.token_bias is not None
+    assert settings.token_bias.shape == (320,)
+    settings.token_bias[7] = 2.5
+    params = sampler_params(settings, tokenizer, None)
+    assert params.banned_tokens == {5, 6}
+    assert dict(params.token_bias) == {7: 2.5}
+    only = Settings()
+    only.allow_tokens(tokenizer, ["a", 9])
+    allowed = sampler_params(only, tokenizer, None).allowed_tokens
+    assert allowed == frozenset((tokenizer.single_id("a"), 9))
+
+
+def test_changes_of_settings_are_seen_once(tokenizer: Any) -> None:
+    settings = Settings()
+    reader = SettingsReader(settings, tokenizer, None)
+    assert reader.changed() is None
+    settings.token_repetition_range = 64
+    found = reader.changed()
+    assert found is not None
+    assert found.penalty_range == 64
+    assert reader.changed() is None
+    settings.disallow_tokens(tokenizer, [3])
+    assert reader.changed() is not None
+    assert settings.token_bias is not None
+    settings.token_bias[4] = -torch.inf  # in place
+    found = reader.changed()
+    assert found is not None
+    assert found.banned_tokens == {3, 4}
+
+
+def test_settings_are_copied_and_take_any_attribute() -> None:
+    settings = Settings(temperature=0.5)
+    settings.stop_sequences = ["x"]  # type: ignore[attr-defined]
+    assert copy.deepcopy(settings).temperature == 0.5
+    assert pickle.loads(pickle.dumps(settings)) == settings
+    assert settings.greedy().top_k == 1  # a static method, called on an object
+
+
+def test_a_value_out_of_range_names_the_old_setting(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="token_repetition_penalty") as found:
+        sampler_params(Settings(token_repetition_penalty=-1), tokenizer, None)
+    assert isinstance(found.value, ExlError)
+
+
+def test_encode_pads_on_the_left(tokenizer: Any) -> None:
+    ids, offsets = tokenizer.encode(["abc", "a"], add_bos=True, return_offsets=True)
+    assert ids.dtype == torch.long
+    assert offsets.tolist() == [0, -2]
+    assert (tokenizer.padding_mask(ids)[1] == -torch.inf).tolist() == [True, True, False, False]
+    assert tokenizer.decode(ids) == ["abc", "a"]
+    assert tokenizer.decode(ids[0]) == "abc"
+    assert tokenizer.tokenizer_model.id_to_piece(tokenizer.single_id(" ")) == "Ġ"
+    with pytest.raises(AssertionError):
+        tokenizer.decode("abc")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "exllamav2.ExLlamaV2VisionTower(None)",
+        "__import__('exllamav2.ext').ext.exllamav2_ext",
+        "model.modules[1].forward(None)",
+        "model.forward_chunk(None)",
+        "exllamav2.ExLlamaV2(model.config).load(lazy=True)",
+    ],
+)
+def test_refusals_name_a_substitute(text: str, old: Any, parts: tuple[Any, Any, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=r"is not available: .+[.] .+") as found:
+        eval(text, {"exllamav2": old, "model": parts[0]})
+    assert isinstance(found.value, ExlError)
+
+
+def test_old_exception_types(old: Any, parts: tuple[Any, Any, Any], tmp_path: Any) -> None:
+    model, cache, _ = parts
+    with pytest.raises(ValueError, match="LoRA"):
+        old.ExLlamaV2Lora.from_directory(model, tmp_path)
+    with pytest.raises(AssertionError, match="the cache is full"):
+        model.forward(torch.zeros(1, 1025, dtype=torch.long), cache)
+    with pytest.raises(ValueError, match="cut back"):
+        cache.current_seq_len = 1
+
+
+def test_one_warning_where_a_split_was_requested(
+    old: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        model = old.ExLlamaV2(old.ExLlamaV2Config("/mnt/models/some-model"))
+        with pytest.raises(AssertionError, match="load_tp"):
+            old.ExLlamaV2Cache_TP(model)
+        model.load_tp(progress=True, expect_cache_tokens=512)
+        assert old.ExLlamaV2Cache_TP(model, base=old.ExLlamaV2Cache_8bit).footprint()[0] > 0
+    err = capsys.readouterr().err
+    assert err.count("load_tp") == len(err.splitlines()) == 1
+
+
+def test_unload_may_be_called_again(parts: tuple[Any, Any, Any]) -> None:
+    model, _, _ = parts
+    model.unload()
+    model.unload()
+    assert not model.loaded
+
+
+def test_changed_settings_reach_a_running_job(parts: tuple[Any, Any, Any]) -> None:
+    from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+
+    model, cache, tokenizer = parts
+    generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+    settings = Settings.greedy()
+    settings.allow_tokens(tokenizer, ["a"])
+    job = ExLlamaV2DynamicJob(tokenizer.encode("x"), 8, gen_settings=settings, identifier=("a", 1))
+    generator.enqueue(job)
+    steps = 0
+    while generator.num_remaining_jobs():
+        for result in generator.iterate():
+            assert result["identifier"] == ("a", 1)
+            steps += result["stage"] == "streaming"
+        if steps == 3:
+            settings.token_bias = None
+            settings.allow_tokens(tokenizer, ["b"])
+    assert job.full_completion == "aaabbbbb"
+    assert steps == 8
+    sequence = job.sequences[0]
+    assert sequence.input_ids.torch().tolist() == tokenizer.encode("x").tolist()
+
+
+def test_a_full_context_is_no_end_of_the_stream(parts: tuple[Any, Any, Any]) -> None:
+    from exllamav2.generator import ExLlamaV2StreamingGenerator
+
+    model, cache, tokenizer = parts
+    generator = ExLlamaV2StreamingGenerator(model, cache, tokenizer)
+    generator.set_stop_conditions([])
+    generator.begin_stream_ex(tokenizer.encode("x" * 1020), Settings.greedy())
+    results = [generator.stream_ex() for _ in range(4)]
+    assert generator.full()
+    assert not any(result["eos"] for result in results)
+    with pytest.raises(AssertionError, match="the context is full"):
+        generator.stream_ex()
