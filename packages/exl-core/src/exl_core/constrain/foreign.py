@@ -6,17 +6,23 @@ may also have `clone()`, `use_background_worker()`, and masks of its own (`can_m
 `prepare_logit_mask`, `mask_logits`; then only EOS ends the reply). The reply may end if the object
 allows EOS or allows every token.
 
-Each reply uses its own copy, because the object holds the state of one reply: `clone()` if there is
-one, else a deep copy that shares its `model` and `tokenizer`. With `in_place` the object itself
-follows one reply at a time, so that its owner can read the collected state afterwards. An object
-that is used in place, or that cannot be copied, must treat a second `begin` as a restart. `rewind`
-restores a copy that was made before the undone tokens, or else begins again and feeds the
-remaining tokens.
+Each reply uses its own copy, because the object holds the state of one reply: `clone()` if it
+returns another object, else a deep copy that shares its `model` and `tokenizer`, and the
+`token_enforcer` of lm-format-enforcer, which serves any number of replies. Attributes that a clone
+lacks are taken from the original, and a `_formatter` is copied: formatron's `clone` leaves some
+attributes out and shares the parser. With `in_place` the object itself follows one reply at a time,
+so that its owner can read the collected state afterwards. An object that is used in place, or that
+cannot be copied, must treat a second `begin` as a restart. `rewind` restores a copy that was made
+before the undone tokens, or else begins again and feeds the remaining tokens.
+
+Masks that an object cannot compute on this machine (formatron's need pinned memory, so a GPU) are
+replaced by the tokens that `next` lists. A warning names the error.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -28,10 +34,11 @@ from torch import Tensor
 
 from exl_core.constrain.filter import Filter
 from exl_core.constrain.vocabulary import Vocabulary
-from exl_core.errors import ConstraintError, ExlError
+from exl_core.errors import ConstraintError, ExlError, printable
 
 _SNAPSHOTS = 32  # copies kept, one per token; more than a banned string has tokens
-_SHARED = ("model", "tokenizer")  # attributes that are not copied with the object
+_SHARED = ("model", "tokenizer", "token_enforcer")  # attributes that are not copied
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -70,6 +77,7 @@ class ForeignFilter(Filter):
         self._mask: Tensor | None = None
         self._end_tokens: Collection[int] | None = None  # None: `next` was not called in this state
         self.wrapped = self._begun_copy()
+        self._has_masks = self._can_mask()
         self.runs_in_background = _supports(self.wrapped, "use_background_worker")
 
     def mask(self) -> Tensor | None:
@@ -78,9 +86,11 @@ class ForeignFilter(Filter):
 
     def accept(self, token_id: int) -> None:
         self._update()
-        if hasattr(self.wrapped, "clone") and not self._in_place:
+        if not self._in_place:
             with self._errors_of("clone"):
-                self._snapshots.append((len(self._token_ids), self.wrapped.clone()))
+                clone = _clone_of(self.wrapped)
+            if clone is not None:
+                self._snapshots.append((len(self._token_ids), clone))
         self._is_ended = token_id in (self._end_tokens or ())
         self._feed(self.wrapped, token_id)
         self._token_ids.append(token_id)
@@ -127,16 +137,31 @@ class ForeignFilter(Filter):
             self._mask, self._end_tokens = self._next_of(self.wrapped)
 
     def _next_of(self, wrapped: Any) -> tuple[Tensor | None, Collection[int]]:
-        if _supports(wrapped, "can_mask_logits"):
+        if self._has_masks:
             with self._errors_of("mask_logits"):
-                wrapped.prepare_logit_mask()
-                logits = wrapped.mask_logits(torch.zeros(self._vocabulary.size))
-                allowed = (logits.flatten() != float("-inf")).nonzero().flatten().tolist()
+                allowed = self._ids_of_mask(wrapped)
             return self._vocabulary.mask_of(allowed), ()
         with self._errors_of("next"):
             pass_tokens, end_tokens = wrapped.next()
             mask = None if pass_tokens is None else self._vocabulary.mask_of(pass_tokens)
         return mask, () if end_tokens is None else end_tokens
+
+    def _can_mask(self) -> bool:
+        """The object computes masks, and they work on this machine."""
+        if not _supports(self.wrapped, "can_mask_logits"):
+            return False
+        try:
+            self._ids_of_mask(self.wrapped)
+        except RuntimeError as error:  # from torch, for memory or a device that is not there
+            name, text = type(self._original).__name__, printable(str(error))[:200]
+            _LOG.warning("exl: warning: the masks of %s fail; its tokens are used (%s)", name, text)
+            return False
+        return True
+
+    def _ids_of_mask(self, wrapped: Any) -> list[int]:
+        wrapped.prepare_logit_mask()
+        logits: Tensor = wrapped.mask_logits(torch.zeros(self._vocabulary.size))
+        return [int(i) for i in (logits.flatten() != float("-inf")).nonzero()]
 
     def _feed(self, wrapped: Any, token_id: int) -> None:
         with self._errors_of("feed"):
@@ -167,9 +192,23 @@ def _supports(wrapped: Any, question: str) -> bool:
     return hasattr(wrapped, question) and bool(getattr(wrapped, question)())
 
 
+def _clone_of(wrapped: Any) -> Any | None:
+    """Result of `clone()`, complete; None without such a method, or if it makes no copy."""
+    clone = wrapped.clone() if hasattr(wrapped, "clone") else None
+    if clone is None or clone is wrapped:
+        return None
+    if hasattr(clone, "__dict__"):
+        for name, value in vars(wrapped).items():
+            vars(clone).setdefault(name, value)
+        if getattr(clone, "_formatter", None) is not None:
+            clone._formatter = copy.deepcopy(clone._formatter)
+    return clone
+
+
 def _copy_of(wrapped: Any) -> Any:
-    if hasattr(wrapped, "clone"):
-        return wrapped.clone()
+    clone = _clone_of(wrapped)
+    if clone is not None:
+        return clone
     shared = [getattr(wrapped, name) for name in _SHARED if hasattr(wrapped, name)]
     try:
         return copy.deepcopy(wrapped, {id(part): part for part in shared})
