@@ -1,4 +1,4 @@
-"""Loading peaks at the size of the weights in memory, and reads the file once."""
+"""Memory of weights: the peak while loading; what is left when a model or an adapter is gone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from support.adapters import stored, write_adapter
 
 pytestmark = pytest.mark.thorough
 
@@ -53,3 +56,53 @@ def test_loading_peaks_at_the_weights_and_reads_the_file_once(
     peak, bytes_read = map(int, done.stdout.split())
     assert peak <= size + 150 * MEBIBYTE, f"{peak / MEBIBYTE:.0f} MiB"
     assert bytes_read <= 1.05 * size
+
+
+UNLOAD = """
+import gc, sys, torch
+from exl_core.generate.driver import generate
+from exl_core.sampling.params import SamplerParams
+from exl_core.session.load import LoadOptions
+from exl_core.session.runtime import RuntimeOptions, open_runtime
+from pathlib import Path
+def resident():
+    line = next(line for line in open("/proc/self/status") if line.startswith("VmRSS"))
+    return int(line.split()[1]) << 10
+def run(adapters):
+    how = LoadOptions(device="cpu", threads=2)
+    runtime = open_runtime(sys.argv[1], RuntimeOptions(load=how, adapters=adapters))
+    ids = runtime.encode_prompt("Once upon a time", parse_special=False)
+    sampler = SamplerParams(temperature=0.0)
+    generate(runtime.engine, runtime.request(ids, max_tokens=8, sampler=sampler))
+    return resident(), runtime.loaded.weights_bytes
+torch.set_num_threads(1)
+adapters = tuple((Path(path), 1.0) for path in sys.argv[2:])
+for _ in range(3):  # the first time, libraries stay
+    before = resident()
+    peak, weights = run(adapters)
+    gc.collect()
+    print(before, peak, resident(), weights)
+"""
+
+
+@pytest.mark.parametrize("has_adapter", [False, True], ids=["model", "adapter"])
+def test_memory_returns_when_the_last_reference_goes(
+    has_adapter: bool, tmp_path: Path, smollm2_path: Path
+) -> None:
+    adapters: list[str] = []
+    if has_adapter:
+        pairs = {
+            f"model.layers.{layer}.self_attn.q_proj": (torch.ones(256, 576), torch.ones(576, 256))
+            for layer in range(30)
+        }
+        adapters.append(str(write_adapter(tmp_path / "lora", stored(pairs), r=256)))
+    done = subprocess.run(
+        [sys.executable, "-c", UNLOAD, str(smollm2_path), *adapters],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    for line in done.stdout.splitlines()[1:]:
+        before, peak, after, weights = map(int, line.split())
+        assert peak - before >= 0.9 * weights, "the weights were in memory"
+        assert after - before <= 0.1 * (peak - before), f"{(after - before) / MEBIBYTE:.0f} MiB"
