@@ -11,6 +11,7 @@ import difflib
 import logging
 import math
 import sys
+from bisect import bisect_right, insort
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
@@ -33,9 +34,11 @@ from exl_core.engine.events import FinishEvent
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError, TemplateError
 from exl_core.generate.driver import running
+from exl_core.prompt.tracked import TrackedText
 from exl_core.sampling.params import SamplerParams
 from exl_core.session.load import LoadedModel
 from exl_core.session.open import stop_ids
+from exl_core.tokenizer.special_text import Trust
 from exl_eval.continuations import Pair, score_continuations
 from exl_eval.result import SCHEMA_VERSION
 
@@ -89,8 +92,9 @@ class TasksResult:
 class HarnessModel(TemplateLM):
     """The harness's model interface, implemented by one engine and `score_continuations`.
 
-    Special tokens in texts are recognized. BOS is added if the model's tokenizer adds it and the
-    text does not begin with it. A context that is too long keeps its end.
+    Special tokens are recognized in a task's own texts, as elsewhere with the harness. In prompts
+    that the chat template rendered, only the template may write them. BOS is added if the model's
+    tokenizer adds it and the text does not begin with it. A context that is too long keeps its end.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class HarnessModel(TemplateLM):
         self._is_watched = is_watched
         self._ends = stop_ids(loaded.tokenizer, loaded.config)
         options = EngineOptions(max_batch=max_batch, kv_format=kv_format)
+        self._rendered = _RenderedPrompts()
         self._engine = Engine(loaded.model, loaded.tokenizer, options)
 
     @property
@@ -142,10 +147,10 @@ class HarnessModel(TemplateLM):
         if template is None:
             raise TemplateError("the model has no chat template", where=self._loaded.path)
         if add_generation_prompt:
-            return template.render(chat_history).plain()
+            return self._rendered.add(template.render(chat_history))
         # The last message is the beginning of the reply: the model continues it directly.
         *before, begun = chat_history
-        return template.render(before, add_generation_prompt=True).plain() + begun["content"]
+        return self._rendered.add(template.render(before)) + begun["content"]
 
     def tok_encode(
         self,
@@ -153,8 +158,10 @@ class HarnessModel(TemplateLM):
         add_special_tokens: bool | None = None,
         **kwargs: Any,  # noqa: ARG002 - settings for other models
     ) -> list[int]:
-        tokenizer = self._loaded.tokenizer
-        ids = tokenizer.encode(string, allow_special=True, add_bos=False)
+        tokenizer, template = self._loaded.tokenizer, self._loaded.template
+        trusted = self._rendered.trusted_in(string)
+        trust = None if trusted is None or template is None else Trust(trusted, template.source)
+        ids = tokenizer.encode(string, allow_special=True, add_bos=False, trust=trust)
         wants_bos = tokenizer.adds_bos if add_special_tokens is None else add_special_tokens
         bos = tokenizer.bos_id
         if not wants_bos or bos is None or ids[:1] == [bos]:
@@ -264,6 +271,39 @@ class HarnessModel(TemplateLM):
 
     def _bar(self, total: int, what: str, disable_tqdm: bool) -> Any:
         return tqdm(total=total, desc=what, disable=disable_tqdm or not self._is_watched)
+
+
+class _RenderedPrompts:
+    """Prompts that the chat template rendered, with the characters that it wrote itself.
+
+    The harness treats prompts as plain strings: it appends continuations and strips blanks from
+    their ends. A string that begins with a rendered prompt is therefore one.
+    """
+
+    def __init__(self) -> None:
+        self._trusted: dict[str, bytes] = {}
+        self._sorted: list[str] = []
+
+    def add(self, text: TrackedText) -> str:
+        """Remember a prompt; returns it as a plain string."""
+        for known in (text, text.rstrip()):
+            if known.plain() not in self._trusted:
+                self._trusted[known.plain()] = known.trusted
+                insort(self._sorted, known.plain())
+        return text.plain()
+
+    def trusted_in(self, string: str) -> bytes | None:
+        """One byte per character: 1 where the template wrote it. None for any other string."""
+        end = bisect_right(self._sorted, string)
+        while end and self._sorted[end - 1][:1] == string[:1]:
+            known = self._sorted[end - 1]
+            if string.startswith(known):
+                return self._trusted[known] + bytes(len(string) - len(known))
+            # Every prefix of the string is a prefix of what it shares with the last candidate.
+            pairs = zip(string, known, strict=False)
+            length = next((i for i, (a, b) in enumerate(pairs) if a != b), len(string))
+            end = bisect_right(self._sorted, string[:length], 0, end - 1)
+        return None
 
 
 def run_tasks(
