@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from exl_cli.prompts import read_prompt
+from exl_core.errors import RequestError
 from support.commands import Command
 
 
@@ -53,6 +54,47 @@ def test_file(tmp_path: Path, stdin: Callable[[bytes], None]) -> None:
     path = tmp_path / "prompt.txt"
     path.write_bytes("日本\r\nx\n".encode())
     assert read_prompt(None, str(path)) == "日本\r\nx"
+
+
+def test_a_pipe_of_the_shell_is_read_like_stdin(stdin: Callable[[bytes], None]) -> None:
+    stdin(b"not read")
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, "grüße\n".encode())
+        os.close(writer)
+        assert read_prompt(None, f"/dev/fd/{reader}") == "grüße"
+    finally:
+        os.close(reader)
+
+
+def test_a_pipe_of_the_shell_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exl_cli.prompts.PROMPT_LIMIT_BYTES", 1000)
+    line = 'exec "$0" -m exl_cli generate -f <(yes)'
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, b"y" * 1001)
+        os.close(writer)
+        with pytest.raises(RequestError, match=r"longer than any context.*at most 1000 bytes"):
+            read_prompt(None, f"/dev/fd/{reader}")
+    finally:
+        os.close(reader)
+    # The real limit: the command ends although the writer never does.
+    done = subprocess.run(
+        ["bash", "-c", line, sys.executable],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "longer than any context" in done.stderr
+
+
+def test_a_fifo_of_the_file_system_is_refused(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with pytest.raises(RequestError, match="a FIFO or pipe"):
+        read_prompt(None, str(fifo))
 
 
 def test_closed_stdin_is_an_error() -> None:

@@ -11,9 +11,10 @@ import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from exl_core.errors import RequestError
-from exl_core.files import PROMPT_LIMIT_BYTES, decode_text, read_text_file
+from exl_core.files import PROMPT_LIMIT_BYTES, decode_text, inherited_pipe, read_text_file
 
 STDIN = "-"
 _NOTICE_AFTER_S = 2.0
@@ -61,6 +62,10 @@ def as_messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 
 def _read_file(path: Path) -> str:
+    descriptor = inherited_pipe(path)
+    if descriptor is not None:
+        with open(descriptor, "rb", closefd=False) as pipe:
+            return _read_stream(pipe, str(path), is_required=True)
     return read_text_file(path, PROMPT_LIMIT_BYTES).removesuffix("\n")
 
 
@@ -75,28 +80,33 @@ def _read_stdin(*, is_required: bool) -> str:
                 next_step="For a conversation use 'exl chat'.",
             )
         return ""
-    _tell_that_it_waits(stdin.fileno(), is_required=is_required)
+    return _read_stream(stdin.buffer, "stdin", is_required=is_required)
+
+
+def _read_stream(stream: BinaryIO, where: str, *, is_required: bool) -> str:
+    """Text up to the end of stdin or of a pipe, which is bounded by what a context can hold."""
+    _tell_that_it_waits(stream.fileno(), where, is_required=is_required)
     try:
-        data = stdin.buffer.read(PROMPT_LIMIT_BYTES + 1)
+        data = stream.read(PROMPT_LIMIT_BYTES + 1)
     except OSError as error:
-        raise RequestError("stdin cannot be read", got=error.strerror) from error
+        raise RequestError(f"{where} cannot be read", got=error.strerror) from error
     if len(data) > PROMPT_LIMIT_BYTES:
         raise RequestError(
-            "the text on stdin is longer than any context",
+            f"the text on {where} is longer than any context",
             expected=f"at most {PROMPT_LIMIT_BYTES} bytes",
         )
-    return decode_text(data, "stdin").removesuffix("\n")
+    return decode_text(data, where).removesuffix("\n")
 
 
-def _tell_that_it_waits(descriptor: int, *, is_required: bool) -> None:
-    """After 2 s without input, print that exl waits for stdin. A pipe whose writer neither writes
+def _tell_that_it_waits(descriptor: int, where: str, *, is_required: bool) -> None:
+    """After 2 s without input, print that exl waits for it. A pipe whose writer neither writes
     nor closes it would look like a hang."""
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return
     ready, _, _ = select.select([descriptor], [], [], _NOTICE_AFTER_S)
     if not ready and sys.stderr is not None:
         hint = "" if is_required else "; if there is no input, add '< /dev/null'"
-        print(f"exl: waiting for text on stdin{hint}", file=sys.stderr, flush=True)
+        print(f"exl: waiting for text on {where}{hint}", file=sys.stderr, flush=True)
 
 
 def check_encodable(text: str, what: str) -> None:

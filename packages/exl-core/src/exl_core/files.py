@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ TEXT_LIMIT_BYTES = 2**30
 """Limit on texts to measure or calibrate with."""
 PROMPT_LIMIT_BYTES = 64 * 2**20
 """Limit on prompts: more than a context of ten million tokens holds."""
+
+
+_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d{1,6})")
 
 
 def is_present(path: Path, error: type[ExlError]) -> bool:
@@ -157,6 +161,22 @@ def naming_disk_failures(path: Path) -> Iterator[None]:
         if error.errno in _NO_SPACE:
             raise DiskFullError("there is no space left", where=path, got=error.strerror) from error
         raise ExlError("cannot be written", where=path, got=error.strerror or error) from error
+
+
+def inherited_pipe(path: Path) -> int | None:
+    """Descriptor of a pipe that the shell passed as a path, as bash does for `<(command)`.
+
+    None for any other path. A FIFO of the file system is no such pipe: it may never get a writer.
+    """
+    match = _DESCRIPTOR.fullmatch(str(path))
+    if match is None:
+        return None
+    descriptor = int(match[1])
+    try:
+        is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+    except OSError:
+        return None
+    return descriptor if is_pipe else None
 
 
 def read_text_file(path: Path, limit_bytes: int = TEXT_LIMIT_BYTES) -> str:
