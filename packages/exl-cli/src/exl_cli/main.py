@@ -37,6 +37,7 @@ from exl_cli.commands.eval import (
     compare,
     compare_layers,
     divergence,
+    humaneval,
     perplexity,
     report,
     tasks,
@@ -112,6 +113,7 @@ register(eval_app, "acceptance", acceptance.acceptance, acceptance.EXAMPLES)
 register(eval_app, "throughput", throughput.throughput, throughput.EXAMPLES)
 register(eval_app, "report", report.report, report.EXAMPLES)
 register(eval_app, "tasks", tasks.tasks, tasks.EXAMPLES)
+register(eval_app, "humaneval", humaneval.humaneval, humaneval.EXAMPLES)
 register(app, "bench", bench.bench, bench.EXAMPLES)
 app.add_typer(inspect_app, name="inspect")
 register(inspect_app, "model", inspect.inspect_model, inspect.EXAMPLES)

@@ -1,0 +1,131 @@
+"""`exl eval humaneval`: functions that the model writes, checked by running their tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exl_cli import eval_options, options, output
+from exl_cli.interrupt import exits_at_once
+from exl_core.errors import RequestError, printable
+
+if TYPE_CHECKING:
+    from exl_eval.humaneval import HumanEvalResult
+
+EXAMPLES = (
+    ("exl eval humaneval HumanEval.jsonl -m model --allow-code-execution", "pass@1, greedy"),
+    (
+        "exl eval humaneval HumanEval.jsonl -m model --allow-code-execution --samples 5 --temp 0.2",
+        "pass@1 from five completions of each problem",
+    ),
+)
+
+File = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE",
+        help="Problems in HumanEval's schema, one JSON object per line: task_id, prompt, "
+        "entry_point, test.",
+        show_default=False,
+    ),
+]
+Consent = Annotated[
+    bool,
+    typer.Option(
+        "--allow-code-execution",
+        help="Run the code that the model writes. Without it, the command refuses to start.",
+    ),
+]
+Samples = Annotated[
+    int, typer.Option("--samples", metavar="N", min=1, max=200, help="Completions per problem.")
+]
+Temp = Annotated[float, typer.Option("--temp", metavar="T", min=0.0, help="0: likeliest tokens.")]
+Limit = Annotated[
+    int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N problems.")
+]
+TimeLimit = Annotated[
+    float,
+    typer.Option("--time-limit", metavar="S", min=0.5, max=600, help="Seconds of each program."),
+]
+Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory of each program.")]
+MaxTokens = Annotated[
+    int, typer.Option("-n", "--max-tokens", metavar="N", min=1, help="Tokens of a completion.")
+]
+
+
+def humaneval(
+    file: File,
+    *,
+    model: options.ModelOption = None,
+    allow_code_execution: Consent = False,
+    samples: Samples = 1,
+    temp: Temp = 0.0,
+    max_tokens: MaxTokens = 512,
+    limit: Limit = None,
+    time_limit: TimeLimit = 10.0,
+    memory: Memory = "1GB",
+    seed: eval_options.Seed = 1234,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    exact: options.Exact = False,
+) -> None:
+    """Measure pass@1 on HumanEval: the model completes functions, and their tests are run.
+
+    Runs code that the model writes, in a child process with limits on time, memory and files, in a
+    temporary folder, and without network where the kernel allows it. It can read your files: run
+    models that you do not trust in a container.
+    """
+    if not allow_code_execution:
+        raise RequestError(
+            "HumanEval runs code that the model writes",
+            expected="--allow-code-execution",
+            next_step="Add it if you agree; --help says how the code is confined.",
+        )
+    memory_bytes = options.parse_size(memory, "--memory", example="1GB")
+    with exits_at_once():
+        from exl_eval.humaneval import HumanEvalOptions, read_problems, run_humaneval
+        from exl_eval.sandbox import Limits
+    problems = read_problems(file, limit)
+    loaded = eval_options.Loading(device, threads, quiet, exact).load(
+        options.pick_model(None, model)
+    )
+    choices = HumanEvalOptions(
+        samples=samples,
+        temperature=temp,
+        max_tokens=max_tokens,
+        seed=seed,
+        limits=Limits(time_s=time_limit, memory_bytes=memory_bytes),
+    )
+    result = run_humaneval(loaded, problems, choices)
+    if not result.is_isolated and sys.stderr is not None:
+        print(
+            "exl: warning: the kernel gave no namespaces, so the programs could use the network",
+            file=sys.stderr,
+            flush=True,
+        )
+    if json:
+        output.write_json(result.as_dict())
+    else:
+        _show(result)
+
+
+def _show(result: HumanEvalResult) -> None:
+    from exl_cli.render import facts_table, print_answer
+
+    print_answer(
+        facts_table(
+            {
+                "model": printable(result.model),
+                "pass@1": f"{result.pass_at_1:.4f} ± {result.stderr:.4f}",
+                "problems": f"{result.problems}, {result.samples} completions of each, "
+                f"temperature {result.temperature:g}",
+                "programs": ", ".join(f"{n} {name}" for name, n in result.verdicts.items()),
+                "network": "none" if result.is_isolated else "not confined",
+            }
+        )
+    )
