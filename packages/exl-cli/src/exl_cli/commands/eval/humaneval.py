@@ -72,6 +72,7 @@ def humaneval(
     quiet: options.Quiet = False,
     device: options.Device = "auto",
     threads: options.Threads = None,
+    batch_invariant: options.EvalBatchInvariant = True,
     exact: options.Exact = False,
 ) -> None:
     """Measure pass@1 on HumanEval: the model completes functions, and their tests are run.
@@ -91,7 +92,7 @@ def humaneval(
         from exl_eval.humaneval import HumanEvalOptions, read_problems, run_humaneval
         from exl_eval.sandbox import Limits
     problems = read_problems(file, limit)
-    loaded = eval_options.Loading(device, threads, quiet, exact).load(
+    loaded = eval_options.Loading(device, threads, quiet, exact, batch_invariant).load(
         options.pick_model(None, model)
     )
     choices = HumanEvalOptions(
