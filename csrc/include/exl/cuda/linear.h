@@ -64,7 +64,7 @@ extern "C" {
 
 enum { EXL_OFFSET_MIDDLE = 0, EXL_OFFSET_ZEROS = 1, EXL_OFFSET_MINIMUMS = 2 };
 // Numbers that codes stand for; other than integers only with EXL_OFFSET_MIDDLE, and nothing stored.
-// exl_cuda_quant_linear multiplies at most 8 rows with such a matrix on 9.0.
+// exl_cuda_quant_linear multiplies at most 8 rows with such a matrix.
 enum {
     EXL_VALUES_INTEGERS = 0,
     EXL_VALUES_E4M3 = 1,   // 8 bits: OCP FP8 E4M3

@@ -233,6 +233,9 @@ int exl_cuda_quant_linear(const ExlQuantLinear* call, void* stream) {
     QuantLinearArgs args = {};
     int columns = 0;
     for (int i = 0; i < call->count; ++i) {
+        if (call->parts[i]->values != EXL_VALUES_INTEGERS && call->m > EXL_CUDA_TILE_ROWS) {
+            return cudaErrorInvalidValue;
+        }
         args.parts[i] = make_part(*call->parts[i], call->inputs[i], is_gated ? 0 : columns);
         columns += call->parts[i]->n;
         const int load_bytes = max_load_bytes(*call->parts[i], args.parts[i].header_bytes);
@@ -249,9 +252,6 @@ int exl_cuda_quant_linear(const ExlQuantLinear* call, void* stream) {
     for (int first = 0; first < call->m; first += kChunkRows) {
         const int rows = std::min(call->m - first, kChunkRows);
         if (is_wide(info, rows)) {
-            for (int i = 0; i < call->count; ++i) {
-                if (call->parts[i]->values != EXL_VALUES_INTEGERS) return cudaErrorInvalidValue;
-            }
             const cudaError_t error = quant_small_batch(*call, first, rows, info, stream);
             if (error != cudaSuccess) return error;
             continue;

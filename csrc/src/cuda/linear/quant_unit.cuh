@@ -305,8 +305,17 @@ __device__ __forceinline__ bool add_load_run(
         case 5: add(std::integral_constant<int, 5>()); break;
         case 6: add(std::integral_constant<int, 6>()); break;
         case 8: add(std::integral_constant<int, 8>()); break;
-        case kE4m3: add(std::integral_constant<int, kE4m3>()); break;
-        case kIq4: add(std::integral_constant<int, kIq4>()); break;
+        case kE4m3:
+        case kIq4:
+            // Up to 8 rows only, so that the variants for more rows keep their registers.
+            if constexpr (Shape::kRowTiles == 1) {
+                if (own.form() == kE4m3) {
+                    add(std::integral_constant<int, kE4m3>());
+                } else {
+                    add(std::integral_constant<int, kIq4>());
+                }
+            }
+            break;
         default: run = pipeline.next(); pipeline.wait();
     }
     pipeline.release<true>();
