@@ -136,7 +136,7 @@ def remove_everything(folder: Path) -> None:
         (remove_config, ["config.json"]),
         (break_config, ["config.json"]),
         (rename_architecture, ["MysteryForCausalLM", "LlamaForCausalLM"]),
-        (only_pickles, ["pytorch_model.bin"]),
+        (only_pickles, ["pytorch_model.bin", "exl convert --from-bin"]),
         (remove_everything, ["model"]),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",

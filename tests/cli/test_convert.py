@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from exl_cli import conversion
 from exl_core.convert.calibration import CalibrationRows
@@ -52,6 +54,34 @@ def convert(exl: Command, source: Path, tmp_path: Path, monkeypatch: pytest.Monk
         return exl("convert", source, "-o", tmp_path / out, *fixed, *args)
 
     return run
+
+
+def test_pickles_become_safetensors_without_quantization(
+    exl: Command, source: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(source, tmp_path / "bin"))
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.unlink()
+    assert "--from-bin" in exl("inspect", "model", folder).error_line(3)
+
+    done = exl("convert", folder, "-o", tmp_path / "out", "--from-bin")
+
+    assert (done.code, done.err) == (0, "")
+    assert done.out.endswith("out: 1 weight file\n")
+    assert exl("inspect", "model", tmp_path / "out", "--verify").code == 0
+    exists = exl("convert", folder, "-o", tmp_path / "out", "--from-bin").error_line(2)
+    assert "exists already" in exists
+
+
+def test_a_copy_refuses_options_of_a_quantization(
+    exl: Command, source: Path, tmp_path: Path
+) -> None:
+    options = ("--repack", "--shard-size", "1MB", "--bits", 3)
+    line = exl("convert", source, "-o", tmp_path / "out", *options).error_line(2)
+    assert "--bits does not go with --from-bin or --repack" in line
+    assert exl("convert", source, "-o", tmp_path / "out", *options[:3]).code == 0
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
 
 
 def events_of(out: str) -> list[dict[str, Any]]:

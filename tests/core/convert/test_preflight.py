@@ -101,6 +101,12 @@ def test_quantized_source_is_refused(tmp_path: Path) -> None:
     assert error.exit_code == ModelError.exit_code
 
 
+@pytest.mark.parametrize("method", ["awq", "compressed-tensors", "fp8"])
+def test_other_quantized_sources_are_dequantized(tmp_path: Path, method: str) -> None:
+    source = quantized_llama(method, tmp_path / "source")
+    assert not list(preflight.model_problems(source, *open_checkpoint(source)))
+
+
 def test_language_model_inside_larger_model_is_refused(tmp_path: Path, source_dir: Path) -> None:
     model = tiny_models.tiny_gemma3(**SHAPE)
     source = tiny_models.save(model, tmp_path / "source")

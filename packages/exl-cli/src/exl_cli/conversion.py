@@ -43,6 +43,7 @@ from exl_core.convert.job import (
 )
 from exl_core.convert.plan import ConvertOptions
 from exl_core.convert.preflight import memory_needed
+from exl_core.convert.repack import repack as copy_tensors
 from exl_core.errors import ExlError, RequestError
 from exl_core.files import read_json_object
 from exl_core.ops.backends.cuda.device import parse_device
@@ -82,6 +83,13 @@ class Wish:
     work: Path | None
     shard_bytes: int
     device: str
+
+
+def repack(spec: str | None, out: Path, shard_bytes: int, *, from_bin: bool) -> None:
+    """Copies the model's tensors to other weight files, and says how many there are."""
+    source = Path(spec) if from_bin and spec is not None else resolve_model(spec)
+    count = copy_tensors(source, out, shard_bytes, from_bin=from_bin)
+    print_answer(f"{out}: {count} weight file{'s' if count > 1 else ''}")
 
 
 def run(wish: Wish, *, command: str, force: bool, is_json: bool, is_quiet: bool) -> None:

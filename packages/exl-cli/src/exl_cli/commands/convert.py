@@ -14,6 +14,7 @@ import typer
 
 from exl_cli import options
 from exl_cli.interrupt import exits_at_once
+from exl_core.errors import RequestError
 
 EXAMPLES = (
     ("exl convert model -o model-4.0 --bits 4.0", "calibrate on text that the model generates"),
@@ -23,10 +24,12 @@ EXAMPLES = (
         "reuse a measurement at another bit rate",
     ),
     ("exl convert model -o out --bits 4 --json", "events as JSON, one per line"),
+    ("exl convert model -o out --from-bin", "pickled weights as safetensors, not quantized"),
+    ("exl convert model -o out --repack --shard-size 2GB", "the same tensors in smaller files"),
 )
 SELF = "self"
 
-_JOB, _EFFORT = "The job", "Calibration"
+_JOB, _EFFORT, _COPY = "The job", "Calibration", "Without quantization"
 
 Output = Annotated[
     Path,
@@ -138,6 +141,23 @@ ShardSize = Annotated[
         "--shard-size", metavar="SIZE", help="Maximum size of a weight file, such as 500MB."
     ),
 ]
+FromBin = Annotated[
+    bool,
+    typer.Option(
+        "--from-bin",
+        help="Only write the pickled weights (.bin, .pt) of the model as safetensors. A separate "
+        "process reads them and accepts tensors only.",
+        rich_help_panel=_COPY,
+    ),
+]
+Repack = Annotated[
+    bool,
+    typer.Option(
+        "--repack",
+        help="Only copy the model, to weight files of at most --shard-size.",
+        rich_help_panel=_COPY,
+    ),
+]
 Events = Annotated[bool, typer.Option("--json", help="Print events as JSON, one object per line.")]
 
 
@@ -159,22 +179,27 @@ def convert(
     resume: Resume = False,  # noqa: ARG001 an unfinished conversion continues in any case
     force: Force = False,
     shard_size: ShardSize = "8GB",
+    from_bin: FromBin = False,
+    repack: Repack = False,
     json: Events = False,
     quiet: options.Quiet = False,
     device: options.Device = "auto",
 ) -> None:
-    """Convert a model to EXL2, from 16 or 32-bit safetensors or from GGUF.
+    """Convert a model to EXL2, from safetensors or GGUF in any format but EXL2 and GPTQ.
 
     The conversion measures the error of each layout of each matrix, chooses the layouts with the
     least error for the given bits, quantizes layer by layer, and compares the result with the
-    source on held-out text. The result is DIR.partial until it has been read back from disk and is
-    close enough to the source; then it is renamed to DIR. After any interruption, the same command
-    continues where it ended, says so, and yields the same bytes. A command with other options in
-    the same work directory is refused.
+    source on held-out text. The result is DIR.partial until it has been read back and is close
+    enough to the source. After an interruption, the same command continues, with the same bytes.
     """
     spec = options.pick_model(model, model_option)
+    shard_bytes = options.parse_size(shard_size, "--shard-size", example="8GB")
     with exits_at_once():
         from exl_cli import conversion
+    if from_bin or repack:
+        _refuse_other_options(ctx)
+        conversion.repack(spec, output, shard_bytes, from_bin=from_bin)
+        return
     conversion.run(
         conversion.Wish(
             spec=spec,
@@ -188,7 +213,7 @@ def convert(
             seed=seed,
             measurement=measurement,
             work=work,
-            shard_bytes=options.parse_size(shard_size, "--shard-size", example="8GB"),
+            shard_bytes=shard_bytes,
             device=device,
         ),
         command=_command(ctx),
@@ -196,6 +221,18 @@ def convert(
         is_json=json,
         is_quiet=quiet,
     )
+
+
+def _refuse_other_options(ctx: typer.Context) -> None:
+    """Raises for options of a quantization, which a copy would ignore."""
+    used = ("output", "model", "model_option", "shard_size", "from_bin", "repack", "quiet")
+    for parameter in ctx.command.params:
+        value = ctx.params.get(parameter.name or "")
+        if parameter.name not in used and value not in (None, False, parameter.default):
+            raise RequestError(
+                f"{max(parameter.opts, key=len)} does not go with --from-bin or --repack",
+                next_step="Copy first, then convert the copy.",
+            )
 
 
 def _command(ctx: typer.Context) -> str:

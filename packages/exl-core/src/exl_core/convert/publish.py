@@ -62,13 +62,15 @@ def plan_shards(entries: Sequence[Entry], limit_bytes: int) -> list[list[Entry]]
     return shards
 
 
-def shard_names(count: int) -> list[str]:
+def shard_names(count: int, stem: str = WEIGHTS_STEM) -> list[str]:
     if count == 1:
-        return [f"{WEIGHTS_STEM}.safetensors"]
-    return [f"{WEIGHTS_STEM}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
 
 
-def write_weights(folder: Path, entries: Sequence[Entry], limit_bytes: int) -> None:
+def write_weights(
+    folder: Path, entries: Sequence[Entry], limit_bytes: int, stem: str = WEIGHTS_STEM
+) -> None:
     """Writes the shards and their index into a new directory; an existing one is replaced."""
     with naming_disk_failures(folder):
         if folder.exists():
@@ -76,7 +78,7 @@ def write_weights(folder: Path, entries: Sequence[Entry], limit_bytes: int) -> N
         folder.mkdir(parents=True)
     shards = plan_shards(entries, limit_bytes)
     weight_map: dict[str, str] = {}
-    for name, shard in zip(shard_names(len(shards)), shards, strict=True):
+    for name, shard in zip(shard_names(len(shards), stem), shards, strict=True):
         write_safetensors(folder / name, shard)
         weight_map |= {entry.name: name for entry in shard}
     total = sum(entry.size_bytes for entry in entries)

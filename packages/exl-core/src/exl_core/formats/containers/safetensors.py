@@ -131,7 +131,8 @@ def _advice(directory: Path) -> str:
     if pickles:
         return (
             f"{pickles[0].name} is a pickle, which can run code when read, and is refused; "
-            "convert it with safetensors' convert.py, or download the safetensors files."
+            "'exl convert --from-bin DIR -o OUT' makes safetensors files of it in a separate "
+            "process, or download the safetensors files."
         )
     return directory_advice(directory)
 

@@ -24,7 +24,12 @@ TYPE_NAMES = {
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
+    torch.int8: "I8",
     torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 _ALIGNMENT = 8  # alignment of the data, so that every dtype can be read without a copy
 
