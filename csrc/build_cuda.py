@@ -8,19 +8,21 @@ it. `setup.py` calls this module. It also runs on its own:
 
 EXL_CUDA_ARCH selects the architectures that get machine code:
 
-    all        7.5, 8.0, 8.6, 8.9 and 9.0, and PTX of 9.0 for later ones
+    all        7.5, 8.0, 8.6, 8.9, 9.0, 10.0 and 12.0, and PTX of 9.0 for later ones
     8.0;9.0    a list, separated by ';', ',' or spaces; 80 and 90 mean the same
     none       the library is not built
 
-The default is `all` if there is an nvcc (in CUDA_HOME/bin or on PATH), otherwise `none`. With any
-value but `none`, a missing nvcc is an error. Objects are kept between builds, like those of the CPU
-sources.
+The default is `all` if there is an nvcc in CUDA_HOME/bin or on PATH. If nvcc comes from Python
+packages, which `build_backend.py` requests on a machine with a GPU, the default is the GPUs of this
+machine. Otherwise it is `none`. With any value but `none`, a missing nvcc is an error. Objects are
+kept between builds, like those of the CPU sources.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -35,7 +37,7 @@ ROOT = Path(__file__).resolve().parent
 LIBRARY = "libexl_cuda.so"
 VARIABLE = "EXL_CUDA_ARCH"
 
-ALL = (75, 80, 86, 89, 90)
+ALL = (75, 80, 86, 89, 90, 100, 120)
 PTX = 90  # the driver compiles PTX for processors that are newer than this library
 OLDEST = 75
 OLDEST_NVCC = (12, 1)  # first version that knows all instructions of 9.0 that the sources use
@@ -104,7 +106,9 @@ def choose_target(environ: Mapping[str, str]) -> Target | None:
     wanted = None if requested is None else parse_architectures(requested)
     if wanted == ():
         return None
-    nvcc = find_nvcc(environ)
+    nvcc = find_nvcc(environ) or packaged_nvcc()
+    if nvcc is not None and requested is None and find_nvcc(environ) is None:
+        wanted = gpu_capabilities() or None
     version = None if nvcc is None else nvcc_says(nvcc, "--version")
     if nvcc is None or version is None:
         place = "in CUDA_HOME/bin or on PATH" if nvcc is None else f"that runs ({nvcc} does not)"
@@ -144,6 +148,27 @@ def find_nvcc(environ: Mapping[str, str]) -> str | None:
     home = environ.get("CUDA_HOME")
     named = shutil.which("nvcc", path=str(Path(home, "bin"))) if home else None
     return named or shutil.which("nvcc", path=environ.get("PATH", os.defpath))
+
+
+def packaged_nvcc() -> str | None:
+    """nvcc of the package nvidia-cuda-nvcc, from CUDA 13 on; None if it is not installed."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations or () if spec is not None else ():
+        found = shutil.which("nvcc", path=str(Path(folder, "cu13", "bin")))
+        if found is not None:
+            return found
+    return None
+
+
+def gpu_capabilities() -> tuple[int, ...]:
+    """Compute capabilities (times ten) of this machine's GPUs, ascending; empty if unknown."""
+    query = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=False)
+    except OSError:
+        return ()
+    found = re.findall(r"^(\d+)\.(\d)$", done.stdout, re.MULTILINE)
+    return tuple(sorted({10 * int(major) + int(minor) for major, minor in found}))
 
 
 def nvcc_says(nvcc: str, option: str) -> str | None:
@@ -205,7 +230,8 @@ def build_library(
         made = list(pool.map(compiled, sources))
     folder.mkdir(parents=True, exist_ok=True)
     fresh = folder / f"{LIBRARY}.new"
-    _run([target.nvcc, *LINK_FLAGS, *target.code_flags, *made, "-o", str(fresh)])
+    libraries = f"-L{Path(target.nvcc).parents[1] / 'lib'}"  # where packages have the CUDA runtime
+    _run([target.nvcc, *LINK_FLAGS, libraries, *target.code_flags, *made, "-o", str(fresh)])
     fresh.replace(library)  # a running process keeps the old library
     return library
 

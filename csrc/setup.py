@@ -65,6 +65,10 @@ QUANT_SOURCES = {
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 SETS: dict[str, list[str]] = X86_SETS | QUANT_SETS if IS_X86 else {"scalar": []}
 
+# Python's own flags ask for debug information, which is 50 of 55 MB. CXXFLAGS=-g brings it back.
+if not re.search(r"(^|\s)-g", os.environ.get("CXXFLAGS", "")):
+    COMMON_FLAGS.append("-g0")
+
 # Compiled for the baseline machine: they run before the instruction set is known, or are shared by
 # all sets.
 BASE_SOURCES = [

@@ -8,10 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from exl_core.errors import ExlError
-from exl_core.generate.asynchronous import AsyncGenerator
-from exl_core.generate.dynamic import DynamicGenerator
-from exl_core.session.load import load_model
+from exl_core import AsyncGenerator, DynamicGenerator, ExlError, load_model
 
 
 async def answer(

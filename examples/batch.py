@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from exl_core.engine.engine import EngineOptions
-from exl_core.generate.dynamic import DynamicGenerator
-from exl_core.sampling.params import SamplerParams
-from exl_core.session.load import load_model
+from exl_core import DynamicGenerator, EngineOptions, SamplerParams, load_model
 
 loaded = load_model(sys.argv[1] if len(sys.argv) > 1 else None)
 # All jobs share the cache. A job that does not fit waits until another one has ended.

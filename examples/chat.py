@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from exl_core.generate.streaming import StreamingGenerator
-from exl_core.sampling.params import SamplerParams
-from exl_core.session.load import load_model
+from exl_core import SamplerParams, StreamingGenerator, load_model
 from exl_core.tokenizer.special_text import Trust
 
 loaded = load_model(sys.argv[1] if len(sys.argv) > 1 else None)

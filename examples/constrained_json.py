@@ -8,11 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
-from exl_core.constrain.json_schema import JsonSchema
-from exl_core.constrain.regex import Regex
-from exl_core.generate.base import BaseGenerator
-from exl_core.sampling.params import SamplerParams
-from exl_core.session.load import load_model
+from exl_core import BaseGenerator, JsonSchema, Regex, SamplerParams, load_model
 
 PLACE = {
     "type": "object",

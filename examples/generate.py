@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from exl_core.generate.base import BaseGenerator
-from exl_core.sampling.params import SamplerParams
-from exl_core.session.load import load_model
+from exl_core import BaseGenerator, SamplerParams, load_model
 
 loaded = load_model(sys.argv[1] if len(sys.argv) > 1 else None)
 generator = BaseGenerator(loaded)

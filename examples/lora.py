@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from exl_core.generate.dynamic import DynamicGenerator
-from exl_core.lora.adapter import load_adapter
-from exl_core.model.adapters import AdapterUse
-from exl_core.sampling.params import SamplerParams
-from exl_core.session.load import load_model
+from exl_core import AdapterUse, DynamicGenerator, SamplerParams, load_adapter, load_model
 
 if len(sys.argv) < 2:
     sys.exit("Usage: lora.py ADAPTER [MODEL]")

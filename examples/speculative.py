@@ -8,13 +8,15 @@ from __future__ import annotations
 import sys
 import time
 
-from exl_core.engine.engine import EngineOptions
-from exl_core.generate.streaming import StreamingGenerator
-from exl_core.sampling.params import SamplerParams
-from exl_core.session.load import load_model
-from exl_core.speculate.draft_model import ModelDrafter
+from exl_core import (
+    EngineOptions,
+    ModelDrafter,
+    NgramDrafter,
+    SamplerParams,
+    StreamingGenerator,
+    load_model,
+)
 from exl_core.speculate.drafter import Drafter
-from exl_core.speculate.ngram import NgramDrafter
 
 loaded = load_model(sys.argv[1] if len(sys.argv) > 1 else None)
 options = EngineOptions(cache_tokens=512)

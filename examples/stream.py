@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 import sys
 
-from exl_core.engine.request import Report
-from exl_core.generate.streaming import StreamingGenerator
-from exl_core.sampling.params import SamplerParams
-from exl_core.session.load import load_model
+from exl_core import Report, SamplerParams, StreamingGenerator, load_model
 
 loaded = load_model(sys.argv[1] if len(sys.argv) > 1 else None)
 generator = StreamingGenerator(loaded)
@@ -20,12 +17,9 @@ generator.begin(
     report=Report(log_probs=0),  # of the token itself; N adds those of the N likeliest
 )
 sure = []
-while True:
-    result = generator.step()  # one token; its text may be held back as the start of a stop text
+for result in generator:  # one token each; its text may be held back as the start of a stop text
     print(result.chunk, end="", flush=True)
     sure += [token.log_prob for token in result.tokens if token.log_prob is not None]
-    if result.is_end:
-        break
 assert result.finish is not None
 print(f"\n{result.finish.reason.value} after {len(sure)} tokens")
 if sure:

@@ -311,3 +311,12 @@ def test_a_directory_whose_name_has_an_equals_sign(tmp_path: Path) -> None:
     assert parse_loras([str(folder), f"{folder}=2"]) == ((folder, 1.0), (folder, 2.0))
     with pytest.raises(RequestError):
         parse_loras([f"{folder}="])
+
+
+def test_a_json_schema_may_be_given_inline(exl: Command) -> None:
+    schema = '{"enum": ["yes", "no"]}'
+    done = exl("generate", "-p", "Yes or no?", "-n", 9, "--json-schema", schema)
+    assert (done.code, done.out) in ((0, '"yes"'), (0, '"no"'))
+    wrong = exl("generate", "-p", "x", "--json-schema", "{oops")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "--json-schema: the JSON schema is not JSON" in wrong.err

@@ -129,7 +129,7 @@ def test_unreadable_text(exl: Command, tmp_path: Path) -> None:
 
 
 def test_missing_text_option(exl: Command, tiny_llama_dir: Path) -> None:
-    line = exl("eval", "perplexity", tiny_llama_dir).error_line(2)
+    line = exl("eval", "divergence", tiny_llama_dir, "--reference", tiny_llama_dir).error_line(2)
     assert "--text FILE or --dataset NAME" in line
 
 
@@ -209,3 +209,11 @@ def stopping_after(count: int) -> Callable[..., Tensor]:
         return score(self, *args)
 
     return run
+
+
+def test_perplexity_without_a_text_scores_the_packaged_one_and_says_so(exl: Command) -> None:
+    done = exl("eval", "perplexity", "--windows", 1, "--json")
+    assert done.code == 0
+    assert "compare with nothing published" in done.err
+    record = json.loads(done.out)
+    assert (record["ctx"], record["text"]) == (256, "declaration.txt of exl (public domain)")

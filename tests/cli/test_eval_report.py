@@ -28,7 +28,8 @@ def test_page_and_json(
 ) -> None:
     (damaged_dir / "config.json").write_text("{", encoding="utf-8")
     done = report(tiny_llama_dir, damaged_dir, "--reference", tiny_llama_dir, "--json")
-    assert (done.code, done.err) == (0, "")
+    assert done.code == 1
+    assert "1 of 2 models could not be measured" in done.err
     result = json.loads(done.out)
     good, bad = result["models"]
     assert good["perplexity"]["windows"] == 1

@@ -65,7 +65,7 @@ def test_examples_are_short_and_documented() -> None:
     readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
     guide = (EXAMPLES.parent / "docs/python.md").read_text(encoding="utf-8")
     tested = Path(__file__).read_text(encoding="utf-8")
-    assert len(programs) == 8
+    assert len(programs) == 10
     for program in programs:
         text = program.read_text(encoding="utf-8")
         assert text.startswith('"""'), program
@@ -80,6 +80,16 @@ def test_generate(run: Run, tiny: Path) -> None:
     lines = run("generate.py", tiny).splitlines()
     assert any(line.startswith("The best thing about the sea is") for line in lines)
     assert any(line.startswith("The best thing about stars is") for line in lines)
+
+
+def test_custom_sampling(run: Run, tiny: Path) -> None:
+    assert run("custom_sampling.py", tiny).endswith("0 repeated pairs\n")
+
+
+def test_hidden_states(run: Run, tiny: Path) -> None:
+    lines = run("hidden_states.py", tiny).splitlines()
+    assert len(lines) == 2
+    assert all(-1.0 <= float(line.split()[0]) <= 1.001 for line in lines)
 
 
 def test_stream(run: Run, tiny: Path) -> None:

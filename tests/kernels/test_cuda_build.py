@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -147,6 +148,53 @@ def test_architectures_unknown_to_nvcc_are_named(tree: Tree) -> None:
     assert "7.5, 8.0, 8.6, 8.9, 9.0 only" in line
 
 
+def test_nvcc_of_python_packages_builds_for_the_gpus_of_this_machine(tree: Tree) -> None:
+    packaged = tree.root / "site/nvidia/cu13"
+    packaged.parent.mkdir(parents=True)
+    (tree.root / "toolkit").rename(packaged)
+    smi = tree.root / "tools/nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\nprintf '9.0\\n8.9\\n9.0\\n'\n")
+    smi.chmod(0o755)
+    env = {"PYTHONPATH": str(tree.root / "site"), "PATH": f"{smi.parent}:/usr/bin:/bin"}
+    compiled, link = tree.commands(CUDA_HOME="", **env)
+    assert re.findall(r",code=(\w+)", compiled[0]) == ["sm_89", "sm_90a"]
+    assert f"-L{packaged / 'lib'}" in link.split()
+
+
+@pytest.mark.parametrize(
+    ("env", "is_needed"),
+    [
+        ({}, False),
+        ({"EXL_CUDA_ARCH": "9.0"}, True),
+        ({"EXL_CUDA_ARCH": "none", "SMI": "1"}, False),
+        ({"SMI": "1"}, True),
+        ({"SMI": "1", "CUDA_HOME": "toolkit"}, False),
+    ],
+    ids=["no GPU", "requested", "refused", "GPU", "GPU and nvcc"],
+)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the packages are for x86-64")
+def test_nvcc_is_requested_from_the_index_where_it_is_needed(
+    tree: Tree, env: dict[str, str], is_needed: bool
+) -> None:
+    smi = tree.root / "tools/nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 9.0\n")
+    smi.chmod(0o755)
+    path = f"{smi.parent}:/usr/bin:/bin" if "SMI" in env else "/usr/bin:/bin"
+    home = str(tree.root / "toolkit") if "CUDA_HOME" in env else ""
+    script = "import build_backend as b; print(*b.get_requires_for_build_wheel())"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONPATH": str(CSRC), **env, "PATH": path, "CUDA_HOME": home},
+        cwd=CSRC,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ("nvidia-cuda-nvcc==" in done.stdout) is is_needed
+
+
 def test_nothing_is_built_for_none(tree: Tree) -> None:
     done = tree.build(EXL_CUDA_ARCH="none")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -154,15 +202,15 @@ def test_nothing_is_built_for_none(tree: Tree) -> None:
 
 
 def test_the_default_is_code_for_all_and_ptx_for_later_devices(tree: Tree) -> None:
-    compiled, link = tree.commands(KNOWN="80 86 89 90 100")
+    compiled, link = tree.commands(KNOWN="80 86 89 90 100 103")
     codes = re.findall(r"-gencode=arch=(\w+),code=(\w+)", compiled[0])
     assert codes == [
-        *[(f"compute_{name}", f"sm_{name}") for name in ("80", "86", "89", "90a")],
+        *[(f"compute_{name}", f"sm_{name}") for name in ("80", "86", "89", "90a", "100")],
         ("compute_90", "compute_90"),
     ]
     assert len(compiled) == tree.sources > 0
     device = next(line for line in compiled if "device.cu" in line)
-    assert '-DEXL_CUDA_ARCHITECTURES="80 86 89 90"' in device
+    assert '-DEXL_CUDA_ARCHITECTURES="80 86 89 90 100"' in device
     assert sum("-DEXL_CUDA" in line for line in compiled) == 1
     assert "--no-undefined" in link
     assert "-cudart static" in link

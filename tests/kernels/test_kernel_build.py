@@ -150,13 +150,55 @@ def test_a_build_in_place_has_the_cuda_library_too(tree: Tree) -> None:
 
 
 @pytest.mark.thorough
+def test_an_editable_install_has_the_cuda_library_too(tree: Tree) -> None:
+    nvcc = tree.csrc.parent / "nvcc"
+    nvcc.write_text(PRETENDER_NVCC)
+    nvcc.chmod(0o755)
+    script = "import sys, build_backend; build_backend.build_editable(sys.argv[1])"
+    clean = {k: v for k, v in os.environ.items() if not k.endswith("FLAGS")}
+    env = {
+        "PYTHONPATH": str(tree.csrc),
+        "PATH": f"{nvcc.parent}:{os.environ['PATH']}",
+        "CXX": str(tree.compiler),
+        "NOTES": str(tree.notes),
+        "STANDARD": "202002",
+        "RELEASE": "12.2.0",
+        "CUDA_HOME": "",
+        "EXL_CUDA_ARCH": "9.0",
+    }
+    out = tree.csrc.parent / "wheels"
+    out.mkdir()
+    subprocess.run(
+        [sys.executable, "-c", script, out],
+        cwd=tree.csrc,
+        env=clean | env,
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    package = tree.csrc / "python/exl_kernels"
+    assert list(package.glob("_C*.so"))
+    assert (package / "libexl_cuda.so").exists()
+
+
+@pytest.mark.thorough
+def test_objects_have_debug_information_only_on_request(tree: Tree) -> None:
+    """It would be 50 of the 55 MB of the extension."""
+    for flags, has_it in (("", False), ("-O1 -g -fsanitize=address", True)):
+        tree.compiled(CXXFLAGS=flags)
+        objects = [line for line in tree.notes.read_text().splitlines() if " -c " in line]
+        assert objects
+        assert all((" -g0 " not in line) is has_it for line in objects)
+
+
+@pytest.mark.thorough
 def test_a_source_distribution_can_build_all(tree: Tree) -> None:
     command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", "dist", "--formats=tar"]
     subprocess.run(command, cwd=tree.csrc, check=True, capture_output=True, timeout=60)
     (archive,) = tree.csrc.glob("dist/*.tar")
     with tarfile.open(archive) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
-    wanted = ("setup.py", "*.cpp", "*.h", "*.cu", "*.cuh", "build_cuda.py")
+    wanted = ("setup.py", "*.cpp", "*.h", "*.cu", "*.cuh", "build_*.py")
     sources = {
         str(path.relative_to(tree.csrc)) for pattern in wanted for path in tree.csrc.rglob(pattern)
     }

@@ -86,7 +86,12 @@ def test_changelog_has_unreleased_entries() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "page"), [("write_cli_docs.py", "docs/cli.md"), ("write_tree.py", "docs/tree.md")]
+    ("script", "page"),
+    [
+        ("write_api_docs.py", "docs/api.md"),
+        ("write_cli_docs.py", "docs/cli.md"),
+        ("write_tree.py", "docs/tree.md"),
+    ],
 )
 def test_generated_pages_are_current(script: str, page: str) -> None:
     done = subprocess.run(
@@ -99,13 +104,25 @@ def test_generated_pages_are_current(script: str, page: str) -> None:
 
 
 def test_every_distribution_contains_the_license() -> None:
-    for folder in (
-        "csrc",
-        *(f"packages/{name}" for name in ("exl-core", "exl-eval", "exl-cli", "exl-exllamav2")),
-    ):
+    for folder in ("csrc", *(f"packages/{one.name}" for one in (ROOT / "packages").iterdir())):
         project = tomllib.loads(read(f"{folder}/pyproject.toml"))["project"]
         assert (project["license"], project["license-files"]) == ("MIT", ["LICENSE"])
         assert read(f"{folder}/LICENSE") == read("LICENSE")
+
+
+def test_one_distribution_installs_all_in_the_same_version() -> None:
+    projects = {
+        path.parent.name: tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+        for path in (*ROOT.glob("packages/*/pyproject.toml"), ROOT / "csrc/pyproject.toml")
+    }
+    whole = projects.pop("exl")
+    # The alias for scripts of exllamav2 is installed by those who want it.
+    parts = [one for name, one in projects.items() if name != "exl-exllamav2"]
+    assert sorted(whole["dependencies"]) == sorted(
+        f"{one['name']}=={whole['version']}" for one in parts
+    )
+    assert {one["version"] for one in parts} == {whole["version"]}
+    assert whole["scripts"] == projects["exl-cli"]["scripts"]
 
 
 def test_the_default_model_has_one_version_everywhere() -> None:

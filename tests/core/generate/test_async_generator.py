@@ -58,6 +58,22 @@ async def submit(jobs: AsyncGenerator, prompt: str = "Q:", **settings: Any) -> A
     return await jobs.submit(jobs.generator.request(prompt, **settings))
 
 
+def test_results_are_read_from_a_submission_directly() -> None:
+    generator = generator_for(reply_with("hello"))
+
+    async def story() -> None:
+        async with AsyncGenerator(generator) as jobs:
+            request = generator.request("Q:", sampler=GREEDY, max_tokens=40)
+            assert "".join([one.text async for one in jobs.submit(request)]) == "hello"
+            async for _ in jobs.submit(generator.request("Q:", sampler=GREEDY, max_tokens=40)):
+                break  # cancels the job, once the loop has closed the iterator
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert jobs.num_remaining_jobs == 0
+
+    run(story)
+
+
 def test_concurrent_consumers_get_their_own_results_in_order() -> None:
     generator = generator_for(HashRule(5))
     alone = [

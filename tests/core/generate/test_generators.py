@@ -13,9 +13,12 @@ from exl_core.constrain.regex import Regex
 from exl_core.engine.events import SampledToken
 from exl_core.engine.request import Report
 from exl_core.errors import ExlError, RequestError
+from exl_core.generate.base import BaseGenerator
+from exl_core.generate.dynamic import DynamicGenerator
+from exl_core.generate.streaming import StreamingGenerator
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError
-from support.generators import GREEDY, WAYS, Counter, Driver, assert_empty, driver
+from support.generators import GREEDY, WAYS, Counter, Driver, assert_empty, driver, loaded_around
 from support.scripted import EOS_ID, HashRule, Rule, reply_with
 
 Make = Callable[[Rule], Driver]
@@ -30,6 +33,14 @@ def make(request: pytest.FixtureRequest) -> Make:
 @pytest.fixture
 def hello(make: Make) -> Driver:
     return make(reply_with("hello"))
+
+
+@pytest.mark.parametrize("kind", [BaseGenerator, StreamingGenerator, DynamicGenerator])
+def test_wrong_arguments_of_a_generator_are_named(kind: type[Any]) -> None:
+    with pytest.raises(RequestError, match=r"loaded .*LoadedModel, got 'smollm2'.*load_model"):
+        kind("smollm2")
+    with pytest.raises(RequestError, match=r"options .*expected EngineOptions or None.*got 4096"):
+        kind(loaded_around(reply_with("hello")), 4096)
 
 
 def test_a_reply_ends_at_eos_and_its_id_is_free_again(hello: Driver) -> None:

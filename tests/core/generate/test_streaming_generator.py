@@ -36,6 +36,16 @@ def chunks(results: Sequence[StreamResult]) -> list[str]:
     return [result.chunk for result in results]
 
 
+def test_a_stream_is_iterable_up_to_its_end() -> None:
+    generator = streaming(reply_with("hello"))
+    generator.begin("Q:", max_tokens=9)
+    results = list(generator)
+    assert "".join(chunks(results)) == "hello"
+    assert [result.is_end for result in results].index(True) == len(results) - 1
+    with pytest.raises(RequestError, match="no stream runs"):
+        next(iter(generator))
+
+
 class Script:
     """Drafter that proposes the bytes of `text` as the reply to the prompt `Q:`, right or wrong."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -68,6 +69,14 @@ def test_invalid_options_are_refused(folder: Path, options: LoadOptions) -> None
 
 
 @pytest.mark.thorough
+def test_options_may_be_given_by_keyword(folder: Path) -> None:
+    assert load_model(folder, device="cpu", max_seq_len=64).config.max_seq_len == 64
+    with pytest.raises(RequestError, match=r"no such option: devise .*Did you mean 'device'"):
+        load_model(folder, **cast(Any, {"devise": "cpu"}))
+    with pytest.raises(RequestError, match=r"options .*expected LoadOptions or None, got 'cpu'"):
+        load_model(folder, cast(Any, "cpu"))
+
+
 def test_exact_keeps_nothing_quantized(smollm2: LoadedModel, smollm2_path: Path) -> None:
     exact = load_model(str(smollm2_path), LoadOptions(exact=True))
     assert smollm2.weights_bytes < 1.01 * smollm2_path.stat().st_size

@@ -1,25 +1,58 @@
 """Registers the commands: what all of them share, in one place.
 
-Every command that names a model takes `--offline`. `exl inspect FILE` means `exl inspect model
-FILE`. Imports no torch.
+Every command that names a model takes `--offline` and `--profile`, and its defaults from the user's
+file (`config.py`). Long help pages show the common options, and the others with `--help-all`. `exl
+inspect FILE` means `exl inspect model FILE`. Imports no torch.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from exl_cli import options
-from exl_core.settings import set_offline
+from exl_cli import config, options
+from exl_core.settings import set_default_model, set_offline
+
+LONG_PAGE = 40
+"""Number of options above which a help page shows the common ones only."""
+_ALL_OPTIONS = "exl.all_options"
 
 
 def _go_offline(wanted: bool) -> None:
     if wanted:
         set_offline()
+
+
+def _use_profile(context: typer.Context, name: str | None) -> None:
+    if name is not None:
+        _use_settings(context, config.profile(name))
+
+
+def _use_settings(context: Any, settings: Mapping[str, Any]) -> None:
+    """Makes `settings` the defaults of the options that the command has."""
+    names = {
+        option.lstrip("-"): parameter.name
+        for parameter in context.command.params
+        if parameter.param_type_name == "option"
+        for option in parameter.opts
+    }
+    values = {names[name]: value for name, value in settings.items() if name in names}
+    model = values.pop("model_option", settings.get(config.MODEL))
+    if isinstance(model, str):
+        set_default_model(model)
+    context.default_map = {**(context.default_map or {}), **values}
+
+
+def _show_all(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        context.meta[_ALL_OPTIONS] = True
+        typer.echo(context.get_help())
+        raise typer.Exit
 
 
 Offline = Annotated[
@@ -31,7 +64,59 @@ Offline = Annotated[
         help="Use no network: models are files, or in the hub's cache. Also HF_HUB_OFFLINE=1.",
     ),
 ]
-_SHARED = {"offline": Offline}
+Profile = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="NAME",
+        callback=_use_profile,
+        is_eager=True,
+        help="Defaults from the table profiles.NAME of the file that 'exl config' shows.",
+    ),
+]
+HelpAll = Annotated[
+    bool,
+    typer.Option(
+        "--help-all", callback=_show_all, is_eager=True, help="Show all options, and exit."
+    ),
+]
+_SHARED = {"offline": (Offline, False), "profile": (Profile, None)}
+COMMON = (
+    *("model", "model_option", "prompt", "file", "chat", "max_tokens", "max_response_tokens"),
+    *(
+        "system",
+        "format",
+        "stop",
+        "temp",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repeat_penalty",
+    ),
+    *("seed", "ctx_size", "device", "cache_type", "json_schema", "json", "profile", "help_all"),
+    *("ngram", "load"),
+)
+"""Parameters that long help pages show first."""
+
+
+class ConfiguredCommand(TyperCommand):
+    """A command whose defaults come from the user's file."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if any(one.name == "profile" for one in self.params):
+            _use_settings(ctx, config.settings_for(str(self.name)))
+        return super().parse_args(ctx, args)
+
+
+class LongCommand(ConfiguredCommand):
+    """A command with many options: its help page shows the common ones."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        shown = copy.copy(self)
+        if not ctx.meta.get(_ALL_OPTIONS):
+            shown.params = [one for one in self.params if one.name in COMMON]
+        super(LongCommand, shown).format_help(ctx, formatter)
 
 
 class InspectGroup(TyperGroup):
@@ -51,10 +136,11 @@ def register(
     *,
     is_hidden: bool = False,
 ) -> None:
-    """Adds a command with its examples, and the options that all commands share. `is_hidden`:
-    another name of a command, which help pages do not list."""
-    make = app.command(name, epilog=options.examples(lines), hidden=is_hidden)
-    make(_with_shared_options(verb))
+    """Adds a command with its examples, and the options that all commands share."""
+    shared = _with_shared_options(verb)
+    is_long = "help_all" in inspect.signature(shared).parameters
+    kind = LongCommand if is_long else ConfiguredCommand
+    app.command(name, cls=kind, epilog=options.examples(lines), hidden=is_hidden)(shared)
 
 
 def _with_shared_options(verb: Callable[..., None]) -> Callable[..., None]:
@@ -63,15 +149,18 @@ def _with_shared_options(verb: Callable[..., None]) -> Callable[..., None]:
     parameters = inspect.signature(verb, eval_str=True).parameters
     if not {"model", "models"} & parameters.keys():
         return verb
+    extra = dict(_SHARED)
+    if len(parameters) > LONG_PAGE:
+        extra["help_all"] = (HelpAll, False)
 
     def command(**given: Any) -> None:
-        verb(**{name: value for name, value in given.items() if name not in _SHARED})
+        verb(**{name: value for name, value in given.items() if name not in extra})
 
     added = [
         inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
         )
-        for name, annotation in _SHARED.items()
+        for name, (annotation, default) in extra.items()
     ]
     command.__name__, command.__doc__ = verb.__name__, verb.__doc__
     command.__module__ = verb.__module__

@@ -75,8 +75,9 @@ JsonSchema = Annotated[
     str | None,
     typer.Option(
         "--json-schema",
-        metavar="FILE",
-        help="Constrain the text to JSON that matches the schema in FILE.",
+        metavar="SCHEMA",
+        help="Constrain the text to JSON that matches this schema: a file, or the schema itself, "
+        "which begins with '{'.",
         rich_help_panel=_CONSTRAINTS,
     ),
 ]
@@ -168,7 +169,7 @@ def constraints_of(
 ) -> tuple[Constraint, ...]:
     """Constraints on the text. This function reads the files. Checks that need a model come later,
     for example whether its tokens can form a matching text."""
-    schema_text = None if json_schema is None else _schema_text(Path(json_schema))
+    schema_text = None if json_schema is None else _schema_text(json_schema)
     grammar_text = None if grammar is None else read_text_file(Path(grammar), CONFIG_LIMIT_BYTES)
     if schema_text is None and regex is None and grammar_text is None:
         return ()
@@ -187,10 +188,13 @@ def constraints_of(
     return tuple(constraints)
 
 
-def _schema_text(path: Path) -> str:
-    text = read_text_file(path, CONFIG_LIMIT_BYTES)
+def _schema_text(given: str) -> str:
+    """The schema in a file, or `given` itself if it is an object."""
+    is_inline = given.lstrip().startswith("{")
+    text = given if is_inline else read_text_file(Path(given), CONFIG_LIMIT_BYTES)
+    where = "--json-schema" if is_inline else given
     try:
         json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RequestError("the JSON schema is not JSON", where=path, got=str(error)) from error
+        raise RequestError("the JSON schema is not JSON", where=where, got=str(error)) from error
     return text

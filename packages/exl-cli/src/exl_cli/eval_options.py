@@ -134,6 +134,10 @@ class TextOptions:
     column: Column = "text"
     rows: Rows = None
 
+    @property
+    def is_given(self) -> bool:
+        return self.text is not None or self.dataset is not None
+
     def read(self) -> Text:
         """The text, from a file or from a data set; exactly one of them must be given."""
         if self.dataset is not None and self.text is None:

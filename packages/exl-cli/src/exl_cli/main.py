@@ -22,6 +22,7 @@ from exl_cli.commands import (
     alias,
     bench,
     chat,
+    config,
     convert,
     doctor,
     generate,
@@ -45,6 +46,7 @@ from exl_cli.commands.eval import (
 )
 from exl_cli.machine import closed_stdout, machine_failure
 from exl_cli.output import ClosedPipeError
+from exl_cli.spellings import translate
 from exl_core.errors import ExlError, ProblemsError, printable
 
 CODE_INTERRUPTED = 130
@@ -62,7 +64,6 @@ app = typer.Typer(
     help="Run, chat with, serve, convert, inspect and evaluate quantized language models.",
     epilog=EXIT_CODES,
     rich_markup_mode="rich",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -101,6 +102,7 @@ register(app, "pull", models.pull, models.PULL_EXAMPLES)
 register(app, "list", models.list_models, models.LIST_EXAMPLES)
 register(app, "rm", models.rm, models.RM_EXAMPLES)
 register(app, "show", inspect.inspect_model, inspect.SHOW_EXAMPLES)
+register(app, "config", config.config, config.EXAMPLES)
 register(app, "serve-lite", serve_lite.serve_lite, serve_lite.EXAMPLES)
 register(app, "serve", serve_lite.serve_lite, serve_lite.EXAMPLES, is_hidden=True)
 register(app, "convert", convert.convert, convert.EXAMPLES)
@@ -157,9 +159,11 @@ def _run(args: Sequence[str]) -> object:
     # The shell closed stdout. Typer would discard the help text and still exit with 0.
     if sys.stdout is None:
         raise closed_stdout()
-    return get_command(app).main(
-        args=list(args) or ["--help"], prog_name="exl", standalone_mode=False
-    )
+    words, notes = translate(args)
+    for note in notes:
+        if sys.stderr is not None:
+            print(f"exl: note: {note}", file=sys.stderr, flush=True)
+    return get_command(app).main(args=words or ["--help"], prog_name="exl", standalone_mode=False)
 
 
 def _fail(error: ExlError) -> int:

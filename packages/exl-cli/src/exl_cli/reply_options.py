@@ -55,6 +55,7 @@ Bias = Annotated[
     list[str] | None,
     typer.Option(
         "--bias",
+        "--logit-bias",
         metavar="TOKEN=VALUE",
         help="Add VALUE to the logit of a token, given as its text or its id (digits). -inf bans "
         "it. May be given several times.",

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.resources import files
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,20 @@ KNOWN_DATASETS: Mapping[str, HubText] = {
 def as_text(text: str | Text) -> Text:
     """Turns a string into a `Text` of one document."""
     return Text((text,), "text") if isinstance(text, str) else text
+
+
+PACKAGED_CTX = 256
+"""Window of the packaged text, which has 800 to 1000 tokens."""
+
+
+def packaged_text() -> Text:
+    """A small text for a first measurement: the beginning of the Declaration of Independence of the
+    United States (1776, public domain).
+
+    Every model was trained on it. Figures on it compare with nothing that is published.
+    """
+    data = files("exl_eval").joinpath("data/declaration.txt").read_text(encoding="utf-8")
+    return Text((data,), "declaration.txt of exl (public domain)")
 
 
 def read_text(path: Path, *, column: str = "text", rows: int | None = None) -> Text:

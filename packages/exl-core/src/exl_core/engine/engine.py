@@ -84,9 +84,17 @@ class EngineOptions:
         _check_at_least("max_batch", self.max_batch, 1)
         if self.prefill_chunk is not None:
             _check_at_least("prefill_chunk", self.prefill_chunk, 1)
+        if not isinstance(self.kv_format, KVFormat):
+            raise RequestError(
+                "kv_format is something else",
+                expected=" or ".join(map(str, KVFormat)),
+                got=repr(self.kv_format),
+            )
 
 
 class Engine:
+    """Generation loop of one model: `submit` requests, then `step` until they have ended."""
+
     def __init__(
         self,
         model: Model,

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 
 class FinishReason(Enum):
+    """Cause of the end of a reply."""
+
     STOP = "stop"
     """A stop token or a stop string."""
     LENGTH = "length"

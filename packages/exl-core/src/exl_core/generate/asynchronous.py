@@ -15,7 +15,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
@@ -114,6 +114,24 @@ class AsyncJob:
         await arrived
 
 
+class Submission(Awaitable[AsyncJob]):
+    """A request that is being queued: `async for result in ...`, or `await` for its `AsyncJob`."""
+
+    def __init__(self, queued: Coroutine[Any, Any, AsyncJob]) -> None:
+        self._queued = queued
+
+    def __await__(self) -> Generator[Any, None, AsyncJob]:
+        return self._queued.__await__()
+
+    async def __aiter__(self) -> AsyncIterator[Result]:
+        job = await self._queued
+        try:
+            async for result in job:
+                yield result
+        finally:
+            job.cancel()
+
+
 class AsyncGenerator:
     """`async with AsyncGenerator(generator) as jobs`; leaving the block cancels all jobs.
 
@@ -157,8 +175,15 @@ class AsyncGenerator:
         """Seconds since the engine's thread last returned a result, if work is pending on it."""
         return time.monotonic() - self._returned_at if self._pending() else 0.0
 
-    async def submit(self, request: Request, identifier: object = None) -> AsyncJob:
-        """Check the request and queue it; raises RequestError if the engine refuses it."""
+    def submit(self, request: Request, identifier: object = None) -> Submission:
+        """Check the request and queue it; raises RequestError if the engine refuses it.
+
+        `async for result in jobs.submit(request)` reads the results. `await jobs.submit(request)`
+        gives the `AsyncJob`, to cancel it or to wait for its end.
+        """
+        return Submission(self._submit(request, identifier))
+
+    async def _submit(self, request: Request, identifier: object) -> AsyncJob:
         self._check_open(request)
         check_request(request)
         loop = asyncio.get_running_loop()

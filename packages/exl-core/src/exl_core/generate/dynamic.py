@@ -202,7 +202,7 @@ class DynamicGenerator(Generator):
         prompt: str | Pair | list[str] | list[Pair],
         *,
         each: Sequence[RequestFields] | None = None,
-        stop: Stops = (),
+        stop: Stops = None,
         add_bos: bool | None = False,
         parse_special: bool = False,
         completion_only: bool = False,
@@ -213,11 +213,11 @@ class DynamicGenerator(Generator):
     ) -> str | list[str] | None:
         """Complete one prompt, or a list of prompts as one batch.
 
-        Without `stop` only `max_tokens` ends a reply; EOS does not (pass `eos_ids` for that). The
-        prompt's text precedes the reply unless `completion_only`. Prompt i gets the settings
-        `each[i]`, which override the shared ones, and the seed `seed + i`. Once `abort` is set,
-        these jobs are cancelled and the call returns None. `last_jobs` holds the details. Jobs
-        that were queued before run meanwhile.
+        `stop`: token ids and texts that end a reply. None: the model's EOS tokens; (): only
+        `max_tokens` ends it. The prompt's text precedes the reply unless `completion_only`. Prompt
+        i gets the settings `each[i]`, which override the shared ones, and the seed `seed + i`. Once
+        `abort` is set, these jobs are cancelled and the call returns None. `last_jobs` holds the
+        details. Jobs that were queued before run meanwhile.
         """
         check_names(settings, self.generate)
         prompts = prompt if isinstance(prompt, list) else [prompt]

@@ -12,7 +12,13 @@ from exl_core.generate.driver import generate
 from exl_core.model.embedded import EmbeddedSpan
 from exl_core.session.load import LoadedModel
 from exl_core.session.open import stop_ids
-from exl_core.session.request_fields import RequestFields, Stops, build_request, check_names
+from exl_core.session.request_fields import (
+    RequestFields,
+    Stops,
+    build_request,
+    check_argument,
+    check_names,
+)
 from exl_core.speculate.drafter import Drafter
 from exl_core.tokenizer.batch import encode_with_aliases
 
@@ -31,6 +37,9 @@ class Generator:
         engine: Engine | None = None,
     ) -> None:
         """`engine`: an existing engine of this model; `options` and `drafter` are then ignored."""
+        check_argument("loaded", loaded, LoadedModel, "Load it first: load_model('smollm2').")
+        example = "For example EngineOptions(cache_tokens=4096)."
+        check_argument("options", options, EngineOptions | None, example)
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
         self.engine = engine or Engine(loaded.model, loaded.tokenizer, options, drafter=drafter)
@@ -77,13 +86,17 @@ class Generator:
         prompt: Prompt,
         *,
         negative: Prompt | None = None,
-        stop: Stops = (),
+        stop: Stops = None,
         add_bos: bool | None = False,
         parse_special: bool = False,
         embeddings: Mapping[str, EmbeddedSpan] | None = None,
         **settings: Unpack[RequestFields],
     ) -> Request:
-        """A request for this model. `negative` is the prompt that guidance steers away from."""
+        """A request for this model. `negative` is the prompt that guidance steers away from.
+
+        `stop`: token ids and texts that end the reply. None: the model's EOS tokens; (): nothing
+        but the limits.
+        """
         check_names(settings, self.request)
 
         def encoded(text: Prompt) -> list[int]:
@@ -98,7 +111,7 @@ class Generator:
         return build_request(
             encoded(prompt),
             negative_ids=None if negative is None else encoded(negative),
-            stop=stop,
+            stop=self.eos_ids if stop is None else stop,
             embeddings=(embeddings or {}).values(),
             **settings,
         )

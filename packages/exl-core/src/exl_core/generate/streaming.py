@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from threading import Event as Flag
 from typing import Unpack
@@ -207,6 +207,14 @@ class StreamingGenerator(Generator):
             self.engine.set_sampler(stream.request_id, sampler)
         if stop is not None:
             self.engine.set_stops(stream.request_id, *split_stops(stop))
+
+    def __iter__(self) -> Iterator[StreamResult]:
+        """Results of the running stream up to its end. Leaving the loop does not cancel it."""
+        while True:
+            result = self.step()
+            yield result
+            if result.is_end:
+                return
 
     def cancel(self) -> None:
         """Cancel the running stream, if any, and drop results that were not returned."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -26,6 +28,7 @@ from exl_core.ops.open import device_failures, get_table
 from exl_core.ops.table import OpTable
 from exl_core.prompt.template import ChatTemplate
 from exl_core.session.open import ModelFiles, open_model
+from exl_core.session.request_fields import check_argument
 from exl_core.session.resolve import resolve_model
 from exl_core.settings import read_settings
 from exl_core.tokenizer.base import Tokenizer
@@ -58,6 +61,19 @@ class LoadOptions:
     at a time. None keeps all weights in memory."""
 
 
+class LoadFields(TypedDict, total=False):
+    """Fields of `LoadOptions` by keyword, for `load_model`."""
+
+    device: str
+    isa: str | None
+    threads: int | None
+    max_seq_len: int | None
+    rope_factor: float | None
+    rope_alpha: float | None
+    exact: bool
+    held_bytes: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model ready to run, with its tokenizer and chat template (None for base models)."""
@@ -77,15 +93,17 @@ def load_model(
     model: str | Path | ModelFiles | None = None,
     options: LoadOptions | None = None,
     progress: Progress | None = None,
+    **changes: Unpack[LoadFields],
 ) -> LoadedModel:
     """Loads a model: opened files (`open_model`), a path, or a name (`resolve_model`).
 
+    Fields of `LoadOptions` may be given by keyword: `load_model("smollm2", device="cuda:1")`.
     `progress` gets bytes read and total bytes. Raises `ModelError` for any fault of the model,
     before large allocations if the headers show it, and `OutOfMemoryError` if the weights cannot
     fit.
     """
     started = time.perf_counter()
-    options = options or LoadOptions()
+    options = _checked_options(options, changes)
     settings = read_settings()
     threads = options.threads or settings.threads
     device = resolve_device(options.device, is_exact=options.exact)
@@ -132,6 +150,23 @@ def load_model(
         load_s=time.perf_counter() - started,
         exact=options.exact,
     )
+
+
+def _checked_options(options: LoadOptions | None, changes: LoadFields) -> LoadOptions:
+    known = [field.name for field in fields(LoadOptions)]
+    for name in changes:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise RequestError(
+                f"no such option: {name}",
+                where="load_model",
+                expected=", ".join(known),
+                got=name,
+                next_step=f"Did you mean {near[0]!r}?" if near else None,
+            )
+    example = "For example load_model('smollm2', device='cpu')."
+    check_argument("options", options, LoadOptions | None, example)
+    return replace(options or LoadOptions(), **changes)
 
 
 def resolve_device(name: str, *, is_exact: bool = False) -> str:

@@ -10,7 +10,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from typing import Any, TypedDict, Unpack
+from types import NoneType, UnionType
+from typing import Any, TypedDict, Unpack, get_args
 
 from exl_core.constrain.filter import Constraint
 from exl_core.engine.request import Hook, Report, Request
@@ -106,6 +107,20 @@ def check_names(settings: Mapping[str, object], *calls: Callable[..., object]) -
             else f"Did you mean {found!r}?"
             if found in known
             else f"Settings of sampling come as sampler=SamplerParams({found}=...).",
+        )
+
+
+def check_argument(name: str, value: object, kind: type | UnionType, next_step: str) -> None:
+    """Raise RequestError for an argument of another type."""
+    if not isinstance(value, kind):
+        wanted = " or ".join(
+            "None" if one is NoneType else one.__name__ for one in get_args(kind) or (kind,)
+        )
+        raise RequestError(
+            f"{name} is something else",
+            expected=wanted,
+            got=repr(value)[:100],
+            next_step=next_step,
         )
 
 

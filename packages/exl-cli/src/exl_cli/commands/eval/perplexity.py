@@ -112,10 +112,12 @@ def perplexity(
     The five styles yield figures that differ by tens of percent. Compare figures only if style,
     text, tokenizer, context and BOS rule agree: they are printed with the result, and 'exl eval
     compare' checks them. Only bits per byte and word perplexity are comparable across tokenizers.
+    Without --text and --dataset, a small public-domain text of the package is scored in windows of
+    256 tokens; figures on it compare with nothing published.
     """
     spec = options.pick_model(model, model_option)
     kv_format = parse_cache_type(cache_type)
-    content = source.read()
+    content, ctx = _text_of(source, ctx, is_quiet=quiet)
     with exits_at_once():
         from exl_eval.perplexity import PerplexityOptions, compare_scored
     choices = PerplexityOptions(
@@ -132,6 +134,24 @@ def perplexity(
     beside = None if resume is None else resume.with_name(f"{resume.name}.compare-to")
     second = _scored(loading, compare_to, content, choices, beside)
     _show_pair(compare_scored(first, second), is_json=json, has_positions=by_position)
+
+
+def _text_of(
+    source: eval_options.TextOptions, ctx: int | None, *, is_quiet: bool
+) -> tuple[Text, int | None]:
+    """The text and the window size. Without a text: the packaged one, with a note on stderr."""
+    if source.is_given:
+        return source.read(), ctx
+    from exl_cli.render import print_note
+    from exl_eval.texts import PACKAGED_CTX, packaged_text
+
+    text = packaged_text()
+    if not is_quiet:
+        print_note(
+            f"note: no --text, so the packaged text is scored, SHA-256 {text.sha256[:16]}. Figures "
+            "on it compare with nothing published."
+        )
+    return text, ctx or PACKAGED_CTX
 
 
 def _scored(

@@ -14,7 +14,7 @@ import typer
 from exl_cli import eval_options, options, output
 from exl_cli.interrupt import exits_at_once
 from exl_cli.option_groups import spread
-from exl_core.errors import RequestError
+from exl_core.errors import ExlError, RequestError
 
 if TYPE_CHECKING:
     from exl_eval.report import Report
@@ -71,7 +71,8 @@ def report(
     """Report size, perplexity, divergence, speed and bits by layer of several models on one page.
 
     The page needs no network and no other file. A model that cannot be measured has a row with the
-    reason. Figures are stored once measured: repeating the command resumes an interrupted run.
+    reason, and the exit code is then 1. Figures are stored once measured: repeating the command
+    resumes an interrupted run.
     """
     _check_each_once(models)
     content = source.read()
@@ -107,6 +108,17 @@ def report(
         output.write_json(record)
     else:
         _show(found, out)
+    _check_all_measured(found)
+
+
+def _check_all_measured(found: Report) -> None:
+    failed = [row.name for row in found.rows if row.failure is not None]
+    if failed:
+        raise ExlError(
+            f"{len(failed)} of {len(found.rows)} models could not be measured",
+            got=", ".join(failed),
+            next_step="The page has the reasons.",
+        )
 
 
 def _check_each_once(models: Sequence[str]) -> None:

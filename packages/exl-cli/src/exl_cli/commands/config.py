@@ -1,0 +1,52 @@
+"""`exl config`: the user's file of settings: where it is, what it says, and whether it is valid."""
+
+from __future__ import annotations
+
+import typer
+
+from exl_cli import options, output
+from exl_cli.config import PROFILES, check_names, option_names, read_config
+from exl_core.settings import config_file
+
+EXAMPLES = (
+    ("exl config", "the file, its settings, and whether their names are right"),
+    ("exl config --json", "machine-readable output"),
+    ("exl chat --profile writer", "use the settings of [profiles.writer]"),
+)
+SCHEMA_VERSION = 1
+
+
+def config(context: typer.Context, json: options.Json = False) -> None:
+    """Show the file of settings, and check it.
+
+    The file is TOML. A key is an option without dashes: `temp = 0.7` at the top is the default of
+    every command that has --temp, `[chat]` has defaults of one command, and `[profiles.writer]`
+    those of `--profile writer`. `model` is the model of commands that name none. The command line
+    wins over the file. EXL_CONFIG names another file.
+    """
+    contents = read_config()
+    root = context.find_root().command
+    commands: dict[str, object] = dict(getattr(root, "commands", {}))
+    known = set(option_names(commands))
+    for name, value in contents.items():
+        if name == PROFILES:
+            for profile, settings in value.items():
+                check_names(settings, known, f"{config_file()}, [profiles.{profile}]")
+        elif isinstance(value, dict):
+            check_names({} if name in commands else {name: 0}, known, f"{config_file()}, [{name}]")
+            check_names(value, known, f"{config_file()}, [{name}]")
+        else:
+            check_names({name: value}, known, str(config_file()))
+    if json:
+        output.write_json(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "file": str(config_file()),
+                "exists": config_file().exists(),
+                "settings": contents,
+            }
+        )
+        return
+    lines = [f"{config_file()}{'' if config_file().exists() else ' (does not exist)'}"]
+    lines += [f"{name} = {value!r}" for name, value in contents.items()]
+    output.write_text("\n".join(lines) + "\n")

@@ -1,0 +1,81 @@
+"""Settings of a user: defaults of options, and named profiles, from one TOML file.
+
+    model = "owner/name:Q4_K_M"      # the model of commands that name none
+    temp = 0.7                       # an option of every command that has it
+    [chat]                           # options of one command
+    system = "Answer briefly."
+    [profiles.writer]                # exl chat --profile writer
+    model = "owner/other"
+    cache-type = "q8"
+
+A key is an option as it is written, without dashes in front. An option on the command line wins
+over a profile, a profile over the table of a command, and that over the top of the file. Reads the
+file only; writing it is the user's part.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from exl_core.errors import RequestError
+from exl_core.files import CONFIG_LIMIT_BYTES, decode_text, is_present, read_bytes
+from exl_core.session.names import did_you_mean, near_names
+from exl_core.settings import config_file
+
+PROFILES = "profiles"
+MODEL = "model"
+
+
+def read_config() -> dict[str, Any]:
+    """The file's contents; {} if there is none. Raises RequestError for a damaged file."""
+    path = config_file()
+    if not is_present(path, RequestError):
+        return {}
+    text = decode_text(read_bytes(path, RequestError, CONFIG_LIMIT_BYTES), str(path))
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RequestError("is not valid TOML", where=path, got=error) from error
+
+
+def profile(name: str) -> Mapping[str, Any]:
+    """Settings of one profile."""
+    profiles = read_config().get(PROFILES, {})
+    found = profiles.get(name)
+    if not isinstance(found, dict):
+        raise RequestError(
+            f"there is no profile {name!r}",
+            where=config_file(),
+            expected=", ".join(profiles) or "a table [profiles.NAME]",
+            next_step=did_you_mean(near_names(name, profiles)),
+        )
+    return found
+
+
+def settings_for(command: str) -> dict[str, Any]:
+    """Settings of the file that concern one command: the top of the file, then its own table."""
+    contents = read_config()
+    own = contents.get(command, {})
+    top = {name: value for name, value in contents.items() if not isinstance(value, dict)}
+    return {**top, **own} if isinstance(own, dict) else top
+
+
+def check_names(names: Mapping[str, Any], known: set[str], where: str) -> None:
+    """Raises RequestError for a setting that is no option of any command."""
+    for name in names:
+        if name not in known and name != MODEL:
+            raise RequestError(
+                f"there is no option --{name}",
+                where=where,
+                next_step=did_you_mean(near_names(name, known)),
+            )
+
+
+def option_names(commands: Mapping[str, Any]) -> Iterator[str]:
+    """Names of all options below a group of commands, without the dashes."""
+    for command in commands.values():
+        yield from option_names(getattr(command, "commands", {}))
+        for parameter in command.params:
+            yield from (name.lstrip("-") for name in getattr(parameter, "opts", ()))

@@ -1,0 +1,100 @@
+"""The user's file of settings: defaults, profiles, errors; and the short help pages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.commands import Command
+
+SETTINGS = """
+temp = 0.0
+[generate]
+max-tokens = 3
+[profiles.writer]
+max-tokens = 6
+stop = [","]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of settings that the command reads."""
+    path = tmp_path / "settings.toml"
+    path.write_text(SETTINGS, encoding="utf-8")
+    monkeypatch.setenv("EXL_CONFIG", str(path))
+    return path
+
+
+def reply(exl: Command, model: Path, *args: object) -> dict[str, object]:
+    done = exl("generate", model, "-p", "1, 2, 3,", "--json", *args)
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+def test_the_file_has_defaults_and_the_command_line_wins(
+    exl: Command, file: Path, smollm2_path: Path
+) -> None:
+    assert reply(exl, smollm2_path)["text"] == " 4,"
+    assert reply(exl, smollm2_path, "-n", 2)["text"] == " 4"
+
+
+def test_a_profile_wins_over_the_rest_of_the_file(
+    exl: Command, file: Path, smollm2_path: Path
+) -> None:
+    found = reply(exl, smollm2_path, "--profile", "writer")
+    assert (found["text"], found["stopped_by"]) == (" 4", ",")
+
+
+def test_the_file_names_the_model_of_commands_that_name_none(
+    exl: Command, file: Path, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXL_MODEL", "")  # restored after the test, which sets it
+    monkeypatch.delenv("EXL_MODEL")
+    file.write_text('model = "no-such-model-here"', encoding="utf-8")
+    assert "no-such-model-here: no such model" in exl("generate", "-p", "x").error_line(3)
+
+
+def test_config_shows_the_file(exl: Command, file: Path) -> None:
+    done = exl("config")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith(f"{file}\ntemp = 0.0\n")
+    assert json.loads(exl("config", "--json").out)["settings"]["generate"] == {"max-tokens": 3}
+    file.unlink()
+    assert exl("config").out == f"{file} (does not exist)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "command", "message"),
+    [
+        ("temp = ", ("config",), "is not valid TOML"),
+        ("tempp = 1", ("config",), "there is no option --tempp. Did you mean 'temp'"),
+        ("[generat]\ntemp = 1", ("config",), "there is no option --generat"),
+        ("[profiles.a]\nstopp = 1", ("config",), "[profiles.a]: there is no option --stopp"),
+        ("[profiles.writer]", ("generate", "--profile", "writter"), "Did you mean 'writer'"),
+        ('temp = "warm"', ("generate", "-p", "x"), "Input should be a valid number"),
+    ],
+)
+def test_mistakes_in_the_file_are_named(
+    exl: Command, file: Path, text: str, command: tuple[str, ...], message: str
+) -> None:
+    file.write_text(text, encoding="utf-8")
+    assert message in exl(*command).error_line(2)
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "run"])
+def test_long_help_pages_show_the_common_options_first(exl: Command, verb: str) -> None:
+    short, full = exl(verb, "--help").out, exl(verb, "--help-all").out
+    for option in ("--temp", "--system", "--help-all"):
+        assert option in short
+        assert option in full
+    assert "--dry-multiplier" not in short
+    assert "--dry-multiplier" in full
+    assert len(short.splitlines()) < len(full.splitlines()) / 2
+
+
+def test_completion_lists_pulled_models(exl_process: Command) -> None:
+    done = exl_process("--show-completion", "bash")
+    assert "exl" in done.out + done.err
