@@ -70,7 +70,9 @@ class LoadFields(TypedDict, total=False):
     max_seq_len: int | None
     rope_factor: float | None
     rope_alpha: float | None
+    yarn_factor: float | None
     exact: bool
+    batch_invariant: bool
     held_bytes: int | None
 
 
@@ -97,10 +99,9 @@ def load_model(
 ) -> LoadedModel:
     """Loads a model: opened files (`open_model`), a path, or a name (`resolve_model`).
 
-    Fields of `LoadOptions` may be given by keyword: `load_model("smollm2", device="cuda:1")`.
-    `progress` gets bytes read and total bytes. Raises `ModelError` for any fault of the model,
-    before large allocations if the headers show it, and `OutOfMemoryError` if the weights cannot
-    fit.
+    `changes` are fields of `LoadOptions`, as in `device="cuda:1"`. `progress` gets bytes read and
+    total bytes. Raises `ModelError` for any fault of the model, before large allocations if the
+    headers show it, and `OutOfMemoryError` if the weights cannot fit.
     """
     started = time.perf_counter()
     options = _checked_options(options, changes)
