@@ -26,7 +26,17 @@ from support.quantized_models import (
     quantize,
     quantized_llama,
 )
-from support.tiny_models import VOCAB_SIZE, save, tiny_ernie, tiny_gemma3, tiny_glm4, tiny_llama
+from support.tiny_models import (
+    VOCAB_SIZE,
+    save,
+    tiny_cohere,
+    tiny_ernie,
+    tiny_gemma3,
+    tiny_glm4,
+    tiny_granite,
+    tiny_llama,
+    tiny_starcoder2,
+)
 
 
 def assert_same_logits(folder: Path, model: Any, dense: dict[str, Tensor]) -> None:
@@ -41,9 +51,15 @@ def assert_same_logits(folder: Path, model: Any, dense: dict[str, Tensor]) -> No
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("build", [tiny_llama, tiny_gemma3, tiny_ernie, tiny_glm4])
+EXL2_FAMILIES = [
+    *(tiny_llama, tiny_gemma3, tiny_ernie, tiny_cohere, tiny_starcoder2, tiny_granite, tiny_glm4),
+]
+
+
+@pytest.mark.parametrize("build", EXL2_FAMILIES)
 def test_exl2_logits(tmp_path: Path, build: Callable[..., Any]) -> None:
-    model = build(**SIZES, tie_word_embeddings=False)
+    sizes = SIZES if build is not tiny_starcoder2 else {**SIZES, "head_dim": 16}
+    model = build(**sizes, tie_word_embeddings=False)
     folder = save(model, tmp_path)
     pieces = quantize(folder, {"quant_method": "exl2", "bits": 4.0}, exl2_pieces)
     # Converters copy the source model's index of shards, which lists files that the quantized model
