@@ -109,10 +109,10 @@ def test_selftest_passes(cpu_table: OpTable) -> None:
 def test_selftest_detects_a_broken_op(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of 1e-4 in one value of the output or of the first operand."""
     table = get_table("cpu", threads=1)
-    working = getattr(type(table), op)
+    working = getattr(table, op)
 
-    def broken(self: OpTable, *operands: Any, **options: Any) -> object:
-        result = working(self, *operands, **options)
+    def broken(_: OpTable, *operands: Any, **options: Any) -> object:
+        result = working(*operands, **options)
         if isinstance(result, Sampled):
             return result._replace(probability=result.probability * 1.0001)
         if op == "write_kv":
