@@ -39,7 +39,9 @@ def divergence(exl: Command, tiny_llama_dir: Path, near_dir: Path, text: Path) -
     return lambda *more: exl("eval", "divergence", near_dir, *args, *more)
 
 
-def test_json_has_the_figures_under_their_names(divergence: Command) -> None:
+def test_json_has_the_figures_under_their_names(
+    divergence: Command, tiny_llama_dir: Path, near_dir: Path
+) -> None:
     done = divergence("--windows", 3, "--json")
     assert (done.code, done.err) == (0, "")
     result = json.loads(done.out)
@@ -50,7 +52,7 @@ def test_json_has_the_figures_under_their_names(divergence: Command) -> None:
     assert abs(result["ln_ppl_ratio"]) < 0.1
     assert sum(band["tokens"] for band in result["by_confidence"]) == result["tokens"] == 3 * 63
     assert result["direction"] == "KL(reference || candidate)"
-    assert (result["model"], result["reference"]) == ("near0", "tiny-llama0")
+    assert (result["model"], result["reference"]) == (near_dir.name, tiny_llama_dir.name)
 
 
 def test_table_has_the_figures_of_json(divergence: Command) -> None:
@@ -73,7 +75,11 @@ def test_reverse_divergence_differs(
 
 
 def test_cached_reference_is_not_loaded_again(
-    divergence: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    divergence: Command,
+    tiny_llama_dir: Path,
+    near_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from exl_core.session import load
 
@@ -88,9 +94,9 @@ def test_cached_reference_is_not_loaded_again(
 
     monkeypatch.setattr("exl_cli.load.load_model", counting)
     first = json.loads(divergence("--cache-reference", kept, "--json").out)
-    assert [files.path.name for files in loads] == ["tiny-llama0", "near0"]
+    assert [files.path for files in loads] == [tiny_llama_dir, near_dir]
     again = json.loads(divergence("--cache-reference", kept, "--json").out)
-    assert [files.path.name for files in loads] == ["tiny-llama0", "near0", "near0"]
+    assert [files.path for files in loads] == [tiny_llama_dir, near_dir, near_dir]
     assert first["kld"] == again["kld"]
     assert first["kld"]["mean"] == pytest.approx(live["kld"]["mean"], rel=1e-3, abs=1e-6)
     assert "which adds an error of" in divergence("--cache-reference", kept).out

@@ -143,7 +143,7 @@ def test_invalid_requests_are_refused_at_construction(
         ({"top_p": 0}, "top_p is out of range"),
         ({"top_p": float("nan")}, "top_p is out of range"),
         ({"seed": "7"}, "seed is out of range"),
-        ({"cfg_scale": -1}, "cfg_scale is out of range"),
+        ({"cfg_scale": float("inf")}, "cfg_scale is out of range"),
         ({"allowed_tokens": []}, "allowed_tokens is out of range"),
         ({"token_bias": {"a": 1}}, "token_bias is out of range"),
     ],
