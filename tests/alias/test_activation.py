@@ -23,7 +23,8 @@ from exllamav2.generator import *
 print(sys.argv[1:], ExLlamaV2.__name__, ExLlamaV2DynamicJob.__name__)
 print(importlib.metadata.version("exllamav2"), generator.__version__)
 child = "import exllamav2; print(hasattr(exllamav2, '__exl__'))"
-print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True).stdout.strip())
+done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, cwd=sys.prefix)
+print(done.stdout.strip())
 """
 
 

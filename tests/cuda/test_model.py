@@ -48,8 +48,9 @@ BUILD: dict[str, Callable[[Path], Path]] = {
 }
 # Relative error of the logits. Activations are float16 on the GPU and float32 on the CPU, and
 # small random models amplify the difference. Some keys are rounded to another code. A wrong page,
-# position or permutation causes an error of about one.
-TOLERANCE = {KVFormat.FP16: 6e-3, KVFormat.Q8: 2e-2, KVFormat.Q4: 1e-1}
+# position or permutation causes an error of about one. Q4: the largest error of a pass is 0.05 to
+# 0.12, depending on the random tokens (six seeds, two models).
+TOLERANCE = {KVFormat.FP16: 6e-3, KVFormat.Q8: 2e-2, KVFormat.Q4: 1.5e-1}
 
 
 class Pair:

@@ -130,7 +130,9 @@ def test_first_signal_ends_the_server_while_a_schema_is_compiled(
         assert not answers
         started = time.monotonic()
         one.process.send_signal(signal.SIGTERM)
-        assert one.end() == (0, b"")
+        code, log = one.end()
+        assert (code, log.count(b"\n")) == (0, 1)
+        assert b"503" in log and b"the server is shutting down" in log
         assert time.monotonic() - started < 4  # the limit on compiling is 5 s, and 1 s has passed
         asking.join(WAIT_S)
     assert answers[0].status_code == 503

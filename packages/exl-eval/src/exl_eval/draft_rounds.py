@@ -149,4 +149,5 @@ def _chance(
         return float(wanted[guess])
     drawn_from = draft.probabilities[offset].double()
     shared = min(len(wanted), len(drawn_from))
-    return float(wanted[:shared].minimum(drawn_from[:shared]).sum())
+    overlap = float(wanted[:shared].minimum(drawn_from[:shared]).sum())
+    return min(overlap, 1.0)  # the sum of equal distributions can round above one

@@ -64,7 +64,11 @@ def store_options(
 
 
 def put_on_python_path(*folders: Path) -> None:
-    """Let child processes search these folders for modules first."""
+    """Let child processes search these folders for modules.
+
+    Python still searches the folder of a child's script first, with -c the current folder: a
+    checkout of the original there wins.
+    """
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     added = [str(folder) for folder in folders]
     kept = [folder for folder in known if folder and folder not in added]
