@@ -137,7 +137,7 @@ class OllamaChat(Chat):
 
     def last(self, choice: Choice) -> Json:
         (end,) = self.ends([choice])
-        return {"done": True, "done_reason": END_REASONS[end.reason], **counts_of(end)}
+        return _last(end)
 
 
 class LineEvents:
@@ -161,6 +161,11 @@ class LineEvents:
 
     def end(self) -> Iterable[Event]:
         yield {**self._work.line({}), **self._work.last(self._choice)}
+
+
+def _last(end: FinishEvent) -> Json:
+    """Fields that only the last line of a reply has."""
+    return {"done": True, "done_reason": END_REASONS[end.reason], **counts_of(end)}
 
 
 def _fields(delta: Delta) -> Json:
@@ -187,7 +192,7 @@ class OllamaCompletion(Completion):
     async def whole(self, stack: AsyncExitStack) -> dict[str, object]:
         (choice,) = await self.collect(stack)
         (end,) = self.ends([choice])
-        return {**self.line(choice.take_text()), **self.last(end)}
+        return {**self.line(choice.take_text()), **_last(end)}
 
     async def stream(self, stack: AsyncExitStack) -> CompletionLines:
         return CompletionLines(self, await self.start(stack))
@@ -195,9 +200,6 @@ class OllamaCompletion(Completion):
     def line(self, text: str) -> Json:
         model = self.model
         return {"model": model, "created_at": created_at(), "response": text, "done": False}
-
-    def last(self, end: FinishEvent) -> Json:
-        return {"done": True, "done_reason": END_REASONS[end.reason], **counts_of(end)}
 
 
 class CompletionLines:
@@ -223,4 +225,4 @@ class CompletionLines:
 
     def end(self) -> Iterable[Event]:
         (end,) = self._work.ends([self._choice])
-        yield {**self._work.line(""), **self._work.last(end)}
+        yield {**self._work.line(""), **_last(end)}
