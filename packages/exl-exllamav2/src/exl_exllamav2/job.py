@@ -215,7 +215,7 @@ class ExLlamaV2DynamicJob:
     def _tokens(
         self, token_ids: Sequence[int], tokens: Sequence[SampledToken], padded_vocab: int
     ) -> Result:
-        """Entries of tokens: ids [1, n] and the details that the job asked for."""
+        """Token ids [1, n], and the details of the tokens that the job's settings select."""
         if not token_ids:
             return {}
         found: Result = {"token_ids": torch.tensor([list(token_ids)], dtype=torch.long)}
