@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 from openai import BadRequestError
 
-from exl_cli.server.tools import ToolCall, ToolFormat, ToolSplitter, call_schema, format_of
+from exl_cli.server.tools import (
+    ToolCall,
+    ToolFormat,
+    ToolSplitter,
+    arguments_object,
+    call_schema,
+    format_of,
+)
 from support.profiles import first_by_default
 from support.scripted import BOS_ID, EOS_ID, HashRule, Rule, reply_with
 from support.server import Running, running, scripted_runtime
@@ -227,3 +234,18 @@ def test_invalid_tools_are_refused() -> None:
         pytest.raises(BadRequestError, match="has no tools"),
     ):
         ask(one)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"city": "Oslo"}', {"city": "Oslo"}),
+        ("", {}),
+        ("Oslo", {"arguments": "Oslo"}),
+        ('["Oslo"]', {"arguments": ["Oslo"]}),
+    ],
+)
+def test_arguments_are_an_object_whatever_the_model_wrote(
+    text: str, expected: dict[str, Any]
+) -> None:
+    assert arguments_object(text) == expected

@@ -6,7 +6,6 @@ becomes content blocks, whole or as Anthropic's events. Knows nothing of prompts
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack
@@ -17,6 +16,7 @@ from exl_cli.server.errors import ApiError
 from exl_cli.server.schema import ChatBody, parsed
 from exl_cli.server.service import Service
 from exl_cli.server.streaming import NAMED_EVENTS, Event
+from exl_cli.server.tools import arguments_object
 from exl_core.engine.events import FinishEvent
 from exl_core.generate.asynchronous import AsyncJob
 from exl_core.generate.dynamic import Result
@@ -173,7 +173,7 @@ class Messages(Chat):
         if choice.content.strip() or not choice.calls:
             blocks.append({"type": "text", "text": choice.content})
         for call in choice.calls:
-            inputs = json.loads(call.arguments or "{}")
+            inputs = arguments_object(call.arguments)
             blocks.append(
                 {"type": "tool_use", "id": call.call_id, "name": call.name, "input": inputs}
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from exl_cli.server.errors import ApiError
 from exl_cli.server.schema import ChatBody, CompletionBody, parsed
 from exl_cli.server.service import Service
 from exl_cli.server.streaming import JSON_LINES, Event
+from exl_cli.server.tools import arguments_object
 from exl_core.engine.events import FinishEvent
 from exl_core.generate.asynchronous import AsyncJob
 from exl_core.generate.dynamic import Result
@@ -179,10 +179,7 @@ def _fields(delta: Delta) -> Json:
 def _call(call: Mapping[str, Any]) -> Json:
     """ollama has the arguments of a call as an object."""
     function = call["function"]
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:  # a model wrote them, without a constraint
-        arguments = {"arguments": function["arguments"]}
+    arguments = arguments_object(function["arguments"])
     return {"id": call["id"], "function": {"name": function["name"], "arguments": arguments}}
 
 

@@ -67,6 +67,19 @@ class ToolCall:
         return call if index is None else {"index": index, **call}
 
 
+def arguments_object(text: str) -> dict[str, Any]:
+    """Arguments of a call, for APIs that give them as an object.
+
+    A model that writes without a constraint may write anything. Text that is no JSON object becomes
+    the value of `arguments`.
+    """
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = text
+    return found if isinstance(found, dict) else {"arguments": found}
+
+
 class ToolSplitter:
     """Separates tool calls from text while a reply streams. `names`: the available tools."""
 
