@@ -15,7 +15,8 @@ EXL_CUDA_ARCH selects the architectures that get machine code:
 The default is `all` if there is an nvcc in CUDA_HOME/bin or on PATH. If nvcc comes from Python
 packages, which `build_backend.py` requests on a machine with a GPU, the default is the GPUs of this
 machine. Otherwise it is `none`. With any value but `none`, a missing nvcc is an error. Objects are
-kept between builds, like those of the CPU sources.
+kept between builds, like those of the CPU sources. EXL_PORTABLE=1 links for older systems
+(`build_portable.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+import build_portable
 
 ROOT = Path(__file__).resolve().parent
 LIBRARY = "libexl_cuda.so"
@@ -230,10 +233,33 @@ def build_library(
         made = list(pool.map(compiled, sources))
     folder.mkdir(parents=True, exist_ok=True)
     fresh = folder / f"{LIBRARY}.new"
-    libraries = f"-L{Path(target.nvcc).parents[1] / 'lib'}"  # where packages have the CUDA runtime
-    _run([target.nvcc, *LINK_FLAGS, libraries, *target.code_flags, *made, "-o", str(fresh)])
+    flags = [*LINK_FLAGS, f"-L{Path(target.nvcc).parents[1] / 'lib'}"]  # in packages: the runtime
+    is_portable = build_portable.is_wanted(os.environ)
+    if is_portable:
+        renames = build_portable.older_versions(["g++"])
+        made = build_portable.lowered(
+            [*made, str(cuda_runtime(target))], objects / "portable", renames
+        )
+        flags[flags.index("static")] = "none"
+        flags += [part for one in build_portable.LINKER_OPTIONS for part in ("-Xlinker", one)]
+    _run([target.nvcc, *flags, *target.code_flags, *made, "-o", str(fresh)])
+    if is_portable:
+        build_portable.check(fresh)
     fresh.replace(library)  # a running process keeps the old library
     return library
+
+
+def cuda_runtime(target: Target) -> Path:
+    """The archive of the CUDA runtime that nvcc links."""
+    said = subprocess.run(
+        [target.nvcc, "-dryrun", "-shared", "any.o"], capture_output=True, text=True, check=False
+    )
+    folders = re.findall(r'-L"?([^"\s]+)', said.stderr)
+    for folder in (*folders, Path(target.nvcc).parents[1] / "lib"):
+        found = Path(folder, "libcudart_static.a")
+        if found.is_file():
+            return found
+    raise SystemExit(f"exl-kernels: there is no libcudart_static.a beside {target.nvcc}")
 
 
 def _object_dir(root: Path, target: Target, flags: list[str]) -> Path:

@@ -5,7 +5,8 @@ Where there is an nvcc, the CUDA library is built too (`build_cuda.py`).
 Objects are compiled in parallel and kept. One is rebuilt when its source or any header is newer.
 Each combination of compiler, flags and version has its own object folder, so that different kinds
 of builds never share objects. The environment can name the compiler (CXX) and add flags (CXXFLAGS,
-LDFLAGS; setuptools reads them); the sanitizer build is made this way. The link step always runs.
+LDFLAGS; setuptools reads them); the sanitizer build is made this way. EXL_PORTABLE=1 links for
+older systems (`build_portable.py`). The link step always runs.
 
 There is no check whether a library built in place is older than its sources. exl-core compares
 versions only.
@@ -32,6 +33,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # an isolated build does not search this file's folder
 
 import build_cuda  # noqa: E402
+import build_portable  # noqa: E402
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
@@ -57,11 +59,12 @@ QUANT_SETS = {
     "avx512vnni": VNNI_FLAGS,
     "amx": [*VNNI_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
 }
-QUANT_SOURCES = {
-    # Uses integers for any number of rows, except for FP8.
-    "avx512vnni": ["src/cpu/linear/quant_linear.cpp", "src/cpu/linear/quant_prefill.cpp"],
-    "amx": ["src/cpu/linear/quant_linear.cpp", "src/cpu/linear/quant_prefill.cpp"],
-}
+QUANT_KERNELS = [
+    *("src/cpu/linear/quant_linear.cpp", "src/cpu/linear/quant_prefill.cpp"),
+    "src/cpu/moe/experts.cpp",
+]
+# avx512vnni uses integers for any number of rows, except for FP8.
+QUANT_SOURCES = {"avx512vnni": QUANT_KERNELS, "amx": QUANT_KERNELS}
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 SETS: dict[str, list[str]] = X86_SETS | QUANT_SETS if IS_X86 else {"scalar": []}
 
@@ -73,7 +76,7 @@ if not re.search(r"(^|\s)-g", os.environ.get("CXXFLAGS", "")):
 # all sets.
 BASE_SOURCES = [
     *("src/cpu/common/isa.cpp", "src/cpu/common/thread_pool.cpp"),
-    *("src/cpu/linear/packed.cpp", "src/cpu/linear/quant_pack.cpp"),
+    *("src/cpu/linear/packed.cpp", "src/cpu/linear/quant_pack.cpp", "src/cpu/moe/route.cpp"),
 ]
 
 NEEDS_COMPILER = (
@@ -141,14 +144,28 @@ class BuildPerSet(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = target.with_name(target.name + ".new")
         fresh.unlink(missing_ok=True)  # left over from an interrupted build
+        is_portable = build_portable.is_wanted(os.environ)
+        options = ["-pthread"]
+        if is_portable:
+            support = self._compile((build_portable.SOURCE, "base", []), object_dir, newest_header)
+            objects = self._lowered([*objects, support], object_dir / "portable")
+            options.append(f"-Wl,{','.join(build_portable.LINKER_OPTIONS)}")
         self.compiler.link_shared_object(
-            objects, str(fresh), extra_postargs=["-pthread"], target_lang="c++"
+            objects, str(fresh), extra_postargs=options, target_lang="c++"
         )
+        if is_portable:
+            build_portable.check(fresh)
         fresh.replace(target)  # atomic: a running process keeps the old library
-        object_root = Path(self.build_temp).absolute()
+        # CUDA objects do not depend on Python, so that all of its versions share them.
+        object_root = Path(self.build_temp).absolute().parent
         build_cuda.build_library(
             target.parent.absolute(), object_root, cuda, jobs=workers, force=bool(self.force)
         )
+
+    def _lowered(self, objects: list[str], folder: Path) -> list[str]:
+        compiler = self.compiler.compiler_so_cxx[:1]
+        renames = build_portable.older_versions(compiler) | build_portable.REPLACEMENTS
+        return build_portable.lowered(objects, folder, renames)
 
     def copy_extensions_to_source(self) -> None:
         """Copies the CUDA library too. setuptools builds in place by building elsewhere first."""

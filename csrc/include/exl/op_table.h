@@ -5,6 +5,7 @@
 #include "exl/ops/cache.h"
 #include "exl/ops/elementwise.h"
 #include "exl/ops/linear.h"
+#include "exl/ops/moe.h"
 #include "exl/ops/quant_linear.h"
 #include "exl/ops/sampling.h"
 #include "exl/thread_pool.h"
@@ -16,12 +17,15 @@ struct OpTable {
     void (*linear)(ThreadPool&, const LinearArgs&);
     void (*embedding)(ThreadPool&, const EmbeddingArgs&);
     void (*rms_norm)(ThreadPool&, const RmsNormArgs&);
+    void (*layer_norm)(ThreadPool&, const LayerNormArgs&);
     void (*rope)(ThreadPool&, const RopeArgs&);
     void (*gated_activation)(ThreadPool&, const GatedActivationArgs&);
+    void (*activation)(ThreadPool&, const ActivationArgs&);
     void (*log_sum_exp)(ThreadPool&, const LogSumExpArgs&);
     void (*write_kv)(ThreadPool&, const WriteKvArgs&);
     void (*paged_attention)(ThreadPool&, const AttentionArgs&);
     void (*quant_linear)(ThreadPool&, const QuantLinearArgs&);
+    void (*expert_mlp)(ThreadPool&, const ExpertMlpArgs&);
     SampleResult (*sample)(const SampleArgs&);
 };
 

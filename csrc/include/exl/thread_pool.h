@@ -52,6 +52,6 @@ class ThreadPool {
 // call with the same slot. Ops call this on every invocation; the buffer grows as needed and is
 // never freed before the thread ends. Throws std::bad_alloc.
 void* thread_scratch(int slot, int64_t bytes);
-constexpr int kScratchSlots = 10;
+constexpr int kScratchSlots = 15;
 
 }  // namespace exl

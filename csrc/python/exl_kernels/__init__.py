@@ -7,6 +7,7 @@ not import torch. The contracts of the ops are in `csrc/include/exl/ops/`. Insid
 """
 
 from exl_kernels._C import (
+    Experts,
     InputError,
     JoinedLinear,
     Linear,
@@ -15,9 +16,11 @@ from exl_kernels._C import (
     Table,
     __version__,
     available_isas,
+    has_expert_kernel,
 )
 
 __all__ = [
+    "Experts",
     "InputError",
     "JoinedLinear",
     "Linear",
@@ -26,4 +29,5 @@ __all__ = [
     "Table",
     "__version__",
     "available_isas",
+    "has_expert_kernel",
 ]

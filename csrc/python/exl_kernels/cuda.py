@@ -25,7 +25,7 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
-ABI = 8
+ABI = 10
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
 OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2}
@@ -33,9 +33,9 @@ VALUES = {"integers": 0, "e4m3": 1, "iq4_nl": 2}
 PACKINGS = {"words": 0, "bytes": 1, "q4_0": 2, "q4_1": 3, "q5_0": 4, "q5_1": 5, "q8_0": 6}
 GATES = {"silu": 0, "gelu_tanh": 1}
 STORE, ADD, GATED = 0, 1, 2
-UNIT_BYTES = 12  # of ExlQuantUnit
+K_TILE_BYTES = 12  # of ExlQuantKTile
 RUN_BYTES = 16  # of ExlQuantRun
-STRIP_HEAD = 32  # bytes of a column panel before its k-tiles
+PANEL_HEAD = 32  # bytes of a column panel before its k-tiles
 MAX_PARTS = 3
 CHUNK_ROWS = 64  # of prepared inputs
 PAD_BLOCKS = 3  # after prepared inputs
@@ -53,15 +53,15 @@ class CudaError(RuntimeError):
 class QuantMatrix(Structure):
     _fields_ = (
         ("tiles", c_void_p),
-        ("units", c_void_p),
+        ("k_tiles", c_void_p),
         ("runs", c_void_p),
         ("device_runs", c_void_p),
-        ("order", c_void_p),
+        ("permutation", c_void_p),
         ("bias", c_void_p),
-        ("strip_bytes", c_int64),
+        ("panel_bytes", c_int64),
         ("n", c_int32),
         ("k", c_int32),
-        ("num_units", c_int32),
+        ("num_k_tiles", c_int32),
         ("num_blocks", c_int32),
         ("num_runs", c_int32),
         ("scale_dtype", c_int32),
@@ -88,7 +88,7 @@ class QuantColumns(Structure):
 
 class Prepared(Structure):
     _fields_ = (
-        ("order", c_void_p),
+        ("permutation", c_void_p),
         ("out", c_void_p),
         ("num_blocks", c_int32),
         ("plain", c_int32),
@@ -106,6 +106,7 @@ class Prepare(Structure):
         ("k", c_int32),
         ("count", c_int32),
         ("to", Prepared * MAX_PARTS),
+        ("least_rows", c_int32),
     )
 
 
@@ -126,7 +127,8 @@ class QuantLinear(Structure):
         ("is_by_rows", c_int32),
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
-        ("places", c_void_p),
+        ("inverse_permutation", c_void_p),
+        ("is_invariant", c_int32),
     )
 
 
@@ -184,7 +186,8 @@ class Attention(Structure):
         ("softcap", c_float),
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
-        ("places", c_void_p),
+        ("inverse_permutation", c_void_p),
+        ("is_invariant", c_int32),
     )
 
 
@@ -249,7 +252,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
 # Operand types of the functions that return a size in bytes.
 _SIZES: dict[str, tuple[object, ...]] = {
     "quant_linear_workspace": (_I, _I),
-    "attention_workspace": (_I, _I, _I),
+    "attention_workspace": (_I, _I),
     "sample_workspace": (_I, _I),
 }
 
@@ -268,7 +271,8 @@ class CudaLibrary:
         self._declare("error_name", c_char_p, (c_int,))
         self._declare("error_text", c_char_p, (c_int,))
         self._declare("versions", c_int, (POINTER(c_int), POINTER(c_int)))
-        self._declare("most_placed_rows", c_int, (POINTER(c_int),))
+        self._declare("max_prepared_rows", c_int, (POINTER(c_int),))
+        self._declare("least_rows", c_int, (c_int32, POINTER(c_int)))
         self._declare("architectures", c_char_p, ())
         if self.abi != ABI:
             raise OSError(f"{path}: interface {self.abi} of the CUDA library, expected {ABI}")
@@ -288,10 +292,16 @@ class CudaLibrary:
         self._check("versions", self._library.exl_cuda_versions(byref(driver), byref(runtime)))
         return driver.value, runtime.value
 
-    def most_placed_rows(self) -> int:
+    def max_prepared_rows(self) -> int:
         """Most rows that a gated linear can store as prepared inputs on the current device."""
         rows = c_int(0)
-        self._check("most_placed_rows", self._library.exl_cuda_most_placed_rows(byref(rows)))
+        self._check("max_prepared_rows", self._library.exl_cuda_max_prepared_rows(byref(rows)))
+        return rows.value
+
+    def least_rows(self, *, has_integers: bool) -> int:
+        """`Prepare.least_rows` of inputs for the batch-invariant mode on the current device."""
+        rows = c_int(0)
+        self._check("least_rows", self._library.exl_cuda_least_rows(has_integers, byref(rows)))
         return rows.value
 
     def call(self, name: str, *operands: object) -> None:
@@ -318,11 +328,15 @@ class CudaLibrary:
             )
 
 
-def prepared_halves(rows: int, num_blocks: int) -> int:
-    """Size of `rows` rows of prepared inputs in float16 numbers (`exl_cuda_prepared_halves`)."""
+def prepared_halves(rows: int, num_blocks: int, least_rows: int = 1) -> int:
+    """Size of `rows` rows of prepared inputs in float16 numbers (`exl_cuda_prepared_halves`).
+
+    A chunk that is not full has the layout of at least `least_rows` rows.
+    """
 
     def chunk(count: int, blocks: int) -> int:
-        fitting = (rows for rows in (1, 8, 16, 32, CHUNK_ROWS) if rows >= count)
+        needed = max(count, least_rows)
+        fitting = (rows for rows in (1, 8, 16, 32, CHUNK_ROWS) if rows >= needed)
         return blocks * 32 * next(fitting)
 
     whole, rest = divmod(rows, CHUNK_ROWS)

@@ -48,5 +48,6 @@ PYBIND11_MODULE(_C, module) {
     bind_elementwise(table);
     bind_attention(table);
     bind_cache(table);
+    bind_moe(module, table);
     bind_sampling(table);
 }

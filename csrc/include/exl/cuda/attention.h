@@ -30,9 +30,13 @@ typedef struct {
     float softcap;
     void* workspace;  // zero before the first call; kernels leave its counters zero
     int64_t workspace_bytes;
-    const int32_t* places;  // null, or [q_heads * d], and out receives prepared inputs (float16)
+    // Null, or [q_heads * d], and out receives prepared inputs (float16).
+    const int32_t* inverse_permutation;
+    // Batch-invariant mode: no bit of a row of `out` depends on the other rows. The workspace is
+    // that of is_invariant too.
+    int32_t is_invariant;
 } ExlAttention;
-EXL_CUDA_API int64_t exl_cuda_attention_workspace(int32_t rows, int32_t q_heads, int32_t head_dim);
+EXL_CUDA_API int64_t exl_cuda_attention_workspace(int32_t is_invariant, int32_t head_dim);
 EXL_CUDA_API int exl_cuda_attention(const ExlAttention* args, const ExlCache* cache, void* stream);
 
 #ifdef __cplusplus

@@ -1,7 +1,7 @@
 // Cache of keys and values in the CUDA library, and writes to it.
 //
 // Caches are [pages][kv_heads][page_size][row]. exl/formats/kv.h describes rows; codes are equal to
-// those of the CPU kernels bit for bit. head_dim is at most 256 and a multiple of 8, or of 32 if
+// those of the CPU kernels bit for bit. head_dim is at most 512 and a multiple of 8, or of 32 if
 // keys or values are codes.
 #pragma once
 

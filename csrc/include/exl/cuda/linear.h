@@ -5,12 +5,12 @@
 //   w[row, c] = scale[g, c] * number(code[row, c])             E4M3, or an entry of a table
 //
 // Rows run along k in stored order. Every group starts a new block of 32 rows. The rows of a block
-// past the end of its group are padding, and their inputs are zero. A k-tile (`unit` in
-// identifiers) is up to 4 consecutive blocks of one group: the rows that are summed before a scale
-// is applied. A column panel (`strip` in identifiers) is 32 adjacent columns. All panels of a
-// matrix have the same layout. The last one is padded with columns whose scales are zero.
+// past the end of its group are padding, and their inputs are zero. A k-tile
+// is up to 4 consecutive blocks of one group: the rows that are summed before a scale is applied. A
+// column panel is 32 adjacent columns. All panels of a matrix have the same layout. The last one is
+// padded with columns whose scales are zero.
 //
-// tiles: [strips][strip_bytes]. A panel starts with a head of 32 bytes. Its k-tiles follow one
+// tiles: [panels][panel_bytes]. A panel starts with a head of 32 bytes. Its k-tiles follow one
 // after the other, without gaps. The head holds one float32, then zeros. The float32 is a power of
 // two that weights are multiplied by, and their sums divided by, where weights are computed in
 // float16 (small batches on 9.0). There a code's bits are used as a float16 number, which is 2^-24
@@ -60,7 +60,7 @@
 extern "C" {
 #endif
 
-#define EXL_CUDA_STRIP_HEAD 32  // bytes of a panel before its k-tiles
+#define EXL_CUDA_PANEL_HEAD 32  // bytes of a panel before its k-tiles
 
 enum { EXL_OFFSET_MIDDLE = 0, EXL_OFFSET_ZEROS = 1, EXL_OFFSET_MINIMUMS = 2 };
 // Numbers that codes stand for; other than integers only with EXL_OFFSET_MIDDLE, and nothing stored.
@@ -70,7 +70,7 @@ enum {
     EXL_VALUES_E4M3 = 1,   // 8 bits: OCP FP8 E4M3
     EXL_VALUES_IQ4_NL = 2  // 4 bits: exl::kIq4Values
 };
-enum {  // same numbers as exl::Packing; exl_core/ops/quantized.py describes the packings
+enum {  // same numbers as exl::Packing; exl_core/ops/weights.py describes the packings
     EXL_PACKING_WORDS = 0,
     EXL_PACKING_BYTES,
     EXL_PACKING_Q4_0,
@@ -87,15 +87,15 @@ typedef struct {
     uint8_t bits;
     uint8_t blocks;  // 1 to 4
     uint32_t group;
-} ExlQuantUnit;
+} ExlQuantKTile;
 
 // Run of consecutive groups that have the same bit width and the same number of rows. The kernel
-// for few rows (quant_linear.cu) reads runs instead of k-tiles.
+// for decode (quant_linear.cu) reads runs instead of k-tiles.
 typedef struct {
-    uint32_t first_unit;
-    uint32_t offset;       // bytes from the start of a panel
-    uint16_t first_block;  // number of its first block in the matrix
-    uint16_t group_units;  // k-tiles per group; all but the last one of a group have 4 blocks
+    uint32_t first_k_tile;
+    uint32_t offset;         // bytes from the start of a panel
+    uint16_t first_block;    // number of its first block in the matrix
+    uint16_t group_k_tiles;  // k-tiles per group; all but the last one of a group have 4 blocks
     uint8_t bits;
     uint8_t last_blocks;  // blocks of a group's last k-tile
     uint16_t reserved;
@@ -103,15 +103,15 @@ typedef struct {
 
 typedef struct {
     uint8_t* tiles;
-    const ExlQuantUnit* units;  // [num_units]
-    const ExlQuantRun* runs;    // [num_runs], in host memory
+    const ExlQuantKTile* k_tiles;  // [num_k_tiles]
+    const ExlQuantRun* runs;       // [num_runs], in host memory
     const ExlQuantRun* device_runs;
-    const int32_t* order;  // permutation [32 * num_blocks]: feature of each row, -1: padding
-    const float* bias;     // [n], or null
-    int64_t strip_bytes;   // a multiple of 32
+    const int32_t* permutation;  // [32 * num_blocks]: feature of each row, -1: padding
+    const float* bias;           // [n], or null
+    int64_t panel_bytes;         // a multiple of 32
     int32_t n;
     int32_t k;
-    int32_t num_units;
+    int32_t num_k_tiles;
     int32_t num_blocks;
     int32_t num_runs;
     int32_t scale_dtype;
@@ -119,8 +119,8 @@ typedef struct {
     int32_t values;
 } ExlQuantMatrix;
 
-// Some columns in the form of the file, in device memory. See QuantColumns in
-// exl_core/ops/quantized.py.
+// Some columns in the form of the file, in device memory. See GroupedColumns in
+// exl_core/ops/weights.py.
 typedef struct {
     int32_t packing;
     int32_t first_column;  // a multiple of 32
@@ -130,7 +130,7 @@ typedef struct {
     int64_t row_stride;          // of codes, in elements
     const int32_t* stored_rows;  // [32 * num_blocks] stored row of each padded row, -1: padding
     const int32_t* source_rows;  // [k] row of `codes` of each stored row, or null: the same
-    const int64_t* bit_offsets;  // packing words, source_rows null: [num_units] bit at which the
+    const int64_t* bit_offsets;  // packing words, source_rows null: [num_k_tiles] bit at which the
                                  // k-tile's first stored row starts in a column of `codes`
     const void* scales;          // [groups, columns]; null for GGML blocks
     const void* offsets;         // [groups, columns] uint8 zeros or minimums, or null
@@ -179,22 +179,21 @@ static inline int64_t exl_cuda_prepared_halves(int rows, int num_blocks) {
 }
 
 // Attention and gated linears can store their result as prepared inputs of the next linear,
-// provided that no row of its matrix is padding. `places` [k] is then the inverse permutation of
-// that matrix: the row of each feature. Rows of a tile past the last row of the batch are left
-// undefined.
+// provided that no row of its matrix is padding. `inverse_permutation` [k] is then that of this
+// matrix: the row of each feature. Rows of a tile past the last row of the batch are left undefined.
 //
 // Gated linears support this for up to `*rows` rows on the current device: a tile of 8 or a chunk
 // of 64. Attention supports a tile: with more rows, scattered stores take longer than a separate
 // call of exl_cuda_prepare. With more than 8 rows, a gated linear stores inputs interleaved by
 // rows, so that rows of the batch are adjacent: [num_blocks][4][T][8][8], where each 8 x 8 square
 // of rows and halves is transposed to halves and rows.
-EXL_CUDA_API int exl_cuda_most_placed_rows(int* rows);
+EXL_CUDA_API int exl_cuda_max_prepared_rows(int* rows);
 
 typedef struct {
-    const int32_t* order;  // permutation [32 * num_blocks], -1: zero; null: row r is feature r
-    void* out;             // prepared inputs
+    const int32_t* permutation;  // [32 * num_blocks], -1: zero; null: row r is feature r
+    void* out;                   // prepared inputs
     int32_t num_blocks;
-    int32_t plain;  // 1: out is float16 [m, k], rows k apart, and order is ignored
+    int32_t plain;  // 1: out is float16 [m, k], rows k apart, and permutation is ignored
 } ExlPrepared;
 
 // x [m, k] float32 or float16 -> `count` (1 to 3) prepared forms of x, or of rms_norm(x, norm,
@@ -209,6 +208,9 @@ typedef struct {
     int32_t k;
     int32_t count;
     ExlPrepared to[3];
+    // Prepared forms have the layout of at least this many rows, at most EXL_CUDA_CHUNK_ROWS. The
+    // rows from m on are zero. 0 or 1: the layout of m rows.
+    int32_t least_rows;
 } ExlPrepare;
 EXL_CUDA_API int exl_cuda_prepare(const ExlPrepare* args, void* stream);
 
@@ -233,8 +235,15 @@ typedef struct {
     int32_t is_by_rows;  // one part, more than 8 rows: its inputs are interleaved by rows
     void* workspace;     // zero before the first call; kernels leave its counters zero
     int64_t workspace_bytes;
-    const int32_t* places;  // null, or gated: [n], and y receives prepared inputs (float16)
+    // Null, or gated: [n], and y receives prepared inputs (float16).
+    const int32_t* inverse_permutation;
+    // Batch-invariant mode: no bit of a row of y depends on m or on the other rows. m has no upper
+    // limit. Inputs are prepared with exl_cuda_least_rows, or have more rows than that. On compute
+    // capability 9.0 all parts have integers, or m is at most EXL_CUDA_TILE_ROWS.
+    int32_t is_invariant;
 } ExlQuantLinear;
+// `least_rows` of inputs for the batch-invariant mode on the current device.
+EXL_CUDA_API int exl_cuda_least_rows(int32_t has_integers, int* rows);
 EXL_CUDA_API int64_t exl_cuda_quant_linear_workspace(int32_t max_n, int32_t max_m);
 EXL_CUDA_API int exl_cuda_quant_linear(const ExlQuantLinear* args, void* stream);
 

@@ -20,6 +20,19 @@ struct RmsNormArgs {
     int64_t y_stride;
 };
 
+// y = (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, with the population
+// variance of each row.
+struct LayerNormArgs {
+    const float* x;
+    int64_t rows;
+    int64_t x_stride;  // between rows
+    int64_t d;
+    const float* weight;  // [d]
+    const float* bias;    // [d], or null: none
+    float eps;
+    float* y;  // [rows, d]
+};
+
 // RoPE in place: the pairs (i, i + rotated / 2) of each head, (a, b) -> (a cos - b sin,
 // b cos + a sin). If there is a scale, the whole rotated head then becomes x * scale + shift.
 struct RopeArgs {
@@ -44,6 +57,18 @@ struct GatedActivationArgs {
     int64_t x_stride;
     int64_t d;
     Gate gate;
+    float* y;  // [m, d]
+};
+
+enum class Activation : int { silu = 0, gelu_tanh = 1, relu2 = 2 };
+
+// y = act(x). relu2: max(x, 0)^2.
+struct ActivationArgs {
+    const float* x;  // [m, d], rows x_stride apart
+    int64_t m;
+    int64_t x_stride;
+    int64_t d;
+    Activation kind;
     float* y;  // [m, d]
 };
 

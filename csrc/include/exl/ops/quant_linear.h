@@ -95,7 +95,7 @@ struct QuantLayout {
     bool has_bias;
 };
 
-// A range of columns in a file's layout. exl_core/ops/quantized.py describes the fields.
+// A range of columns in a file's layout. exl_core/ops/weights.py describes the fields.
 struct QuantColumns {
     Packing packing;
     const void* codes;
@@ -120,6 +120,10 @@ class QuantMatrix {
 
     // Returns whether both matrices have the same input features in the same padded rows.
     bool has_order_of(const QuantMatrix& other) const;
+
+    // Returns whether both matrices can share one quantized copy of their inputs: the same order of
+    // the features, and the same spans.
+    bool has_input_of(const QuantMatrix& other) const;
 
     int64_t panels() const { return (n + kPanel - 1) / kPanel; }
     const uint8_t* panel_codes(int64_t panel) const { return codes + panel * panel_bytes; }

@@ -23,20 +23,24 @@ extern const OpTable op_table;
 namespace avx512 {
 extern const OpTable op_table;
 }
-// The two sets below differ from avx512 only in the quantized linear.
+// The two sets below differ from avx512 only in the quantized linear and in the experts.
 namespace avx512vnni {
 void quant_linear(ThreadPool& pool, const QuantLinearArgs& args);
-}
+void expert_mlp(ThreadPool& pool, const ExpertMlpArgs& args);
+}  // namespace avx512vnni
 namespace amx {
 void quant_linear(ThreadPool& pool, const QuantLinearArgs& args);
-}
+void expert_mlp(ThreadPool& pool, const ExpertMlpArgs& args);
+}  // namespace amx
 
 static OpTable avx512_with(
-    const char* isa, void (*quant_linear)(ThreadPool&, const QuantLinearArgs&)
+    const char* isa, void (*quant_linear)(ThreadPool&, const QuantLinearArgs&),
+    void (*expert_mlp)(ThreadPool&, const ExpertMlpArgs&)
 ) {
     OpTable table = avx512::op_table;
     table.isa = isa;
     table.quant_linear = quant_linear;
+    table.expert_mlp = expert_mlp;
     return table;
 }
 
@@ -72,10 +76,11 @@ static OpTables detect() {
     }
     found.tables[found.count++] = &avx512::op_table;
     if (!__builtin_cpu_supports("avx512vnni")) return found;
-    static const OpTable vnni = avx512_with("avx512vnni", avx512vnni::quant_linear);
+    static const OpTable vnni =
+        avx512_with("avx512vnni", avx512vnni::quant_linear, avx512vnni::expert_mlp);
     found.tables[found.count++] = &vnni;
     if (!__builtin_cpu_supports("avx512bf16") || !may_use_tiles()) return found;
-    static const OpTable tiles = avx512_with("amx", amx::quant_linear);
+    static const OpTable tiles = avx512_with("amx", amx::quant_linear, amx::expert_mlp);
     found.tables[found.count++] = &tiles;
 #endif
     return found;

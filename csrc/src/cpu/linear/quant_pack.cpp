@@ -91,6 +91,16 @@ bool QuantMatrix::has_order_of(const QuantMatrix& other) const {
     return blocks == other.blocks && order == other.order;
 }
 
+bool QuantMatrix::has_input_of(const QuantMatrix& other) const {
+    if (runs.size() != other.runs.size() || !has_order_of(other)) return false;
+    for (size_t i = 0; i < runs.size(); ++i) {
+        if (runs[i].rows != other.runs[i].rows || runs[i].groups != other.runs[i].groups) {
+            return false;
+        }
+    }
+    return true;
+}
+
 // Codes of one block as bytes, in the order of an 8-bit plane: step (4 rows), then column, then row
 // within the step.
 struct Block {

@@ -4,7 +4,9 @@
 // Used for   Sequences with up to kDecodeRows rows in this pass run in the decode kernel
 //            (attention_decode.cuh), longer ones in the prefill kernel (attention_prefill.cuh).
 //            Lengths are known on the device only. If a pass may contain both kinds, both kernels
-//            are launched, and blocks without work return at once.
+//            are launched, and blocks without work return at once. The batch-invariant mode runs
+//            everything in the decode kernel: the two sum in different orders. Heads of more than
+//            256 elements have a kernel of their own (attention_wide.cuh).
 #include "cuda/attention/attention.cuh"
 #include "exl/cuda/linear.h"
 
@@ -18,15 +20,15 @@ bool is_supported(const ExlAttention& args, const ExlCache& cache) {
         plain ? values == keys
               : (keys == kI8 && (values == kI8 || values == kU8)) || (keys == kU8 && values == kU8);
     const int d = cache.head_dim;
-    const bool head = d > 0 && d <= kMaxHead && d % 8 == 0 && (plain || d % kScaleGroup == 0);
+    const bool head = d > 0 && d <= kWideHead && d % 8 == 0 && (plain || d % kScaleGroup == 0);
     const bool pages = cache.page_size >= kChunk && (cache.page_size & (cache.page_size - 1)) == 0;
     const bool group = cache.kv_heads > 0 && args.q_heads % cache.kv_heads == 0 &&
                        args.q_heads / cache.kv_heads <= 16;
-    const bool permuted =
-        args.places == nullptr || (args.rows <= EXL_CUDA_TILE_ROWS && args.dtype == kF16);
+    const bool permuted = args.inverse_permutation == nullptr ||
+                          (d <= kMaxHead && args.rows <= EXL_CUDA_TILE_ROWS && args.dtype == kF16);
     return types && head && pages && group && permuted &&
            (args.dtype == kF16 || args.dtype == kF32) &&
-           args.workspace_bytes >= exl_cuda_attention_workspace(args.rows, args.q_heads, d);
+           args.workspace_bytes >= exl_cuda_attention_workspace(args.is_invariant, d);
 }
 
 }  // namespace
@@ -34,11 +36,13 @@ bool is_supported(const ExlAttention& args, const ExlCache& cache) {
 
 using namespace exl::cuda;
 
-extern "C" int64_t exl_cuda_attention_workspace(
-    int32_t /*rows*/, int32_t /*q_heads*/, int32_t head_dim
-) {
-    const int width = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
-    return kCounters * 4 + kPartialVectors * (width + 2) * 4;
+extern "C" int64_t exl_cuda_attention_workspace(int32_t is_invariant, int32_t head_dim) {
+    const int width = head_dim <= 64    ? 64
+                      : head_dim <= 128 ? 128
+                      : head_dim <= 256 ? 256
+                                        : kWideHead;
+    const int64_t vectors = is_invariant ? kInvariantVectors : kPartialVectors;
+    return kCounters * 4 + vectors * (width + 2) * 4;
 }
 
 extern "C" int exl_cuda_attention(const ExlAttention* args, const ExlCache* cache, void* stream) {
@@ -47,7 +51,7 @@ extern "C" int exl_cuda_attention(const ExlAttention* args, const ExlCache* cach
     AttentionParams params = {};
     params.q = args->q;
     params.out = args->out;
-    params.permutation = args->places;
+    params.permutation = args->inverse_permutation;
     params.rows = args->rows;
     params.q_stride = args->q_stride;
     params.out_stride = args->out_stride;
@@ -64,13 +68,15 @@ extern "C" int exl_cuda_attention(const ExlAttention* args, const ExlCache* cach
     params.past_lens = args->past_lens;
     params.table_stride = args->table_stride;
     params.window = args->window;
+    params.is_invariant = args->is_invariant != 0;
     const bool is_capped = args->softcap > 0.0f;
     params.scale = kLog2e * args->scale * (is_capped ? 2.0f / args->softcap : 1.0f);
     params.cap = is_capped ? kLog2e * args->softcap : 0.0f;
-    const AttentionSize size = {args->seqs,           args->max_rows,     args->max_keys,
-                                cache->key_dtype,     cache->value_dtype, args->workspace,
-                                args->workspace_bytes};
-    if (args->max_rows > kDecodeRows) {
+    const AttentionSize size = {args->seqs,       args->max_rows,       args->max_keys,
+                                cache->key_dtype, cache->value_dtype,   params.is_invariant,
+                                args->workspace,  args->workspace_bytes};
+    if (cache->head_dim > kMaxHead) return attend_wide(params, size, stream);
+    if (args->max_rows > kDecodeRows && !params.is_invariant) {
         const cudaError_t error = attend_prefill(params, size, stream);
         // A single long sequence leaves nothing for the decode kernel.
         if (error != cudaSuccess || (args->seqs == 1 && args->rows > kDecodeRows)) return error;

@@ -41,8 +41,11 @@ struct AttentionParams {
     // score x.
     float scale;
     float cap;  // soft-cap times log2(e); 0: none
+    bool is_invariant;
     // Set by the decode kernel's launch only.
-    int row_tiles;
+    int first_item;  // number of the tile of rows whose blockIdx.z is 0
+    int row_tiles;   // of each sequence; 0: see sequence_tile
+    int seqs;
     int splits;
     int stages;
     unsigned* counters;
@@ -55,6 +58,7 @@ struct AttentionSize {  // determines kernel instance and grid
     int max_keys;
     int key_dtype;
     int value_dtype;
+    bool is_invariant;
     void* workspace;
     int64_t workspace_bytes;
 };
@@ -63,9 +67,12 @@ struct AttentionSize {  // determines kernel instance and grid
 // Partial results follow.
 constexpr int64_t kCounters = 16384;
 constexpr int64_t kPartialVectors = 16384;
+constexpr int64_t kInvariantVectors = 65536;  // in the batch-invariant mode
 
 cudaError_t attend_decode(AttentionParams params, const AttentionSize& size, void* stream);
 cudaError_t attend_prefill(const AttentionParams& params, const AttentionSize& size, void* stream);
+// Heads of more than kMaxHead elements; any number of rows.
+cudaError_t attend_wide(const AttentionParams& params, const AttentionSize& size, void* stream);
 
 // True for the types whose rows are staged as float16.
 __host__ __device__ constexpr bool is_plain(int type) { return type == kF16 || type == kF32; }

@@ -19,6 +19,10 @@
 // Overlap    Keys and values of earlier passes are copied before the previous kernel has ended.
 // Splits     Blocks write partial results. The last block to arrive adds them, in the order of the
 //            splits, and resets the counter to zero. Results do not depend on the order of arrival.
+// Invariance In the batch-invariant mode a split is a partition: the keys from partition_begin(i)
+//            on, whatever the lengths. In a partition, warp w takes the steps w, w + warps, ... In
+//            steps and partitions whose keys a row does not see, the row's sums stay as they are.
+//            So the order of a row's sums depends on its position and on the window only.
 #pragma once
 
 #include "cuda/attention/attention.cuh"
@@ -26,6 +30,21 @@
 namespace exl::cuda {
 
 constexpr int kMaxSplits = 64;
+
+// Partitions of the batch-invariant mode: eight of kPartitionKeys keys, then eight of twice as many,
+// and so on. The last one of the 64 has no end.
+constexpr int kPartitionKeys = 512;
+__host__ __device__ constexpr int partition_begin(int i) {
+    return i < kMaxSplits ? kPartitionKeys * (((8 + i % 8) << i / 8) - 8) : 0x7fffffff;
+}
+// Partition that contains a key.
+__host__ __device__ constexpr int partition_of(int key) {
+    int i = 0;
+    for (int units = key / kPartitionKeys + 8; i < kMaxSplits - 8 && units >= 16; units /= 2)
+        i += 8;
+    while (i < kMaxSplits - 1 && partition_begin(i + 1) <= key) ++i;
+    return i;
+}
 
 // A pair of codes is masked out of its word and used as float16 numbers without conversion. These
 // are subnormal: 2^-24 times the code, or 16 times that for 4-bit codes that start at bit 4. The

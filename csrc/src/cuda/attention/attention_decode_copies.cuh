@@ -9,6 +9,7 @@ namespace exl::cuda {
 
 // Rows and keys of one block. `splits` is 0 if the block has no work.
 struct WorkItem {
+    int seq;
     int first_row;  // in the pass
     int vectors;    // rows times query heads of the group
     int first_position;
@@ -17,20 +18,60 @@ struct WorkItem {
     int end_key;
     int past_len;  // keys before this one were written by earlier passes
     int splits;    // blocks that share these keys
-    int begin;     // this block's steps are begin .. end - 1
+    int split;     // this block's number, from first_split on
+    int first_split;
+    int begin;  // this block's steps are begin .. end - 1
     int end;
 };
+
+// Sets the split of a block: in the batch-invariant mode a partition, of which the block's steps
+// begin at a multiple of `warps` steps.
+__device__ __forceinline__ void set_partition(WorkItem& work, int step_keys, int warps) {
+    const int first = partition_of(work.begin_key), last = partition_of(work.end_key - 1);
+    const int split = static_cast<int>(blockIdx.x);
+    if (split < first || split > last) return;
+    work.splits = last - first + 1;
+    work.split = split;
+    work.first_split = first;
+    work.begin = partition_begin(split) / step_keys;
+    const int hidden = max(0, work.begin_key / step_keys - work.begin);
+    work.begin += hidden / warps * warps;
+    work.end = (min(work.end_key, partition_begin(split + 1)) + step_keys - 1) / step_keys;
+}
+
+// Sequence and tile of rows of a block. If sequences have several rows each and there are several
+// (params.row_tiles is 0), the tiles of sequence i are numbered from row_starts[i] / tile_rows + i
+// on. That leaves some numbers without a tile, and a binary search finds the sequence.
+__device__ __forceinline__ int2 sequence_tile(const AttentionParams& params, int tile_rows) {
+    const int item = params.first_item + static_cast<int>(blockIdx.z);
+    if (params.row_tiles > 0) return make_int2(item / params.row_tiles, item % params.row_tiles);
+    const auto first_of = [&](int seq) {
+        return static_cast<int>(uniform(params.row_starts[seq])) / tile_rows + seq;
+    };
+    int low = 0, high = params.seqs - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (first_of(middle) <= item) {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
+    }
+    return make_int2(low, item - first_of(low));
+}
 
 __device__ __forceinline__ WorkItem work_item_of(
     const AttentionParams& params, int queries, int step_keys, int warps
 ) {
     WorkItem work = {};
-    const int seq = static_cast<int>(blockIdx.z) / params.row_tiles;
     const int tile_rows = queries / params.group;
+    const int2 at = sequence_tile(params, tile_rows);
+    const int seq = work.seq = at.x;
     const int seq_begin = uniform(params.row_starts[seq]);
     const int seq_rows = uniform(params.row_starts[seq + 1]) - seq_begin;
-    const int first = static_cast<int>(blockIdx.z) % params.row_tiles * tile_rows;
-    if (seq_rows > kDecodeRows || first >= seq_rows) return work;
+    const int first = at.y * tile_rows;
+    const bool is_long = seq_rows > kDecodeRows && !params.is_invariant;
+    if (is_long || first >= seq_rows) return work;
     work.first_row = seq_begin + first;
     work.rows = min(tile_rows, seq_rows - first);
     work.vectors = work.rows * params.group;
@@ -38,6 +79,10 @@ __device__ __forceinline__ WorkItem work_item_of(
     work.first_position = work.past_len + first;
     work.end_key = work.first_position + work.rows;
     work.begin_key = params.window > 0 ? max(0, work.first_position - params.window + 1) : 0;
+    if (params.is_invariant) {
+        set_partition(work, step_keys, warps);
+        return work;
+    }
     const int first_step = work.begin_key / step_keys;
     const int steps = (work.end_key + step_keys - 1) / step_keys - first_step;
     const int min_steps = min(kMinSteps, warps);
@@ -46,14 +91,16 @@ __device__ __forceinline__ WorkItem work_item_of(
     const unsigned split = blockIdx.x;
     if (split >= splits) return work;
     work.splits = static_cast<int>(splits);
+    work.split = static_cast<int>(split);
     work.begin = first_step + static_cast<unsigned>(steps) * split / splits;
     work.end = first_step + static_cast<unsigned>(steps) * (split + 1) / splits;
     return work;
 }
 
-__device__ __forceinline__ const int32_t* pages_of(const AttentionParams& params) {
-    const int seq = static_cast<int>(blockIdx.z) / params.row_tiles;
-    return params.page_table + static_cast<int64_t>(seq) * params.table_stride;
+__device__ __forceinline__ const int32_t* pages_of(
+    const AttentionParams& params, const WorkItem& work
+) {
+    return params.page_table + static_cast<int64_t>(work.seq) * params.table_stride;
 }
 
 // Each warp prefetches the keys and values of its own steps (no producer warp).
@@ -69,7 +116,7 @@ class StepCopies {
     )
         : params_(params),
           work_(work),
-          pages_(pages_of(params)),
+          pages_(pages_of(params, work)),
           staged_(staged + warp * params.stages * Shape::kStepBytes),
           lane_(lane),
           warps_(warps),
@@ -182,7 +229,7 @@ class StepCopies<key_type, value_type, width, true> {
         fence_barrier_init();
         __syncwarp();
         asm volatile("bar.arrive %0, %1;" ::"n"(kStartBarrier), "r"(blockDim.x) : "memory");
-        const int32_t* pages = pages_of(params_);
+        const int32_t* pages = pages_of(params_, work_);
         const bool is_reread = work_.end_key - work_.begin_key <= kL2Keys;
         const uint64_t hint = is_reread ? kEvictNormal : kEvictFirst;
         int warp = 0, stage = 0;

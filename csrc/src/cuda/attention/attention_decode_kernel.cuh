@@ -51,11 +51,12 @@ __device__ __forceinline__ void store_results(
 
 // Adds the warps' results. If `partials` is null, sums are divided by their weight and replace the
 // first warp's results. Otherwise they go to `partials` undivided, with peak and weight in
-// `partial_stats`.
+// `partial_stats`. If `divides_last`, sums are divided instead of their terms: this rounds like
+// add_splits.
 template <int width, int queries>
 __device__ __forceinline__ void merge_warps(
     float* results, const float* stats, int vectors, float* partials, float2* partial_stats,
-    int warp, int warps, int lane
+    bool divides_last, int warp, int warps, int lane
 ) {
     static_assert(kDecodeWarps == 8);
     for (int v = warp; v < vectors; v += warps) {
@@ -74,7 +75,9 @@ __device__ __forceinline__ void merge_warps(
         for (int step = 1; step < kDecodeWarps; step *= 2) {
             weight += __shfl_xor_sync(0xffffffffu, weight, step);
         }
-        if (partials == nullptr) factor *= __fdividef(1.0f, weight);
+        const float by_weight = partials == nullptr ? __fdividef(1.0f, weight) : 1.0f;
+        const float last = divides_last ? by_weight : 1.0f;
+        if (!divides_last) factor *= by_weight;
 #pragma unroll
         for (int i = 4 * lane; i < width; i += 4 * kWarp) {
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -90,6 +93,7 @@ __device__ __forceinline__ void merge_warps(
                 sum.z += by * x.z;
                 sum.w += by * x.w;
             }
+            sum.x *= last, sum.y *= last, sum.z *= last, sum.w *= last;
             // Overwriting is safe: no other warp reads this query's results, and this lane has
             // already read the ones it overwrites.
             float* to = partials == nullptr ? results + v * (width + 4) : partials + v * width;
@@ -136,14 +140,14 @@ __device__ __forceinline__ void compute_shares(float2 (&mine)[count], float* sha
     __syncwarp();
 }
 
-// Adds the splits' partial results in a fixed order and stores the sums as rows of `results`. If
-// there are more warps than vectors, several warps share a vector, and each adds a part of its
-// splits: part p of vector v is row p * `queries` + v. Returns the number of parts, whose sums the
-// caller adds.
+// Adds the partial results of splits first .. end - 1 in a fixed order and stores the sums as rows
+// of `results`. If there are more warps than vectors and `may_share`, several warps share a vector,
+// and each adds a part of its splits: part p of vector v is row p * `queries` + v. Returns the
+// number of parts, whose sums the caller adds.
 template <int width, int queries>
 __device__ __forceinline__ int add_splits(
     float* results, float* shares, int vectors, const float* partials, const float2* partial_stats,
-    int splits, int warp, int warps, int lane
+    int first_split, int end_split, bool may_share, int warp, int warps, int lane
 ) {
     // Loads in flight per lane. 17 are half of 33 splits: eight kv heads have 33 splits on 132
     // multiprocessors, and with four vectors two warps share a vector.
@@ -151,7 +155,7 @@ __device__ __forceinline__ int add_splits(
     constexpr int kQuads = width / 4;  // groups of four elements in a vector
     // Lanes that read the same quads, each of other splits.
     constexpr int kLanesPerQuad = kQuads < kWarp ? kWarp / kQuads : 1;
-    const int parts = max(1, warps / vectors);
+    const int parts = may_share ? max(1, warps / vectors) : 1;
     const int split_step = parts * kLanesPerQuad;
     shares += warp * kMaxSplits;
     for (int item = warp; item < vectors * parts; item += warps) {
@@ -162,7 +166,9 @@ __device__ __forceinline__ int add_splits(
         for (int i = 0; i < kMaxSplits / kWarp; ++i) {
             const int split = i * kWarp + lane;
             mine[i] = make_float2(-INFINITY, 0.0f);
-            if (split < splits) mine[i] = __ldcg(partial_stats + split * queries + v);
+            if (split >= first_split && split < end_split) {
+                mine[i] = __ldcg(partial_stats + split * queries + v);
+            }
         }
         constexpr int kRow = queries * kQuads;
         const auto* from =
@@ -170,14 +176,15 @@ __device__ __forceinline__ int add_splits(
         float* to = results + (part * queries + v) * (width + 4) + lane % kQuads * 4;
         for (int quad = 0; quad < kQuads; quad += kWarp) {
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            for (int first = 0; first < splits; first += kInFlight * split_step) {
+            for (int first = 0; first < end_split; first += kInFlight * split_step) {
                 float4 x[kInFlight];
                 const auto* at = from + first * kRow + quad;
-                int left = splits - own - first;
+                int left = end_split - own - first;
+                const int most = end_split - first_split;  // `left` of a split that exists
 #pragma unroll
                 for (int i = 0; i < kInFlight; ++i) {
                     x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                    if (left > 0) x[i] = __ldcg(at);
+                    if (left > 0 && left <= most) x[i] = __ldcg(at);
                     at += split_step * kRow;
                     left -= split_step;
                 }
@@ -324,10 +331,10 @@ __global__ void __launch_bounds__(
             partials + static_cast<int64_t>(params.splits) * kQueries * width
         );
     }
-    const int split = blockIdx.x;  // 0 if keys are not split
     merge_warps<width, kQueries>(
-        results, stats, work.vectors, partials + split * kQueries * width,
-        partial_stats + split * kQueries, warp, warps, lane
+        results, stats, work.vectors,
+        partials == nullptr ? nullptr : partials + work.split * kQueries * width,
+        partial_stats + work.split * kQueries, params.is_invariant, warp, warps, lane
     );
     // Load the permutation early: it does not depend on the results.
     Permutation<width> permutation;
@@ -340,7 +347,8 @@ __global__ void __launch_bounds__(
     if (work.splits > 1) {
         if (!arrives_last(params.counters + item, work.splits)) return;
         parts = add_splits<width, kQueries>(
-            results, stats, work.vectors, partials, partial_stats, work.splits, warp, warps, lane
+            results, stats, work.vectors, partials, partial_stats, work.first_split,
+            work.first_split + work.splits, !params.is_invariant, warp, warps, lane
         );
     }
     __syncthreads();

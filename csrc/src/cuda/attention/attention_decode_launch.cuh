@@ -2,21 +2,101 @@
 // blocks that split the keys of a sequence.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/attention/attention_decode_kernel.cuh"
 
 namespace exl::cuda {
+
+// Shared memory of a thread block.
+template <class Shape, int width>
+int decode_bytes(int warps, int stages) {
+    constexpr int kFixed = Shape::kQueryBytes + Shape::kStatBytes + Shape::kBarrierBytes;
+    const int staged = warps * stages * Shape::kStepBytes;
+    const int result = warps * Shape::kQueries * (width + 4) * 4;
+    return kFixed + (staged > result ? staged : result);
+}
+
+// Reduces stages, then warps, until a thread block fits.
+template <class Shape, int width>
+void fit_decode(int& warps, int& stages, const DeviceInfo& info) {
+    const auto is_large = [&] {
+        return decode_bytes<Shape, width>(warps, stages) > info.shared_per_block;
+    };
+    while (stages > 1 && is_large()) --stages;
+    while (warps > 1 && is_large()) warps /= 2;
+}
+
+template <int key_type, int value_type, int width, int tiles>
+cudaError_t launch_decode_kernel(
+    const AttentionParams& params, const DeviceInfo& info, int warps, int items, void* stream
+) {
+    using Shape = DecodeShape<key_type, value_type, width, tiles>;
+    const int bytes = decode_bytes<Shape, width>(warps, params.stages);
+    const dim3 grid(
+        static_cast<unsigned>(params.splits), static_cast<unsigned>(params.kv_heads),
+        static_cast<unsigned>(items)
+    );
+    // Add a producer warp if there are enough registers for it.
+    if constexpr (is_codes(key_type) && width * tiles <= 256) {
+        const bool has_producer =
+            info.capability == 90 && params.d == width && 1 << params.page_bits >= Shape::kKeys;
+        if (has_producer) {
+            return launch(
+                decode_kernel<key_type, value_type, width, tiles, true>, grid,
+                dim3((warps + 1) * kWarp), bytes, stream, params
+            );
+        }
+    }
+    return launch(
+        decode_kernel<key_type, value_type, width, tiles, false>, grid, dim3(warps * kWarp), bytes,
+        stream, params
+    );
+}
+
+// Batch-invariant mode: splits are partitions, and the number of warps depends on types and device
+// only. A launch has as many tiles of rows as the workspace can hold partial results of.
+template <int key_type, int value_type, int width, int tiles>
+cudaError_t launch_partitions(
+    AttentionParams params, const AttentionSize& size, const DeviceInfo& info, void* stream
+) {
+    using Shape = DecodeShape<key_type, value_type, width, tiles>;
+    int warps = kDecodeWarps;
+    params.stages = kMaxStages;
+    fit_decode<DecodeShape<key_type, value_type, width, 2>, width>(warps, params.stages, info);
+    const int tile_rows = Shape::kQueries / params.group;
+    const int row_tiles = static_cast<int>(ceil_div(size.max_rows, tile_rows));
+    const bool is_even = size.seqs == 1 || row_tiles == 1;
+    const int items = is_even ? size.seqs * row_tiles : params.rows / tile_rows + size.seqs;
+    params.row_tiles = is_even ? row_tiles : 0;
+    params.seqs = size.seqs;
+    params.splits = partition_of(size.max_keys > 0 ? size.max_keys - 1 : 0) + 1;
+    const int64_t item_floats =
+        static_cast<int64_t>(params.splits) * params.kv_heads * Shape::kQueries * (width + 2);
+    const int64_t capacity = (size.workspace_bytes - kCounters * 4) / 4;
+    constexpr int64_t kMaxGrid = 65535;
+    const int64_t most = std::min({capacity / item_floats, kCounters / params.kv_heads, kMaxGrid});
+    if (most < 1) return cudaErrorInvalidValue;
+    for (int64_t first = 0; first < items; first += most) {
+        params.first_item = static_cast<int>(first);
+        const cudaError_t error = launch_decode_kernel<key_type, value_type, width, tiles>(
+            params, info, warps, static_cast<int>(std::min<int64_t>(most, items - first)), stream
+        );
+        if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+}
 
 template <int key_type, int value_type, int width, int tiles>
 cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, void* stream) {
     using Shape = DecodeShape<key_type, value_type, width, tiles>;
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
-    constexpr int kFixed = Shape::kQueryBytes + Shape::kStatBytes + Shape::kBarrierBytes;
-    const auto bytes_of = [&](int warps, int stages) {
-        const int staged = warps * stages * Shape::kStepBytes;
-        const int result = warps * Shape::kQueries * (width + 4) * 4;
-        return kFixed + (staged > result ? staged : result);
-    };
+    params.counters = static_cast<unsigned*>(size.workspace);
+    params.partials = reinterpret_cast<float*>(params.counters + kCounters);
+    if (size.is_invariant) {
+        return launch_partitions<key_type, value_type, width, tiles>(params, size, info, stream);
+    }
     const int tile_rows = Shape::kQueries / params.group;
     const int most_rows = size.max_rows < kDecodeRows ? size.max_rows : kDecodeRows;
     params.row_tiles = static_cast<int>(ceil_div(most_rows, tile_rows));
@@ -26,13 +106,11 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     // the end of one then overlaps with the start of another.
     int warps = kDecodeWarps;
     params.stages = kMaxStages;
-    const bool fits_twice = 2 * bytes_of(warps, kMaxStages) <= info.shared_per_block;
+    const bool fits_twice =
+        2 * decode_bytes<Shape, width>(warps, kMaxStages) <= info.shared_per_block;
     if (items > info.multiprocessors && !fits_twice) warps /= 2;
-    while (params.stages > 1 && bytes_of(warps, params.stages) > info.shared_per_block) {
-        --params.stages;
-    }
-    while (warps > 1 && bytes_of(warps, params.stages) > info.shared_per_block) warps /= 2;
-    const int bytes = bytes_of(warps, params.stages);
+    fit_decode<Shape, width>(warps, params.stages, info);
+    const int bytes = decode_bytes<Shape, width>(warps, params.stages);
     const int by_registers = (width * tiles <= 128 ? 16 : 8) / warps;
     const int by_shared = (info.shared_per_block + 1024) / (bytes + 1024);
     const int resident = by_shared < by_registers ? by_shared : by_registers;
@@ -51,26 +129,8 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     if (splits * floats_per_split > capacity) splits = capacity / floats_per_split;
     if (items > kCounters || splits < 1) splits = 1;
     params.splits = static_cast<int>(splits);
-    params.counters = static_cast<unsigned*>(size.workspace);
-    params.partials = reinterpret_cast<float*>(params.counters + kCounters);
-    const dim3 grid(
-        static_cast<unsigned>(splits), static_cast<unsigned>(params.kv_heads),
-        static_cast<unsigned>(size.seqs * params.row_tiles)
-    );
-    // Add a producer warp if there are enough registers for it.
-    if constexpr (is_codes(key_type) && width * tiles <= 256) {
-        const bool has_producer =
-            info.capability == 90 && params.d == width && 1 << params.page_bits >= Shape::kKeys;
-        if (has_producer) {
-            return launch(
-                decode_kernel<key_type, value_type, width, tiles, true>, grid,
-                dim3((warps + 1) * kWarp), bytes, stream, params
-            );
-        }
-    }
-    return launch(
-        decode_kernel<key_type, value_type, width, tiles, false>, grid, dim3(warps * kWarp), bytes,
-        stream, params
+    return launch_decode_kernel<key_type, value_type, width, tiles>(
+        params, info, warps, size.seqs * params.row_tiles, stream
     );
 }
 

@@ -3,17 +3,17 @@
 //
 // Contract   Layout and formulas: exl/formats/kv.h. Codes equal the reference's bit for bit, so
 //            every stage of the transform rounds to float16.
-// Mapping    A warp holds a row of up to 256 elements as `Row`. Lane l has elements 2 l and 2 l + 1
-//            of each unit of 64, so that a unit's two transforms are butterflies between lanes.
+// Mapping    A warp holds a row as `HeadRow`. Lane l has elements 2 l and 2 l + 1 of each unit of
+//            64, so that a unit's two transforms are butterflies between lanes.
 #pragma once
 
 #include "cuda/common/common.cuh"
 
 namespace exl::cuda {
 
-constexpr int kMaxHead = 256;
-constexpr int kUnit = 64;  // elements that are transformed together
-constexpr int kUnits = kMaxHead / kUnit;
+constexpr int kMaxHead = 256;    // of the kernels that hold a head per warp
+constexpr int kWideHead = 512;   // of the others
+constexpr int kUnit = 64;        // elements that are transformed together
 constexpr int kScaleGroup = 32;  // elements that share a scale
 
 __host__ __device__ constexpr bool is_codes(int type) { return type == kI8 || type == kU8; }
@@ -27,7 +27,6 @@ __host__ __device__ constexpr int row_bytes(int type, int d) {
 
 #ifdef __CUDACC__
 
-using Row = float2[kUnits];
 template <int width>
 using HeadRow = float2[width / kUnit];  // row of a head of at most `width` elements
 
@@ -171,9 +170,12 @@ __device__ __forceinline__ void encode_unit(
 
 // Stores a row in the format of the cache. Values beyond float16's range become infinite there, as
 // in the reference.
-__device__ __forceinline__ void encode_row(uint8_t* row, const Row& x, int type, int d, int lane) {
+template <int units>
+__device__ __forceinline__ void encode_row(
+    uint8_t* row, const float2 (&x)[units], int type, int d, int lane
+) {
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
+    for (int u = 0; u < units; ++u) {
         if (u * kUnit >= d) break;
         const int points = d - u * kUnit >= kUnit ? 32 : 16;
         const int i = u * kUnit + 2 * lane;

@@ -40,13 +40,16 @@ struct WriteArgs {
     ExlCache cache;
 };
 
-__device__ __forceinline__ void norm_row(Row& x, const float* weight, float eps, int d, int lane) {
+template <int units>
+__device__ __forceinline__ void norm_row(
+    float2 (&x)[units], const float* weight, float eps, int d, int lane
+) {
     float squares = 0.0f;
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) squares += x[u].x * x[u].x + x[u].y * x[u].y;
+    for (int u = 0; u < units; ++u) squares += x[u].x * x[u].x + x[u].y * x[u].y;
     const float factor = rsqrtf(warp_sum(squares) / static_cast<float>(d) + eps);
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
+    for (int u = 0; u < units; ++u) {
         const int i = u * kUnit + 2 * lane;
         if (i >= d) break;
         x[u].x *= factor * weight[i];
@@ -55,11 +58,12 @@ __device__ __forceinline__ void norm_row(Row& x, const float* weight, float eps,
 }
 
 // Key smoothing: x * scale + shift.
+template <int units>
 __device__ __forceinline__ void smooth_row(
-    Row& x, const float* scale, const float* shift, int d, int lane
+    float2 (&x)[units], const float* scale, const float* shift, int d, int lane
 ) {
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
+    for (int u = 0; u < units; ++u) {
         const int i = u * kUnit + 2 * lane;
         if (i >= d) break;
         x[u].x = fmaf(x[u].x, scale[i], shift[i]);
@@ -68,8 +72,10 @@ __device__ __forceinline__ void smooth_row(
 }
 
 // Cosines and signed sines of a lane's elements; 1 and 0 for elements that RoPE does not rotate.
+template <int units>
 __device__ __forceinline__ void load_angles(
-    Row& cos, Row& sin, const float* cos_from, const float* sin_from, int half, int lane
+    float2 (&cos)[units], float2 (&sin)[units], const float* cos_from, const float* sin_from,
+    int half, int lane
 ) {
     if (half == kUnit) {  // heads of 128: an element's partner is in the same lane
         cos[0] = cos[1] = reinterpret_cast<const float2*>(cos_from)[lane];
@@ -78,7 +84,7 @@ __device__ __forceinline__ void load_angles(
         return;
     }
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
+    for (int u = 0; u < units; ++u) {
         float c[2], s[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -98,8 +104,10 @@ __device__ __forceinline__ float2 rotated(float2 x, float2 partner, float2 cos, 
 // Applies RoPE to a row. The two elements of a pair are `half` apart. Unless they are in the same
 // lane, they are exchanged through `scratch`, shared memory of this warp. The caller synchronizes
 // the warp before the next call.
+template <int units>
 __device__ __forceinline__ void rope_row(
-    Row& x, const Row& cos, const Row& sin, int half, int d, float* scratch, int lane
+    float2 (&x)[units], const float2 (&cos)[units], const float2 (&sin)[units], int half, int d,
+    float* scratch, int lane
 ) {
     if (half == kUnit) {
         const float2 low = x[0];
@@ -108,7 +116,7 @@ __device__ __forceinline__ void rope_row(
         return;
     }
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
+    for (int u = 0; u < units; ++u) {
         const int i = u * kUnit + 2 * lane;
         if (i < d) *reinterpret_cast<float2*>(scratch + i) = x[u];
     }
@@ -117,7 +125,7 @@ __device__ __forceinline__ void rope_row(
         return i >= 2 * half ? 0.0f : scratch[i < half ? i + half : i - half];
     };
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
+    for (int u = 0; u < units; ++u) {
         const int i = u * kUnit + 2 * lane;
         if (i >= d) break;
         x[u] = rotated(x[u], make_float2(partner(i), partner(i + 1)), cos[u], sin[u]);
@@ -153,9 +161,10 @@ struct Head {
 
 // A warp handles `kHeads` adjacent heads of a row. All their loads are in flight before the first
 // value is used.
-template <int kHeads>
+template <int kHeads, int width>
 __global__ void __launch_bounds__(kWarps* kWarp) write_kernel(const WriteArgs args) {
-    __shared__ float scratch[kWarps][kMaxHead];
+    using Row = HeadRow<width>;
+    __shared__ float scratch[kWarps][width];
     let_next_begin();
     const int warp = uniform(threadIdx.x / kWarp);
     const int lane = threadIdx.x % kWarp;
@@ -226,7 +235,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) write_kernel(const WriteArgs ar
 bool is_supported(const ExlCache& cache, int dtype) {
     const int d = cache.head_dim;
     const bool has_codes = is_codes(cache.key_dtype) || is_codes(cache.value_dtype);
-    return (dtype == kF16 || dtype == kF32) && d > 0 && d <= kMaxHead && d % 8 == 0 &&
+    return (dtype == kF16 || dtype == kF32) && d > 0 && d <= kWideHead && d % 8 == 0 &&
            (!has_codes || d % kScaleGroup == 0);
 }
 
@@ -245,9 +254,13 @@ int write(const WriteArgs& args, void* stream) {
     };
     // One head per warp as long as all warps fit on the device at about the same time.
     if (args.rows * heads <= kResidentWarps * info.multiprocessors) {
-        return launch_with(write_kernel<1>, 1);
+        return args.cache.head_dim <= kMaxHead ? launch_with(write_kernel<1, kMaxHead>, 1)
+                                               : launch_with(write_kernel<1, kWideHead>, 1);
     }
-    return launch_with(write_kernel<kHeadsPerWarp>, kHeadsPerWarp);
+    if (args.cache.head_dim > kMaxHead) {
+        return launch_with(write_kernel<2, kWideHead>, 2);
+    }
+    return launch_with(write_kernel<kHeadsPerWarp, kMaxHead>, kHeadsPerWarp);
 }
 
 }  // namespace

@@ -18,7 +18,7 @@
 
 #include "cuda/common/rows.cuh"
 #include "cuda/linear/prepared.cuh"
-#include "cuda/linear/quant_wide.cuh"
+#include "cuda/linear/quant_small_batch.cuh"
 #include "exl/cuda/elementwise.h"
 
 namespace exl::cuda {
@@ -46,14 +46,16 @@ struct Place {
     }
 };
 
-__device__ __forceinline__ Place place_of(int row, int m, int num_blocks, bool may_be_wide) {
+__device__ __forceinline__ Place place_of(
+    int row, int m, int least_rows, int num_blocks, bool may_be_small_batch
+) {
     constexpr int kChunkRows = EXL_CUDA_CHUNK_ROWS;
     const int chunk = row / kChunkRows, in_chunk = row % kChunkRows;
-    const int rows = min(m - chunk * kChunkRows, kChunkRows);
+    const int rows = max(min(m - chunk * kChunkRows, kChunkRows), least_rows);
     const int64_t first = static_cast<int64_t>(chunk) * num_blocks * 32 * kChunkRows;
     if (rows == 1) return {first, 32, 0};
     const int padded = padded_rows(rows);
-    if (rows > 8 && may_be_wide) return {first + in_chunk * 8, padded * 32, padded * 8};
+    if (rows > 8 && may_be_small_batch) return {first + in_chunk * 8, padded * 32, padded * 8};
     return {first + in_chunk * 32, padded * 32, 0};
 }
 
@@ -67,7 +69,7 @@ __device__ __forceinline__ __half2 gather(const T* row, int2 features, float fac
 
 // Input features at `position` and the position after it.
 __device__ __forceinline__ int2 features_at(const ExlPrepared& to, int position, int k) {
-    if (to.order != nullptr) return *reinterpret_cast<const int2*>(to.order + position);
+    if (to.permutation != nullptr) return *reinterpret_cast<const int2*>(to.permutation + position);
     return make_int2(position < k ? position : -1, position + 1 < k ? position + 1 : -1);
 }
 
@@ -75,7 +77,7 @@ __device__ __forceinline__ int2 features_at(const ExlPrepared& to, int position,
 // float16.
 template <class X, class T, bool is_aligned, int threads>
 __global__ void __launch_bounds__(threads) prepare_kernel(
-    const ExlPrepare args, const Slices slices, const bool may_be_wide
+    const ExlPrepare args, const Slices slices, const bool may_be_small_batch
 ) {
     extern __shared__ uint4 shared[];
     __shared__ float partial[threads / kWarp];
@@ -98,7 +100,7 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
     if (position < count) features = features_at(to, position, args.k);
     // The warm-up pass (kWarmUpRows in common.cuh) reads an operand that is available before the
     // wait and at least as long as a row.
-    const void* const ready = has_norm ? static_cast<const void*>(args.norm) : to.order;
+    const void* const ready = has_norm ? static_cast<const void*>(args.norm) : to.permutation;
     const bool warms_up = gridDim.x <= kWarmUpRows && ready != nullptr && !to.plain;
     int end = warms_up ? min(args.k, kInFlight * kStride) : args.k;
     Vector<float> weights[kInFlight];
@@ -112,7 +114,8 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
     load_weights(kVector * threadIdx.x);
     const int batch_row = blockIdx.x;
     const bool is_padding = batch_row >= args.m;
-    const Place place = place_of(batch_row, args.m, to.num_blocks, may_be_wide);
+    const Place place =
+        place_of(batch_row, args.m, args.least_rows, to.num_blocks, may_be_small_batch);
     __half* out = static_cast<__half*>(to.out);
     // A first iteration with `is_real` false is the warm-up pass.
 #pragma unroll 1
@@ -212,7 +215,7 @@ static cudaError_t prepare(const ExlPrepare& args, const DeviceInfo& info, int r
     return launch(
         is_aligned ? prepare_kernel<X, T, true, threads> : prepare_kernel<X, T, false, threads>,
         dim3(rows, total), dim3(threads), static_cast<size_t>(row_bytes), stream, args, slices,
-        is_wide(info, EXL_CUDA_CHUNK_ROWS)
+        is_small_batch(info, EXL_CUDA_CHUNK_ROWS)
     );
 }
 
@@ -231,6 +234,7 @@ static cudaError_t prepare(const ExlPrepare& args, const DeviceInfo& info, int r
 extern "C" int exl_cuda_prepare(const ExlPrepare* args, void* stream) {
     using namespace exl::cuda;
     const bool fits = args->count >= 1 && args->count <= 3 && args->m >= 0 && args->k >= 1 &&
+                      args->least_rows >= 0 && args->least_rows <= EXL_CUDA_CHUNK_ROWS &&
                       (args->x_dtype == kF32 || args->x_dtype == kF16);
     if (!fits) return cudaErrorInvalidValue;
     if (args->m == 0) return cudaSuccess;
@@ -238,8 +242,10 @@ extern "C" int exl_cuda_prepare(const ExlPrepare* args, void* stream) {
     for (int form = 0; form < args->count; ++form) {
         const ExlPrepared& to = args->to[form];
         if (!to.plain && to.num_blocks < 1) return cudaErrorInvalidValue;
-        const int rest = args->m % EXL_CUDA_CHUNK_ROWS;
-        if (!to.plain && rest > 1) rows = args->m - rest + 8 * exl_cuda_row_tiles(rest);
+        const int rest = args->m % EXL_CUDA_CHUNK_ROWS, padded = std::max(rest, args->least_rows);
+        if (!to.plain && rest > 0 && padded > 1) {
+            rows = args->m - rest + 8 * exl_cuda_row_tiles(padded);
+        }
     }
     // A single plain form needs no gather.
     if (args->norm != nullptr && args->count == 1 && args->to[0].plain) {

@@ -7,15 +7,20 @@
 
 namespace exl::cuda {
 
-// True if a chunk of `rows` rows is computed by the small-batch kernel (quant_wide.cu). The chunk's
-// prepared inputs then have that kernel's layout.
-inline bool is_wide(const DeviceInfo& info, int rows) {
+// True if a chunk of `rows` rows is computed by the small-batch kernel (quant_small_batch.cu). The
+// chunk's prepared inputs then have that kernel's layout.
+inline bool is_small_batch(const DeviceInfo& info, int rows) {
     return info.capability == 90 && rows > EXL_CUDA_TILE_ROWS;
 }
 
+// Rows that the inputs of a batch-invariant linear are laid out for, at least: those of its kernel.
+inline int least_invariant_rows(const DeviceInfo& info, bool has_integers) {
+    return has_integers && is_small_batch(info, EXL_CUDA_CHUNK_ROWS) ? EXL_CUDA_TILE_ROWS + 1 : 2;
+}
+
 // Most rows that a gated linear can store pre-permuted for the next linear.
-inline int most_placed_rows(const DeviceInfo& info) {
-    return is_wide(info, EXL_CUDA_CHUNK_ROWS) ? EXL_CUDA_CHUNK_ROWS : EXL_CUDA_TILE_ROWS;
+inline int max_prepared_rows(const DeviceInfo& info) {
+    return is_small_batch(info, EXL_CUDA_CHUNK_ROWS) ? EXL_CUDA_CHUNK_ROWS : EXL_CUDA_TILE_ROWS;
 }
 
 #ifdef __CUDACC__

@@ -8,8 +8,8 @@
 // sums of a column. The layout is chosen such that most pairs need one mask and every word one or
 // two shifts: 18, 25, 20, 29, 30 and 16 instructions per block of 2, 3, 4, 5, 6 and 8 bits.
 //
-// Zeros and minimums are not applied here. quant_unit.cuh applies them to the sums of the inputs,
-// quant_wide_unit.cuh to each weight.
+// Zeros and minimums are not applied here. quant_k_tile.cuh applies them to the sums of the inputs,
+// quant_small_batch_k_tile.cuh to each weight.
 #pragma once
 
 #include "cuda/linear/quant_tiles.cuh"

@@ -3,13 +3,14 @@
 //
 // Contract   exl/cuda/linear.h.
 // Used for   m <= 8, and any m on devices other than compute capability 9.0. There, 9 to 64 rows
-//            have a kernel of their own (quant_wide.cu). A launch has at most 32 rows and reads the
-//            weights once.
+//            have a kernel of their own (quant_small_batch.cu). A launch has at most 32 rows and
+//            reads the weights once. The batch-invariant mode has one kernel and one partition for
+//            every m: on 9.0 the small-batch kernel, elsewhere this one with 8 rows per launch.
 // Floor      panels * panel_bytes bytes divided by the memory bandwidth.
 // Mapping    The grid has up to two thread blocks per multiprocessor. They loop over output tiles
 //            (quant_work.cuh). Every warp streams k-tiles through a pipeline of its own
 //            (quant_stream.cuh), unpacks codes to A fragments in registers (quant_decode.cuh) and
-//            multiplies them with 1, 8, 16 or 32 rows of prepared inputs (quant_unit.cuh). The
+//            multiplies them with 1, 8, 16 or 32 rows of prepared inputs (quant_k_tile.cuh). The
 //            warps that work on different panels of an output tile read the same inputs at about
 //            the same time, and so share them through the L1 cache.
 // Accuracy   float32 sums, in a fixed order: the rows of a k-tile before its scale is applied, the
@@ -23,7 +24,7 @@
 
 #include "cuda/linear/prepared.cuh"
 #include "cuda/linear/quant_tile.cuh"
-#include "cuda/linear/quant_wide.cuh"
+#include "cuda/linear/quant_small_batch.cuh"
 
 namespace exl::cuda {
 
@@ -100,9 +101,9 @@ QuantPart make_part(const ExlQuantMatrix& w, const void* inputs, int first_colum
     part.runs = w.device_runs;
     part.bias = w.bias;
     part.inputs = static_cast<const __half*>(inputs);
-    part.panel_bytes = static_cast<uint32_t>(w.strip_bytes);
+    part.panel_bytes = static_cast<uint32_t>(w.panel_bytes);
     part.num_panels = static_cast<int>(ceil_div(w.n, 32));
-    part.num_k_tiles = static_cast<uint32_t>(w.num_units);
+    part.num_k_tiles = static_cast<uint32_t>(w.num_k_tiles);
     part.num_runs = w.num_runs;
     part.n = w.n;
     part.first_column = first_column;
@@ -120,7 +121,7 @@ int max_load_bytes(const ExlQuantMatrix& w, int header_bytes) {
     int largest = 0;
     for (int i = 0; i < w.num_runs; ++i) {
         const ExlQuantRun& run = w.runs[i];
-        const int blocks = run.group_units > 1 ? kStageBlocks : run.last_blocks;
+        const int blocks = run.group_k_tiles > 1 ? kStageBlocks : run.last_blocks;
         const int k_tiles = kStageBlocks / blocks;
         largest = std::max(largest, k_tiles * (header_bytes + 128 * run.bits * blocks));
     }
@@ -176,7 +177,8 @@ cudaError_t launch_rows(
 ) {
     // The panels of an output tile share inputs. More rows get more panels per tile, unless that
     // leaves multiprocessors without a tile.
-    args.panel_bits = args.m > 8 ? 2 : args.m > 1 || args.is_gated() ? 1 : 0;
+    const bool is_one_row = args.m == 1 && args.block_halves == 32;
+    args.panel_bits = args.m > 8 ? 2 : is_one_row && !args.is_gated() ? 0 : 1;
     const auto divide = [&] {
         args.num_tiles = 0;
         for (int i = 0; i < args.num_groups; ++i) {
@@ -186,9 +188,7 @@ cudaError_t launch_rows(
         return static_cast<int>(args.num_tiles);
     };
     while (divide() < info.multiprocessors && args.part_panel_bits() > 0) --args.panel_bits;
-    if (args.m == 1 && args.block_halves == 32) {
-        return launch_shape<RowShape<1, true>>(args, info, stream);
-    }
+    if (is_one_row) return launch_shape<RowShape<1, true>>(args, info, stream);
     if (row_tiles == 1) return launch_shape<RowShape<1, false>>(args, info, stream);
     if (row_tiles == 2) return launch_shape<RowShape<2, false>>(args, info, stream);
     return launch_shape<RowShape<4, false>>(args, info, stream);
@@ -216,26 +216,27 @@ int64_t exl_cuda_quant_linear_workspace(int32_t, int32_t) {
 int exl_cuda_quant_linear(const ExlQuantLinear* call, void* stream) {
     using namespace exl::cuda;
     const bool is_gated = call->epilogue == EXL_EPILOGUE_GATED;
-    if (call->count < 1 || call->count > 3 || call->m < 1 || call->m > 128 ||
+    const bool is_invariant = call->is_invariant != 0;
+    if (call->count < 1 || call->count > 3 || call->m < 1 || (call->m > 128 && !is_invariant) ||
         (is_gated && call->count != 2) || (is_gated && call->parts[0]->n != call->parts[1]->n) ||
-        (call->places != nullptr && (!is_gated || call->y_dtype != kF16)) ||
+        (call->inverse_permutation != nullptr && (!is_gated || call->y_dtype != kF16)) ||
         (call->y_dtype != kF32 && (call->y_dtype != kF16 || call->epilogue == EXL_EPILOGUE_ADD)) ||
         call->workspace_bytes < exl_cuda_quant_linear_workspace(0, call->m)) {
         return cudaErrorInvalidValue;
     }
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
-    const bool can_be_by_rows = call->count == 1 && call->m <= most_placed_rows(info);
-    if ((call->places != nullptr && call->m > most_placed_rows(info)) ||
-        (call->is_by_rows && !(can_be_by_rows && is_wide(info, call->m)))) {
+    const bool can_be_by_rows = call->count == 1 && call->m <= max_prepared_rows(info);
+    if ((call->inverse_permutation != nullptr && call->m > max_prepared_rows(info)) ||
+        (call->is_by_rows && !(can_be_by_rows && is_small_batch(info, call->m)))) {
         return cudaErrorInvalidValue;
     }
+    bool has_integers = true;
     QuantLinearArgs args = {};
     int columns = 0;
     for (int i = 0; i < call->count; ++i) {
-        if (call->parts[i]->values != EXL_VALUES_INTEGERS && call->m > EXL_CUDA_TILE_ROWS) {
-            return cudaErrorInvalidValue;
-        }
+        has_integers &= call->parts[i]->values == EXL_VALUES_INTEGERS;
+        if (!has_integers && call->m > EXL_CUDA_TILE_ROWS) return cudaErrorInvalidValue;
         args.parts[i] = make_part(*call->parts[i], call->inputs[i], is_gated ? 0 : columns);
         columns += call->parts[i]->n;
         const int load_bytes = max_load_bytes(*call->parts[i], args.parts[i].header_bytes);
@@ -243,23 +244,26 @@ int exl_cuda_quant_linear(const ExlQuantLinear* call, void* stream) {
         args.stage_bytes = std::max(args.stage_bytes, stage_bytes);
     }
     args.y_stride = call->y_stride;
-    args.inverse_permutation = call->places;
+    args.inverse_permutation = call->inverse_permutation;
     args.num_groups = is_gated ? 1 : call->count;
     args.y_dtype = call->y_dtype;
     args.epilogue = call->epilogue;
     args.gate = call->gate;
     constexpr int kChunkRows = EXL_CUDA_CHUNK_ROWS;
+    const int least_rows = is_invariant ? least_invariant_rows(info, has_integers) : 1;
     for (int first = 0; first < call->m; first += kChunkRows) {
-        const int rows = std::min(call->m - first, kChunkRows);
-        if (is_wide(info, rows)) {
+        int rows = std::min(call->m - first, kChunkRows);
+        if (is_small_batch(info, std::max(rows, least_rows))) {
+            if (is_invariant && rows == kChunkRows) rows = (call->m - first) / rows * rows;
             const cudaError_t error = quant_small_batch(*call, first, rows, info, stream);
             if (error != cudaSuccess) return error;
+            first += rows - std::min(rows, kChunkRows);
             continue;
         }
         const int chunk_tiles = exl_cuda_row_tiles(rows);
-        args.block_halves = rows == 1 ? 32 : chunk_tiles * 8 * 32;
+        args.block_halves = std::max(rows, least_rows) == 1 ? 32 : chunk_tiles * 8 * 32;
         // A launch has 32 rows at most, and fewer on devices with little shared memory.
-        const int max_tiles = std::min(chunk_tiles, kMaxRows / 8);
+        const int max_tiles = is_invariant ? 1 : std::min(chunk_tiles, kMaxRows / 8);
         const int tiles = row_tiles_that_fit(max_tiles, args.stage_bytes, info);
         for (int tile = 0; 8 * tile < rows; tile += tiles) {
             for (int i = 0; i < call->count; ++i) {
@@ -277,11 +281,19 @@ int exl_cuda_quant_linear(const ExlQuantLinear* call, void* stream) {
     return cudaSuccess;
 }
 
-int exl_cuda_most_placed_rows(int* rows) {
+int exl_cuda_least_rows(int32_t has_integers, int* rows) {
     using namespace exl::cuda;
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
-    *rows = most_placed_rows(info);
+    *rows = least_invariant_rows(info, has_integers != 0);
+    return cudaSuccess;
+}
+
+int exl_cuda_max_prepared_rows(int* rows) {
+    using namespace exl::cuda;
+    DeviceInfo info;
+    if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
+    *rows = max_prepared_rows(info);
     return cudaSuccess;
 }
 

@@ -171,9 +171,9 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(
     const bool is_inside = column < from.columns;
     if (panel * kPanelColumns >= from.columns) return;
 
-    const ExlQuantUnit k_tile = w.units[blockIdx.x];
+    const ExlQuantKTile k_tile = w.k_tiles[blockIdx.x];
     uint8_t* to =
-        w.tiles + (from.first_column / kPanelColumns + panel) * w.strip_bytes + k_tile.offset;
+        w.tiles + (from.first_column / kPanelColumns + panel) * w.panel_bytes + k_tile.offset;
     const bool is_ggml = from.packing >= EXL_PACKING_Q4_0;
     const GgmlBlock ggml = ggml_block(from.packing);
     const uint8_t* own = static_cast<const uint8_t*>(from.codes) + column * from.row_stride +
@@ -246,12 +246,12 @@ __global__ void __launch_bounds__(kThreads) pack_panel_headers_kernel(
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int panel = blockIdx.x * kWarps + warp;
     if (panel >= panels) return;
-    uint8_t* const to = w.tiles + (first_panel + panel) * w.strip_bytes;
+    uint8_t* const to = w.tiles + (first_panel + panel) * w.panel_bytes;
     const bool has_minimums = header.offset_kind == EXL_OFFSET_MINIMUMS;
     float largest = 0.0f;
 #pragma unroll 4
-    for (int i = 0; i < w.num_units; ++i) {
-        const uint8_t* k_tile = to + w.units[i].offset;
+    for (int i = 0; i < w.num_k_tiles; ++i) {
+        const uint8_t* k_tile = to + w.k_tiles[i].offset;
         const auto read = [&](const uint8_t* from) {
             return fabsf(
                 header.scale_bytes == 4 ? reinterpret_cast<const float*>(from)[lane]
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kThreads) pack_panel_headers_kernel(
     }
     const int exponent = min(max(ilogbf(fmaxf(largest, 0x1p-100f)), -100), 100);
     const float factor = ldexpf(1.0f, -10 - exponent);
-    if (lane < EXL_CUDA_STRIP_HEAD / 4) {
+    if (lane < EXL_CUDA_PANEL_HEAD / 4) {
         reinterpret_cast<uint32_t*>(to)[lane] = lane == 0 ? __float_as_uint(factor) : 0;
     }
 }
@@ -296,7 +296,7 @@ extern "C" int exl_cuda_quant_pack(
     const KTileHeader header = {static_cast<int>(scale_bytes_of(w->scale_dtype)), w->offset_kind};
     const auto blocks = static_cast<unsigned>(ceil_div(panels, kWarps));
     const cudaError_t error = launch(
-        pack_kernel, dim3(w->num_units, blocks), dim3(kThreads), 0, stream, *w, from, header
+        pack_kernel, dim3(w->num_k_tiles, blocks), dim3(kThreads), 0, stream, *w, from, header
     );
     if (error != cudaSuccess) return error;
     return launch(

@@ -201,7 +201,7 @@ class WeightPipeline {
             if (slice_left_ > 0) {
                 const QuantPart& part = args_.parts[part_];
                 ++run_;
-                open_run(part, run_at(part, run_).first_unit);
+                open_run(part, run_at(part, run_).first_k_tile);
                 in_group_ = 0;
             } else {
                 open_k_slice();
@@ -257,10 +257,10 @@ class WeightPipeline {
         }
         run_ = find_run(part, first);
         const ExlQuantRun run = run_at(part, run_);
-        const uint32_t in_run = first - run.first_unit;
-        const uint32_t groups = run.group_units == 1 ? in_run : in_run / run.group_units;
-        const uint32_t in_group = in_run - groups * run.group_units;
-        const uint32_t group_blocks = (run.group_units - 1) * kStageBlocks + run.last_blocks;
+        const uint32_t in_run = first - run.first_k_tile;
+        const uint32_t groups = run.group_k_tiles == 1 ? in_run : in_run / run.group_k_tiles;
+        const uint32_t in_group = in_run - groups * run.group_k_tiles;
+        const uint32_t group_blocks = (run.group_k_tiles - 1) * kStageBlocks + run.last_blocks;
         const uint32_t blocks = groups * group_blocks + in_group * kStageBlocks;
         block_ = run.first_block + blocks;
         source_ = part.packed + static_cast<int64_t>(location.panel) * part.panel_bytes +
@@ -273,9 +273,9 @@ class WeightPipeline {
     __device__ __forceinline__ void open_run(const QuantPart& part, uint32_t k_tile) {
         const ExlQuantRun run = run_at(part, run_);
         const uint32_t end =
-            run_ + 1 < part.num_runs ? run_at(part, run_ + 1).first_unit : part.num_k_tiles;
+            run_ + 1 < part.num_runs ? run_at(part, run_ + 1).first_k_tile : part.num_k_tiles;
         bits_ = run.bits;
-        group_k_tiles_ = run.group_units;
+        group_k_tiles_ = run.group_k_tiles;
         last_blocks_ = run.last_blocks;
         load_k_tiles_ = last_blocks_ == 1 ? 4 : last_blocks_ == 2 ? 2 : 1;  // at most kStageBlocks
         run_left_ = min(static_cast<int>(end - k_tile), slice_left_);

@@ -7,7 +7,7 @@
 
 #include "cuda/elementwise/gate.cuh"
 #include "cuda/linear/prepared.cuh"
-#include "cuda/linear/quant_unit.cuh"
+#include "cuda/linear/quant_k_tile.cuh"
 
 namespace exl::cuda {
 

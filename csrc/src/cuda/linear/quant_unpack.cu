@@ -169,15 +169,16 @@ __device__ __forceinline__ void write_block(
 
 template <Form form, int max_blocks, int bits>
 __device__ __forceinline__ void unpack_k_tile(
-    const ExlQuantMatrix& w, const ExlQuantUnit& k_tile, KTileHeader header, int64_t panel,
+    const ExlQuantMatrix& w, const ExlQuantKTile& k_tile, KTileHeader header, int64_t panel,
     bool has_panel, int column, const Output& out, StagedBlock* buffers
 ) {
     const int lane = threadIdx.x % kWarp;
-    const uint8_t* from = w.tiles + panel * w.strip_bytes + k_tile.offset;
+    const uint8_t* from = w.tiles + panel * w.panel_bytes + k_tile.offset;
     Factors<form> factors;
     uint32_t words[max_blocks][bits];
     const int pair = threadIdx.x / 8;  // pair of rows that this thread writes
-    const int32_t* permutation = w.order + static_cast<int64_t>(k_tile.first_block) * kBlockRows;
+    const int32_t* permutation =
+        w.permutation + static_cast<int64_t>(k_tile.first_block) * kBlockRows;
     int2 features[max_blocks];
 #pragma unroll
     for (int b = 0; b < max_blocks; ++b) {
@@ -232,7 +233,7 @@ __global__ void __launch_bounds__(kThreads, 8) unpack_kernel(
 ) {
     __shared__ alignas(16) StagedBlock buffers[max_blocks == 1 ? 1 : 2];
     let_next_begin();
-    const ExlQuantUnit k_tile = w.units[blockIdx.y];
+    const ExlQuantKTile k_tile = w.k_tiles[blockIdx.y];
     const int column = blockIdx.x * kWarps * kPanelColumns;
     const int own = column + threadIdx.x / kWarp * kPanelColumns;
     const int64_t panel = first_panel + own / kPanelColumns;
@@ -279,14 +280,14 @@ __global__ void __launch_bounds__(kThreads) embedding_kernel(
     let_next_begin();
     const int index = blockIdx.y * kWarps + threadIdx.x / kWarp;
     const int row = threadIdx.x % kWarp;
-    const bool has_k_tile = index < w.num_units;
-    ExlQuantUnit k_tile = {};
-    if (has_k_tile) k_tile = w.units[index];
+    const bool has_k_tile = index < w.num_k_tiles;
+    ExlQuantKTile k_tile = {};
+    if (has_k_tile) k_tile = w.k_tiles[index];
     wait_for_inputs();
     if (!has_k_tile) return;
     const int64_t token = token_ids[blockIdx.x];
     const int column = static_cast<int>(token % kPanelColumns);
-    const uint8_t* from = w.tiles + token / kPanelColumns * w.strip_bytes + k_tile.offset;
+    const uint8_t* from = w.tiles + token / kPanelColumns * w.panel_bytes + k_tile.offset;
     const float scale = scale_at(from, w.scale_dtype, scale_index(column));
     const uint8_t* offsets = from + header.offsets_at();
     float zero = 0.0f, minimum = 0.0f;
@@ -297,7 +298,8 @@ __global__ void __launch_bounds__(kThreads) embedding_kernel(
     if (w.offset_kind == EXL_OFFSET_MINIMUMS) {
         minimum = scale_at(offsets, w.scale_dtype, scale_index(column));
     }
-    const int32_t* permutation = w.order + static_cast<int64_t>(k_tile.first_block) * kBlockRows;
+    const int32_t* permutation =
+        w.permutation + static_cast<int64_t>(k_tile.first_block) * kBlockRows;
     const uint8_t* block = from + header.size_bytes();
     for (int b = 0; b < k_tile.blocks; ++b, block += 128 * k_tile.bits) {
         const uint32_t code = code_at(block, k_tile.bits, row, column);
@@ -324,18 +326,20 @@ extern "C" int exl_cuda_quant_unpack(
 ) {
     const int64_t end = static_cast<int64_t>(first_column) + columns;
     const bool fits = first_column >= 0 && first_column % kPanelColumns == 0 && columns >= 0 &&
-                      end <= w->n && out_stride >= columns && w->num_units <= 65535;
+                      end <= w->n && out_stride >= columns && w->num_k_tiles <= 65535;
     if (!fits) return cudaErrorInvalidValue;
     if (columns == 0) return cudaSuccess;
     const bool is_aligned = reinterpret_cast<uintptr_t>(out) % 16 == 0 && out_stride % 8 == 0;
     const Output to = {static_cast<__half*>(out), out_stride, columns, is_aligned};
-    const dim3 grid(static_cast<unsigned>(ceil_div(columns, kWarps * kPanelColumns)), w->num_units);
+    const dim3 grid(
+        static_cast<unsigned>(ceil_div(columns, kWarps * kPanelColumns)), w->num_k_tiles
+    );
     const bool in_halves = w->scale_dtype == kF16 && w->offset_kind != EXL_OFFSET_MINIMUMS &&
                            w->values != EXL_VALUES_E4M3;
     const auto single_block = in_halves ? unpack_kernel<kHalves, 1> : unpack_kernel<kFloats, 1>;
     const auto multi_block =
         in_halves ? unpack_kernel<kHalves, kKTileBlocks> : unpack_kernel<kFloats, kKTileBlocks>;
-    const auto kernel = w->num_units == w->num_blocks ? single_block : multi_block;
+    const auto kernel = w->num_k_tiles == w->num_blocks ? single_block : multi_block;
     return launch(
         kernel, grid, dim3(kThreads), 0, stream, *w, first_column / kPanelColumns, to, header_of(*w)
     );
@@ -346,7 +350,7 @@ extern "C" int exl_cuda_quant_embedding(
 ) {
     if (m < 0) return cudaErrorInvalidValue;
     if (m == 0) return cudaSuccess;
-    const dim3 grid(m, static_cast<unsigned>(ceil_div(w->num_units, kWarps)));
+    const dim3 grid(m, static_cast<unsigned>(ceil_div(w->num_k_tiles, kWarps)));
     return launch(
         embedding_kernel, grid, dim3(kThreads), 0, stream, *w, token_ids, y, header_of(*w)
     );

@@ -100,7 +100,7 @@ __device__ __forceinline__ int find_run(const QuantPart& part, uint32_t k_tile) 
     int low = 0, high = part.num_runs - 1;
     while (low < high) {
         const int middle = (low + high + 1) / 2;
-        if (run_at(part, middle).first_unit <= k_tile) {
+        if (run_at(part, middle).first_k_tile <= k_tile) {
             low = middle;
         } else {
             high = middle - 1;

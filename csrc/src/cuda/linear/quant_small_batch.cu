@@ -4,19 +4,22 @@
 // Contract   exl/cuda/linear.h. One launch reads the weights once.
 // Floor      panels * panel_bytes bytes divided by the memory bandwidth.
 // Mapping    The grid has one or two thread blocks per multiprocessor. A cluster of up to eight
-//            thread blocks computes an output tile (quant_wide_work.cuh). In each block a producer
-//            warp copies k-tiles of adjacent panels and their inputs ahead (quant_wide_ring.cuh).
-//            Eight consumer warps, two warpgroups, multiply them with wgmma, which reads the inputs
-//            from shared memory (quant_wide_unit.cuh).
+//            thread blocks computes an output tile (quant_small_batch_work.cuh). In each block a
+//            producer warp copies k-tiles of adjacent panels and their inputs into the stages of a
+//            pipeline (quant_small_batch_pipeline.cuh). Eight consumer warps, two warpgroups,
+//            multiply them with wgmma, which reads the inputs from shared memory
+//            (quant_small_batch_k_tile.cuh).
 // Accuracy   Weights are rounded to float16. float32 sums, in a fixed order: the k-tiles of a
-//            slice, then slices and thread blocks (quant_wide_tile.cuh).
+//            slice, then slices and thread blocks (quant_small_batch_tile.cuh). The order
+//            depends on the partition alone, which the batch-invariant mode chooses without regard
+//            to the rows.
 // Overlap    The first weights are copied before the previous kernel has ended, and a spare warp
 //            warms up the instruction cache for the epilogue. With up to 32 rows two thread blocks
 //            fit on a multiprocessor: two of one launch, or one of this launch and one of the next.
 #include <algorithm>
 
-#include "cuda/linear/quant_wide.cuh"
-#include "cuda/linear/quant_wide_tile.cuh"
+#include "cuda/linear/quant_small_batch.cuh"
+#include "cuda/linear/quant_small_batch_tile.cuh"
 
 namespace exl::cuda {
 
@@ -159,12 +162,12 @@ __global__ void __launch_bounds__(
 SmallBatchPart make_part(const ExlQuantMatrix& w, const void* inputs, int first_column) {
     SmallBatchPart part = {};
     part.packed = w.tiles;
-    part.k_tiles = w.units;
+    part.k_tiles = w.k_tiles;
     part.bias = w.bias;
     part.inputs = static_cast<const __half*>(inputs);
-    part.panel_bytes = w.strip_bytes;
+    part.panel_bytes = w.panel_bytes;
     part.num_panels = static_cast<int>(ceil_div(w.n, 32));
-    part.num_k_tiles = static_cast<uint32_t>(w.num_units);
+    part.num_k_tiles = static_cast<uint32_t>(w.num_k_tiles);
     part.n = w.n;
     part.first_column = first_column;
     part.scale_bytes = static_cast<int>(scale_bytes_of(w.scale_dtype));
@@ -178,8 +181,8 @@ SmallBatchPart::FirstKTile k_tile_at(
     const ExlQuantMatrix& w, uint32_t index, uint32_t header_bytes
 ) {
     const ExlQuantRun* run = w.runs;
-    while (run + 1 < w.runs + w.num_runs && index >= run[1].first_unit) ++run;
-    const uint32_t in_run = index - run->first_unit, group_k_tiles = run->group_units;
+    while (run + 1 < w.runs + w.num_runs && index >= run[1].first_k_tile) ++run;
+    const uint32_t in_run = index - run->first_k_tile, group_k_tiles = run->group_k_tiles;
     const uint32_t group = in_run / group_k_tiles, in_group = in_run % group_k_tiles;
     const uint32_t group_blocks = 4 * (group_k_tiles - 1) + run->last_blocks;
     const uint32_t first_block = run->first_block + group * group_blocks + 4 * in_group;
@@ -293,6 +296,9 @@ void choose_partition(
     divide_tiles(args, best);
 }
 
+// Rows of the launch for which the batch-invariant mode chooses its partition.
+constexpr int kInvariantRows = 32;
+
 template <int kRows, bool is_by_rows>
 cudaError_t launch_shape(
     SmallBatchArgs& args, const ExlQuantLinear& call, const DeviceInfo& info, void* stream
@@ -303,11 +309,23 @@ cudaError_t launch_shape(
     ClusterOccupancy occupancy;
     const cudaError_t error = cluster_occupancy<kRows, is_by_rows>(&occupancy, info, shared_bytes);
     if (error != cudaSuccess) return error;
-    choose_partition(args, occupancy, info.multiprocessors, kRows <= 32);
+    if (call.is_invariant) {
+        constexpr int kShared = 228 * 1024 / blocks_per_multiprocessor(kInvariantRows) - 1024;
+        ClusterOccupancy chosen;
+        const cudaError_t failure = cluster_occupancy<kInvariantRows, false>(
+            &chosen, info, std::min(kShared, info.shared_per_block)
+        );
+        if (failure != cudaSuccess) return failure;
+        choose_partition(args, chosen, info.multiprocessors, false);
+    } else {
+        choose_partition(args, occupancy, info.multiprocessors, kRows <= 32);
+    }
     args.workspace = static_cast<uint8_t*>(call.workspace);
     const auto max_clusters = static_cast<uint32_t>(std::max(1, occupancy.max_active[args.splits]));
-    const uint32_t num_clusters = args.num_tiles << args.global_split_bits;
-    const bool has_one_tile = num_clusters <= max_clusters;
+    const uint32_t num_clusters = args.num_tiles * args.num_chunks << args.global_split_bits;
+    // The clusters of divided tiles have one tile each. If they do not all fit at once, as in the
+    // batch-invariant mode, the last ones start when others have ended.
+    const bool has_one_tile = args.is_split() || num_clusters <= max_clusters;
     args.portion = static_cast<int>(ceil_div(kRows / 4 * args.tile_panels(), args.splits));
     args.portion_reciprocal = static_cast<uint32_t>(ceil_div(1 << 16, args.portion));
     const int partial_bytes =
@@ -322,7 +340,7 @@ cudaError_t launch_shape(
     args.pipeline_bytes = (shared_bytes - state - gate_sums - sums) / 128 * 128;
     args.gate_sums_offset = args.pipeline_bytes + state;
     args.sums_offset = sums_in_stages ? 0 : args.gate_sums_offset + gate_sums;
-    args.num_clusters = std::min(num_clusters, max_clusters);
+    args.num_clusters = has_one_tile ? num_clusters : max_clusters;
     for (int i = 0; i < call.count; ++i) {
         SmallBatchPart& part = args.parts[i];
         const int tile_blocks = args.splits << args.global_split_bits;
@@ -366,14 +384,16 @@ cudaError_t quant_small_batch(
             static_cast<const __half*>(call.inputs[i]) +
             first / EXL_CUDA_CHUNK_ROWS * exl_cuda_chunk_halves(EXL_CUDA_CHUNK_ROWS, w.num_blocks);
         args.parts[i] = make_part(w, inputs, is_gated ? 0 : columns);
+        args.parts[i].chunk_halves = exl_cuda_chunk_halves(EXL_CUDA_CHUNK_ROWS, w.num_blocks);
         columns += w.n;
     }
     args.y = static_cast<uint8_t*>(call.y) + first * call.y_stride * (call.y_dtype == kF16 ? 2 : 4);
     args.y_stride = call.y_stride;
-    args.inverse_permutation = call.places;
+    args.inverse_permutation = call.inverse_permutation;
     args.y_dtype = call.y_dtype;
     args.gate = call.gate;
-    args.m = rows;
+    args.m = std::min(rows, EXL_CUDA_CHUNK_ROWS);
+    args.num_chunks = static_cast<uint32_t>(rows / args.m);
     return call.is_by_rows ? launch_rows<true>(args, call, info, stream)
                            : launch_rows<false>(args, call, info, stream);
 }

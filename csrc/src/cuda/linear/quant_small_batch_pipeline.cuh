@@ -9,7 +9,7 @@
 
 #include "cuda/common/hopper.cuh"
 #include "cuda/linear/quant_decode.cuh"
-#include "cuda/linear/quant_wide_work.cuh"
+#include "cuda/linear/quant_small_batch_work.cuh"
 
 #if defined(__CUDACC__)
 
@@ -24,7 +24,7 @@ constexpr int kSmallBatchThreads = kConsumerThreads + 2 * kWarp;
 
 // Contents of a stage. Offsets are bytes from the start of the circular buffer.
 struct StageEntry {
-    uint32_t descriptor;  // second word of ExlQuantUnit: first_block, bits, blocks
+    uint32_t descriptor;  // second word of ExlQuantKTile: first_block, bits, blocks
     int32_t weights;
     int32_t inputs;
     int32_t end;
@@ -90,11 +90,11 @@ class SmallBatchProducer {
     __device__ __forceinline__ bool open_k_range() {
         if (is_open_) return true;
         KRange range;
-        uint32_t tile;
+        uint32_t tile, chunk;
         do {
             if (scheduler_.is_done(args_)) return false;
             range = scheduler_.k_range(args_, pair_index_);
-            tile = scheduler_.tile;
+            tile = scheduler_.tile, chunk = scheduler_.chunk;
             pair_index_ = args_.is_gated() ? 1 - pair_index_ : 0;
             if (pair_index_ == 0) scheduler_.advance(args_);
         } while (range.begin == range.end);
@@ -103,7 +103,7 @@ class SmallBatchProducer {
         end_ = static_cast<int>(range.end);
         const int first_panel = args_.tile_panels() * static_cast<int>(tile);
         k_tiles_ = part.k_tiles;
-        inputs_ = part.inputs;
+        inputs_ = part.inputs + chunk * part.chunk_halves;
         header_bytes_ = part.header_bytes;
         num_panels_ = min(args_.tile_panels(), part.num_panels - first_panel);
         panel_bytes_ = part.panel_bytes;
@@ -200,7 +200,7 @@ class SmallBatchProducer {
     int pair_index_ = 0;
     // Range of k-tiles that is being copied.
     bool is_open_ = false;
-    const ExlQuantUnit* k_tiles_ = nullptr;
+    const ExlQuantKTile* k_tiles_ = nullptr;
     const __half* inputs_ = nullptr;
     const uint8_t* source_ = nullptr;  // address of the tile's first panel
     int64_t panel_bytes_ = 0;

@@ -7,7 +7,7 @@
 
 #include "cuda/elementwise/gate.cuh"
 #include "cuda/linear/prepared.cuh"
-#include "cuda/linear/quant_wide_unit.cuh"
+#include "cuda/linear/quant_small_batch_k_tile.cuh"
 
 #if defined(__CUDACC__) && EXL_IS_HOPPER
 
@@ -143,7 +143,8 @@ __device__ __forceinline__ void write_tile(
         float y[4];
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-            const int part_column = column + 8 * (c / 2), y_row = row + c % 2;
+            const int part_column = column + 8 * (c / 2);
+            const int64_t y_row = scheduler.chunk * EXL_CUDA_CHUNK_ROWS + row + c % 2;
             at[c] = y_row * args.y_stride + part.first_column + part_column;
             y[c] = is_added && is_valid(c) ? static_cast<const float*>(args.y)[at[c]] : 0.0f;
         }

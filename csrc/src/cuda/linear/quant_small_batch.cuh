@@ -1,4 +1,5 @@
-// Small-batch kernel: quantized linears of 9 to 64 rows on compute capability 9.0 (quant_wide.cu).
+// Small-batch kernel: quantized linears of 9 to 64 rows on compute capability 9.0
+// (quant_small_batch.cu).
 #pragma once
 
 #include "cuda/common/common.cuh"
@@ -10,6 +11,7 @@ namespace exl::cuda {
 int64_t small_batch_workspace();
 
 // Computes rows first .. first + rows - 1 of the batch, which are one chunk of the prepared inputs.
+// In the batch-invariant mode they may also be several whole chunks.
 cudaError_t quant_small_batch(
     const ExlQuantLinear& call, int first, int rows, const DeviceInfo& info, void* stream
 );

@@ -12,8 +12,8 @@
 // scales nor sums of inputs, and continue from k-tile to k-tile in the accumulator registers.
 #pragma once
 
-#include "cuda/linear/quant_unit.cuh"
-#include "cuda/linear/quant_wide_ring.cuh"
+#include "cuda/linear/quant_k_tile.cuh"
+#include "cuda/linear/quant_small_batch_pipeline.cuh"
 
 #if defined(__CUDACC__) && EXL_IS_HOPPER
 

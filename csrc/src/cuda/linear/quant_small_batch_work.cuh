@@ -12,6 +12,9 @@
 // All thread blocks of a tile get equal numbers of consecutive k-tiles. A tile that is not divided
 // is computed by one thread block, and such a block c of C loops over the tiles c, c + C, c + 2 C
 // and so on. If tiles are divided, every thread block works on one tile only.
+//
+// In the batch-invariant mode a launch has several chunks of 64 rows. It has every tile once per
+// chunk, and the chunks of a tile follow one another, so that they share weights in the L2 cache.
 #pragma once
 
 #include "cuda/common/hopper.cuh"
@@ -29,19 +32,20 @@ constexpr int kCounterBytes = 4 * kMaxGlobalBlocks;
 
 struct SmallBatchPart {
     // Entry of the k-tile table for the first k-tile of each thread block of a tile: its offset in
-    // the panel, and the second word of ExlQuantUnit. As kernel parameters they need no memory
+    // the panel, and the second word of ExlQuantKTile. As kernel parameters they need no memory
     // access.
     struct FirstKTile {
         uint32_t offset, descriptor;
     } first[kMaxSplits];
     const uint8_t* packed;
-    const ExlQuantUnit* k_tiles;  // [num_k_tiles]
+    const ExlQuantKTile* k_tiles;  // [num_k_tiles]
     const float* bias;
     const __half* inputs;  // prepared for this part
     int64_t panel_bytes;
     int32_t num_panels;
     uint32_t num_k_tiles;
     uint32_t split_k_tiles;  // k-tiles of each thread block of a tile; the last ones may have fewer
+    int64_t chunk_halves;    // float16 numbers of the inputs of a chunk
     int32_t n;
     int32_t first_column;  // column of y
     int32_t header_bytes;  // of a k-tile: its scales and offsets
@@ -66,7 +70,8 @@ struct SmallBatchArgs {
     const int32_t* inverse_permutation;  // not null: y is prepared inputs of a linear
     int64_t y_stride;
     int32_t num_groups;
-    int32_t m;  // rows of this launch
+    int32_t m;  // rows of a chunk
+    uint32_t num_chunks;
     int32_t y_dtype;
     int32_t epilogue;
     int32_t gate;
@@ -111,16 +116,17 @@ __device__ __forceinline__ uint32_t cluster_in_tile(const SmallBatchArgs& args) 
 
 // Output tile of this thread block, and the loop over its tiles.
 struct TileScheduler {
-    uint32_t index;  // among all tiles
+    uint32_t index;  // among all tiles of all chunks
     int group;
     uint32_t tile;  // in the group
+    uint32_t chunk;
 
     __device__ __forceinline__ explicit TileScheduler(const SmallBatchArgs& args)
         : index(cluster_index() >> args.global_split_bits) {
         locate(args);
     }
     __device__ __forceinline__ bool is_done(const SmallBatchArgs& args) const {
-        return index >= args.num_tiles;
+        return index >= args.num_tiles * args.num_chunks;
     }
     __device__ __forceinline__ void advance(const SmallBatchArgs& args) {
         index += args.num_clusters;
@@ -142,7 +148,8 @@ struct TileScheduler {
 
   private:
     __device__ __forceinline__ void locate(const SmallBatchArgs& args) {
-        group = 0, tile = index;
+        group = 0, tile = index, chunk = 0;
+        if (args.num_chunks > 1) tile = index / args.num_chunks, chunk = index % args.num_chunks;
         while (group + 1 < args.num_groups && tile >= args.group_tiles[group]) {
             tile -= args.group_tiles[group++];
         }
