@@ -27,7 +27,7 @@ TEXT_LIMIT_BYTES = 2**30
 PROMPT_LIMIT_BYTES = 64 * 2**20
 """Limit on prompts: more than a context of ten million tokens holds."""
 
-
+_PIECE_BYTES = 1 << 20
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d{1,6})")
 
 
@@ -77,14 +77,22 @@ def open_regular(path: Path, error: type[ExlError]) -> BinaryIO:
 
 
 def read_bytes(path: Path, error: type[ExlError], limit_bytes: int) -> bytes:
-    """Contents of a regular file. Raises `error` if it is larger than `limit_bytes`."""
+    """Contents of a regular file. Raises `error` if it is larger than `limit_bytes`.
+
+    Takes no more memory than the contents: `file.read(n)` allocates n bytes, whatever it reads.
+    """
     with open_regular(path, error) as file:
         try:
             size = os.fstat(file.fileno()).st_size
-            data = file.read(limit_bytes + 1) if size <= limit_bytes else b""
+            data = file.read(size + 1) if size <= limit_bytes else b""
+            while size < len(data) <= limit_bytes:  # files of /proc say that they are empty
+                more = file.read(min(_PIECE_BYTES, limit_bytes + 1 - len(data)))
+                if not more:
+                    break
+                data += more
         except OSError as cause:
             raise error("cannot be read", where=path, got=cause.strerror or cause) from cause
-    if max(size, len(data)) > limit_bytes:  # files of /proc say that they are empty
+    if max(size, len(data)) > limit_bytes:
         raise error(
             "file is too large for what it is",
             where=path,

@@ -76,6 +76,11 @@ def config_file() -> Path:
     return base / "exl" / "config.toml"
 
 
+def preset_file(name: str) -> Path:
+    """File of one preset, in the folder `presets` beside `config_file`."""
+    return config_file().parent / "presets" / f"{name}.toml"
+
+
 def state_folder() -> Path:
     """Folder for the program's state files: below `XDG_STATE_HOME`, or else below the home
     directory."""

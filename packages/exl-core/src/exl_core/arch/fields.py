@@ -20,6 +20,7 @@ MAX_INTERMEDIATE_SIZE = 2**22
 MAX_HEADS = 2**14
 MAX_HEAD_DIM = 2**13
 MAX_VOCAB_SIZE = 2**24
+MAX_EXPERTS = 2**14
 MAX_CONTROL_IDS = 4096
 
 
@@ -79,6 +80,21 @@ class Fields:
         if not isinstance(value, list) or not 0 < len(value) <= MAX_HEAD_DIM:
             raise self._error(key, f"a list of 1 to {MAX_HEAD_DIM} numbers", value)
         return tuple(Fields({key: item}, self.where).number(key) for item in value)
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A list of at most MAX_LAYERS integers from 0 on, which may be empty."""
+        value = self._get(key, None)
+        if not isinstance(value, list) or len(value) > MAX_LAYERS:
+            raise self._error(key, f"a list of at most {MAX_LAYERS} integers", value)
+        return tuple(Fields({key: item}, self.where).integer(key, low=0) for item in value)
+
+    def signed_numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of `count` numbers within the range of float32, of either sign."""
+        value = self._get(key, None)
+        is_list = isinstance(value, list) and len(value) == count
+        if not is_list or not all(isinstance(x, float) and abs(x) < LARGEST for x in value):  # type: ignore[attr-defined]
+            raise self._error(key, f"a list of {count} numbers", value)
+        return tuple(value)  # type: ignore[arg-type]
 
     def flags(self, key: str, count: int) -> list[bool]:
         """A list of `count` truth values, or numbers 0 and 1; [] if the list is empty."""

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from exl_core.arch.checks import check_config
+from exl_core.arch.experts import gguf_experts
 from exl_core.arch.fields import (
     MAX_HEAD_DIM,
     MAX_HEADS,
@@ -21,7 +22,7 @@ from exl_core.arch.fields import (
     MAX_VOCAB_SIZE,
     Fields,
 )
-from exl_core.arch.layers import HeadNorm, NormKind, QueryTemperature
+from exl_core.arch.layers import XIELU_BETA, Activation, HeadNorm, NormKind, QueryTemperature
 from exl_core.arch.registry import find_by_gguf_name
 from exl_core.arch.rope import yarn_magnitude
 from exl_core.arch.spec import (
@@ -48,6 +49,9 @@ TEMPERATURE_KEYS = frozenset(
         "rope.scaling.yarn_log_multiplier",
     }
 )
+PATTERN_KEY = "attention.sliding_window_pattern"
+UNROTATED = 1e29
+"""Divisors above it mark pairs that are not rotated: files have 1e30."""
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 ROPE_METHODS = {
     "none": RopeMethod.DEFAULT,
@@ -75,7 +79,9 @@ SCALING_KEYS = frozenset(
 
 
 def gguf_architecture(metadata: Mapping[str, object], where: object) -> ArchSpec:
-    return find_by_gguf_name(Fields(metadata, where).text("general.architecture"), where=where)
+    name = Fields(metadata, where).text("general.architecture")
+    has_experts = metadata.get(f"{name}.expert_count") not in (None, 0)
+    return find_by_gguf_name(name, where=where, has_experts=has_experts)
 
 
 def read_gguf_config(
@@ -92,15 +98,19 @@ def read_gguf_config(
     prefix = Fields(metadata, where).text("general.architecture") + "."
     own = Fields({k.removeprefix(prefix): v for k, v in metadata.items()}, where)
     hidden_size = own.integer("embedding_length", high=MAX_HIDDEN_SIZE)
-    layers = own.integer("block_count", high=MAX_LAYERS)
+    layers = _num_layers(own)
     heads = _by_layer(own, "attention.head_count", layers, MAX_HEADS)
     head_dim = own.integer(
         "attention.key_length", arch.head_dim_default or hidden_size // heads[0], high=MAX_HEAD_DIM
     )
+    _refuse_unknown_parts(arch, own)
     ropes = _ropes(arch, own, head_dim, rope_factors or {})
     pattern, window = _windows(arch, own)
-    numbers = _layer_numbers(arch, own, tensor_names, head_dim)
     windows = tuple(pattern[i % len(pattern)] for i in range(layers))
+    numbers = _layer_numbers(arch, own, tensor_names, head_dim)
+    if arch.global_head_dim_default is not None:
+        numbers = _own_heads(arch, own, tensor_names, numbers, windows)
+    numbers = _with_activations(arch, Fields(metadata, where), numbers)
     by_layer = with_windows(numbers, windows, window, len(ropes))
     vocabulary = metadata.get("tokenizer.ggml.tokens")
     vocab_default = len(vocabulary) if isinstance(vocabulary, list) else None
@@ -124,16 +134,32 @@ def read_gguf_config(
     return config
 
 
+def _num_layers(own: Fields) -> int:
+    """Layers of the model, without those for multi-token prediction, which are the last ones."""
+    total = own.integer("block_count", high=MAX_LAYERS)
+    ahead = own.integer("nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
+    if ahead >= total:
+        raise ConfigError(
+            "'nextn_predict_layers' leaves no layers",
+            where=own.where,
+            expected=f"less than {total}",
+            got=ahead,
+        )
+    return total - ahead
+
+
 def _layer_numbers(
     arch: ArchSpec, own: Fields, tensor_names: Collection[str], head_dim: int
 ) -> list[LayerNumbers]:
     """Numbers of each layer, without its window."""
     hidden_size = own.integer("embedding_length", high=MAX_HIDDEN_SIZE)
-    layers = own.integer("block_count", high=MAX_LAYERS)
+    layers = _num_layers(own)
     heads = _by_layer(own, "attention.head_count", layers, MAX_HEADS)
     kv_heads = _by_layer(own, "attention.head_count_kv", layers, MAX_HEADS, heads)
     widths = _by_layer(own, "feed_forward_length", layers, MAX_INTERMEDIATE_SIZE)
-    scale = _attention_scale(arch, layers, hidden_size, heads[0], head_dim)
+    scale = arch.attention_scale
+    if scale is None:
+        scale = _attention_scale(arch, layers, hidden_size, heads[0], head_dim)
     first = LayerNumbers(
         num_q_heads=heads[0],
         num_kv_heads=kv_heads[0],
@@ -149,15 +175,72 @@ def _layer_numbers(
         temperature=_temperature(arch, own),
         head_norm=_head_norm(arch, tensor_names),
     )
+    experts = gguf_experts(arch, own, tensor_names, layers)
     return [
-        replace(first, num_q_heads=q, num_kv_heads=kv, intermediate_size=width)
-        for q, kv, width in zip(heads, kv_heads, widths, strict=True)
+        replace(first, num_q_heads=q, num_kv_heads=kv, intermediate_size=width, experts=part)
+        for q, kv, width, part in zip(heads, kv_heads, widths, experts, strict=True)
     ]
+
+
+def _own_heads(
+    arch: ArchSpec,
+    own: Fields,
+    tensor_names: Collection[str],
+    numbers: Sequence[LayerNumbers],
+    windows: Sequence[Window],
+) -> list[LayerNumbers]:
+    """The same numbers, with the heads of LOCAL layers, and without the values of layers that
+    project none: these are the keys."""
+    local_dim = own.integer("attention.key_length_swa", arch.head_dim_default, high=MAX_HEAD_DIM)
+    found = []
+    for layer, (one, window) in enumerate(zip(numbers, windows, strict=True)):
+        has_values = arch.gguf.is_stored("v", "weight", tensor_names, layer)
+        head_dim = local_dim if window is Window.LOCAL else one.head_dim
+        found.append(replace(one, head_dim=head_dim, is_value_key=not has_values))
+    return found
+
+
+def _with_activations(
+    arch: ArchSpec, fields: Fields, numbers: Sequence[LayerNumbers]
+) -> list[LayerNumbers]:
+    """The same numbers, with those of the activation, which files list by layer."""
+    if arch.activation is not Activation.XIELU:
+        return list(numbers)
+    lists = [fields.signed_numbers(f"xielu.{key}", len(numbers)) for key in ("alpha_p", "alpha_n")]
+    betas = fields.signed_numbers("xielu.beta", len(numbers))
+    if any(not math.isclose(beta, XIELU_BETA, rel_tol=1e-3) for beta in betas):
+        raise UnsupportedModelError(
+            "the activation's 'xielu.beta' is not supported",
+            where=fields.where,
+            expected=XIELU_BETA,
+            got=betas[0],
+        )
+    return [
+        replace(one, activation_numbers=pair)
+        for one, pair in zip(numbers, zip(*lists, strict=True), strict=True)
+    ]
+
+
+def _refuse_unknown_parts(arch: ArchSpec, own: Fields) -> None:
+    """Refuses variants of Gemma 4 that need more than its dense layers."""
+    if arch.global_head_dim_default is None:
+        return
+    for key, what in (
+        ("embedding_length_per_layer_input", "embeddings of their own for each layer (E2B, E4B)"),
+        ("attention.shared_kv_layers", "layers that share keys and values (E2B, E4B)"),
+        ("expert_count", "experts (26B-A4B)"),
+    ):
+        if own.integer(key, 0, low=0) > 0:
+            raise UnsupportedModelError(
+                f"{arch.name} models with {what} are not supported",
+                where=own.where,
+                next_step="The dense models (12B, 31B) are.",
+            )
 
 
 def _head_norm(arch: ArchSpec, tensor_names: Collection[str]) -> HeadNorm | None:
     has_norm = arch.gguf.is_stored("q_norm", "weight", tensor_names, layer=0)
-    return HeadNorm.LAYER if arch.may_have_head_norm and has_norm else None
+    return arch.optional_head_norm if has_norm else None
 
 
 def _multipliers(arch: ArchSpec, own: Fields) -> Multipliers:
@@ -200,14 +283,14 @@ def _by_layer(
         if value is None and default is not None:
             return default
         return [own.integer(key, high=high)] * layers
-    if len(value) != layers:
+    if len(value) not in (layers, own.integer("block_count")):
         raise ConfigError(
             f"{key!r} does not describe the layers",
             where=own.where,
             expected=f"{layers} numbers",
             got=len(value),
         )
-    return [Fields({key: item}, own.where).integer(key, high=high) for item in value]
+    return [Fields({key: item}, own.where).integer(key, high=high) for item in value[:layers]]
 
 
 def _windows(arch: ArchSpec, own: Fields) -> tuple[tuple[Window, ...], int | None]:
@@ -218,6 +301,9 @@ def _windows(arch: ArchSpec, own: Fields) -> tuple[tuple[Window, ...], int | Non
     if arch.is_window_optional and not own.has(key):
         return (Window.GLOBAL,), None
     if Window.GLOBAL in pattern:
+        if isinstance(own.values.get(PATTERN_KEY), list):  # one entry for each layer
+            is_local = own.flags(PATTERN_KEY, own.integer("block_count", high=MAX_LAYERS))
+            pattern = tuple(Window.LOCAL if one else Window.GLOBAL for one in is_local)
         return pattern, own.integer(key, arch.sliding_window_default)
     # Families that can have a window in every layer. Most of their files do not say whether it is
     # used; 0 means that it is not.
@@ -231,7 +317,7 @@ def _attention_scale(
     # The 27B Gemmas scale by hidden_size / heads. The format has no key for this, so readers
     # recognize these models by their number of layers.
     is_gemma_27b = layers == GEMMA_27B_LAYERS.get(arch.name)
-    return 1.0 / math.sqrt(hidden_size / heads if is_gemma_27b else head_dim)
+    return math.pow(hidden_size / heads if is_gemma_27b else head_dim, -0.5)
 
 
 def _refuse_unknown_scaling(arch: ArchSpec, own: Fields) -> None:
@@ -289,7 +375,22 @@ def _ropes(
     if arch.local_rope_base_default is None and not arch.has_plain_local_rope:
         return (rope,)
     local_base = own.number("rope.freq_base_swa", arch.local_rope_base_default or base)
+    if arch.global_head_dim_default is not None:
+        rope = _proportional(rope)
+        rotary_dim = own.integer(
+            "rope.dimension_count_swa", arch.head_dim_default, high=MAX_HEAD_DIM
+        )
     return rope, RopeConfig(base=local_base, rotary_dim=rotary_dim)
+
+
+def _proportional(rope: RopeConfig) -> RopeConfig:
+    """The table whose divisors are 1 for rotated pairs and huge for the others."""
+    divisors = rope.frequency_divisors
+    rotated = sum(divisor < UNROTATED for divisor in divisors)
+    if not divisors or any(divisor != 1.0 for divisor in divisors[:rotated]):
+        return rope
+    method = RopeMethod.PROPORTIONAL
+    return replace(rope, method=method, frequency_divisors=(), rotated_pairs=rotated)
 
 
 def _longrope(

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from exl_core.arch.checks import check_config
+from exl_core.arch.experts import hf_experts
 from exl_core.arch.fields import (
     MAX_HEAD_DIM,
     MAX_HEADS,
@@ -142,7 +143,7 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         temperature=_temperature(arch, text),
         head_norm=_head_norm(arch, text),
     )
-    of_layers = [_numbers_of(arch, text, numbers, one) for one in windows]
+    of_layers = _numbers_by_layer(arch, text, numbers, windows)
     by_layer = with_windows(of_layers, windows, window, len(ropes))
     ids = text if text.has("eos_token_id") else top
     return ModelConfig(
@@ -202,8 +203,7 @@ def _norm_eps(arch: ArchSpec, text: Fields) -> float:
 
 
 def _head_norm(arch: ArchSpec, text: Fields) -> HeadNorm | None:
-    has_norm = arch.may_have_head_norm and text.flag("use_qk_norm", False)
-    return HeadNorm.LAYER if has_norm else None
+    return arch.optional_head_norm if text.flag("use_qk_norm", False) else None
 
 
 def _refuse_unknown_inputs(arch: ArchSpec, text: Fields) -> None:
@@ -232,6 +232,16 @@ def _refuse_unknown_inputs(arch: ArchSpec, text: Fields) -> None:
                 where=text.where,
                 next_step="The dense models (12B, 31B) are.",
             )
+
+
+def _numbers_by_layer(
+    arch: ArchSpec, text: Fields, numbers: LayerNumbers, windows: Sequence[Window]
+) -> list[LayerNumbers]:
+    experts = hf_experts(arch, text, len(windows))
+    return [
+        replace(_numbers_of(arch, text, numbers, one), experts=part)
+        for one, part in zip(windows, experts, strict=True)
+    ]
 
 
 def _numbers_of(
@@ -438,6 +448,8 @@ def _scaled_rope(
 
 def _rotary_dim(arch: ArchSpec, text: Fields, scaling: Fields, head_dim: int) -> int:
     """Number of values of each head that are rotated."""
+    if text.has("rotary_dim"):
+        return text.integer("rotary_dim", high=head_dim)
     key = "partial_rotary_factor"
     partial = scaling.number(key, text.number(key, arch.partial_rotary_default))
     if partial > 1.0:

@@ -41,6 +41,22 @@ class Activation(Enum):
     XIELU = "xielu"
 
 
+class Scores(Enum):
+    """Scores of the experts, from the router's logits: over all of them, or of each by itself."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+class RouterBias(Enum):
+    """LOGITS: the router's linear has a bias. CHOICE: numbers are added to the scores that choose
+    the experts, but not to those that weigh them."""
+
+    NONE = "none"
+    LOGITS = "logits"
+    CHOICE = "choice"
+
+
 class HeadNorm(Enum):
     """Norm of queries and keys before RoPE: of each head, or of all heads together (WHOLE). LAYER
     is a LayerNorm of each head, with factors of its own for every head. RMS_AFTER_ROPE comes after
@@ -51,6 +67,9 @@ class HeadNorm(Enum):
     RMS_WHOLE = "rms_whole"
     LAYER = "layer"
     RMS_AFTER_ROPE = "rms_after_rope"
+
+
+XIELU_BETA = 0.5  # files store it too, always with this value
 
 
 class QueryTemperature(NamedTuple):
@@ -81,6 +100,11 @@ class Mixer:
 @dataclass(frozen=True, slots=True)
 class FeedForward:
     """Part of a layer that transforms each token by itself. Each kind is a subclass."""
+
+    @property
+    def inner_size(self) -> int:
+        """Width inside the MLP that every token passes; 0 if there is none."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +163,67 @@ class Attention(Mixer):
 
 @dataclass(frozen=True, slots=True)
 class Dense(FeedForward):
-    """down(activation(gate(x)) * up(x)); without a gate down(activation(up(x)))."""
+    """down(activation(gate(x)) * up(x)); without a gate down(activation(up(x))).
+
+    `activation_numbers` are alpha_p and alpha_n of xIELU as files store them; None if the files
+    have tensors of them.
+    """
 
     intermediate_size: int
     activation: Activation
     has_bias: bool = False
     is_gated: bool = True
+    activation_numbers: tuple[float, float] | None = None
+
+    @property
+    def inner_size(self) -> int:
+        return self.intermediate_size
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Choice of `top_k` of `num_experts` experts for each token, and their weights.
+
+    groups      the experts are divided into as many groups. Only those of the best `kept_groups`
+                are chosen. The score of a group is the sum of its `group_scores` best scores
+    normalizes  the chosen experts' scores are divided by their sum plus `eps`
+    factor      factor of the weights
+    """
+
+    num_experts: int
+    top_k: int
+    scores: Scores = Scores.SOFTMAX
+    bias: RouterBias = RouterBias.NONE
+    groups: int = 1
+    kept_groups: int = 1
+    group_scores: int = 2
+    normalizes: bool = True
+    eps: float = 0.0
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An MLP that every token passes, beside its experts. If it `is_gated`, its output is
+    multiplied by the sigmoid of a number of each token."""
+
+    intermediate_size: int
+    is_gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoE(FeedForward):
+    """Mixture of experts: the sum of the chosen experts' outputs, each times its weight. An expert
+    is a gated MLP of width `intermediate_size`."""
+
+    router: Router
+    intermediate_size: int
+    activation: Activation
+    shared: SharedExpert | None = None
+
+    @property
+    def inner_size(self) -> int:
+        return 0 if self.shared is None else self.shared.intermediate_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 A row says everything about a tensor that does not depend on a file's contents: name, shape, places
 in safetensors and GGUF files, bias, packing, sharding. Readers, the loader, the converter, LoRA and
 descriptions read the rows and know no names of their own. The rows follow from `LayerSpec`s (which
-tensors, which shapes) and from the family's `FileForm`s (names, fused tensors, row orders).
+tensors, which shapes) and from the family's `FileForm`s (names, fused tensors, permutations).
 
 Canonical names are those of the family's checkpoints (`model.layers.0.self_attn.q_proj.weight`).
 Matrices are [out_features, in_features].
@@ -26,11 +26,14 @@ from exl_core.arch.layers import (
     HeadNorm,
     LayerSpec,
     Mixer,
+    MoE,
     NormKind,
     NormPlacement,
+    RouterBias,
     unsupported,
 )
 from exl_core.arch.names import FileForm, Fused
+from exl_core.arch.places import Place, RowPermutation
 from exl_core.arch.spec import ModelConfig
 from exl_core.errors import UnsupportedModelError
 
@@ -43,6 +46,7 @@ class Kind(Enum):
     NORM = "norm"
     HEAD_NORM = "head norm"
     SCALAR = "scalar"
+    ROUTER_BIAS = "router bias"
 
 
 class Shard(Enum):
@@ -52,62 +56,20 @@ class Shard(Enum):
     IN_FEATURES = "in_features"
 
 
-Packed = Literal["qkv", "output", "gate_up", "down"]
-"""Matrices of a layer at run time. Projections that read the same input are packed into one."""
+Packed = Literal[
+    "qkv",
+    "output",
+    "gate_up",
+    "down",
+    "expert_gate_up",
+    "expert_down",
+    "shared_gate_up",
+    "shared_down",
+]
+"""Matrices of a layer at run time. Projections that read the same input are packed into one. Each
+expert has its own two."""
 
 Container = Literal["safetensors", "gguf"]
-
-
-@dataclass(frozen=True, slots=True)
-class RowOrder:
-    """Rows of a matrix's heads in a file that stores them in another order than the model.
-
-    rotary_dim  rows at the start of each head that the file stores as interleaved RoPE pairs. Its
-                pairs are rows (2i, 2i + 1), the model's pairs are (i, i + rotary_dim/2). 0: none.
-    group       heads that the file stores one after the other
-    stride      heads from the first one of a group to the first one of the next group
-    """
-
-    num_heads: int
-    head_dim: int
-    rotary_dim: int
-    group: int = 1
-    stride: int = 1
-
-    def stored_rows(self) -> list[int]:
-        """Row in the file of each of the model's rows."""
-        rotated = range(self.rotary_dim)
-        head = [*rotated[::2], *rotated[1::2], *range(self.rotary_dim, self.head_dim)]
-        return [first + row for first in self._firsts() for row in head]
-
-    def model_rows(self) -> list[int]:
-        """The model's row of each row in the file: the inverse of `stored_rows`. The file must have
-        nothing between the groups."""
-        half = self.rotary_dim // 2
-        pairs = chain.from_iterable((i, i + half) for i in range(half))
-        head = [*pairs, *range(self.rotary_dim, self.head_dim)]
-        return [first + row for first in self._firsts() for row in head]
-
-    def _firsts(self) -> Iterator[int]:
-        """First row of each head in the file."""
-        for head in range(self.num_heads):
-            group, place = divmod(head, self.group)
-            yield (group * self.stride + place) * self.head_dim
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A place where a file may store a tensor: rows from `first_row` on of the tensor `name`.
-
-    `num_rows` counts all rows of the stored tensor. `order` is the order of its rows, None for the
-    model's. `addend` is added to the stored values.
-    """
-
-    name: str
-    first_row: int
-    num_rows: int
-    order: RowOrder | None = None
-    addend: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +78,12 @@ class ModuleRow:
 
     role       its part in the model or layer, equal in all families: `embed`, `q`, `mlp_norm`
     layer      None outside the layers
+    expert     index of the expert in its layer; None for matrices that every token passes
     bias       name of a matrix's bias, which is a row of its own
     packed     matrix that it is packed into at run time, from output `first_out` on
     shard      dimension that tensor parallelism divides; None for a copy on every device
-    num_heads  heads that a head norm applies to
+    num_heads  heads that a head norm applies to. A norm with factors for each of its heads is
+               written by head
     is_converted  whether the converter quantizes it
     is_normalized  whether files that do not quantize it store rows that have yet to be divided by
                    their length
@@ -139,6 +103,7 @@ class ModuleRow:
     num_heads: int = 0
     is_converted: bool = False
     is_normalized: bool = False
+    expert: int | None = None
 
     @property
     def is_norm(self) -> bool:
@@ -193,11 +158,15 @@ class LoraTarget(NamedTuple):
 
     def stored_rows(self) -> list[int] | None:
         """Output in the adapter's file of each of the model's outputs; None if the orders agree."""
-        if self._is_embedding or all(place.order is None for place in self.places):
+        if self._is_embedding or all(place.permutation is None for place in self.places):
             return None
         found: list[int] = []
         for row, place in zip(self.rows, self.places, strict=True):
-            own = range(row.shape[0]) if place.order is None else place.order.stored_rows()
+            own = (
+                range(row.shape[0])
+                if place.permutation is None
+                else place.permutation.stored_rows()
+            )
             found += [place.first_row + index for index in own]
         return found
 
@@ -216,13 +185,26 @@ class ModuleTable:
         (self.head,) = _rows([head], forms)
         self.head = replace(self.head, is_normalized=config.has_normalized_head)
         layers = [
-            _rows(_layer_parts(config, layer), forms, index)
+            _rows(_layer_parts(config, layer), forms, _Owner(index))
             for index, layer in enumerate(config.layers)
         ]
         self.layers: tuple[Mapping[str, ModuleRow], ...] = tuple(
             {row.role: row for row in rows if row.kind is not Kind.BIAS} for rows in layers
         )
-        """Weights of each layer by role, without biases."""
+        """Weights of each layer by role, without biases and experts."""
+        experts = [_expert_rows(config, index, forms) for index in range(config.num_layers)]
+        self.experts: tuple[tuple[Mapping[str, ModuleRow], ...], ...] = tuple(
+            tuple({row.role: row for row in rows} for rows in of_layer) for of_layer in experts
+        )
+        """Weights of the experts of each layer, by index and role."""
+        self.surplus = tuple(
+            _surplus_row(layer.feed_forward, hidden, index, forms)
+            for index, layer in enumerate(config.layers)
+            if isinstance(layer.feed_forward, MoE)
+        )
+        """A row per layer with experts that only a file with too many of them has."""
+        for rows, of_layer in zip(layers, experts, strict=True):
+            rows.extend(chain.from_iterable(of_layer))
         body = (self.embed, *chain.from_iterable(layers), *final)
         self.is_tied = config.has_tied_embeddings
         self.rows: tuple[ModuleRow, ...] = body if self.is_tied else (*body, self.head)
@@ -251,18 +233,29 @@ class ModuleTable:
         """Matrices that are packed into one with `row`, itself included."""
         if row.layer is None or row.packed is None:
             return (row,)
+        if row.expert is not None:
+            return expert_matrices(self.experts[row.layer][row.expert])[row.packed]
         return self.packed(row.layer)[row.packed]
 
     @cached_property
     def lora_targets(self) -> Mapping[str, LoraTarget]:
-        """Matrices by the names of their modules in checkpoints, fused ones included."""
+        """Matrices by the names of their modules in checkpoints, fused ones included. Routers and
+        experts are not among them."""
         found: dict[str, LoraTarget] = {}
         for row in self._by_name.values():
-            for place in row.safetensors if row.is_matrix else ():
+            is_packed = row.layer is None or row.packed is not None
+            is_target = row.is_matrix and is_packed and row.expert is None
+            for place in row.safetensors if is_target else ():
                 stem = place.name.removesuffix(".weight")
                 before = found.get(stem, LoraTarget((), ()))
                 found[stem] = LoraTarget((*before.rows, row), (*before.places, place))
         return found
+
+
+def expert_matrices(expert: Mapping[str, ModuleRow]) -> dict[Packed, tuple[ModuleRow, ...]]:
+    """Matrices of an expert by the packed matrix that they belong to, in order."""
+    gate_up = expert["expert_gate"], expert["expert_up"]
+    return {"expert_gate_up": gate_up, "expert_down": (expert["expert_down"],)}
 
 
 @lru_cache(maxsize=8)
@@ -281,8 +274,19 @@ class _Part(NamedTuple):
     packed: Packed | None = None
     shard: Shard | None = None
     num_heads: int = 0
-    heads: RowOrder | None = None
+    heads: RowPermutation | None = None
     is_converted: bool = False
+
+
+class _Owner(NamedTuple):
+    """Layer of a tensor, if it has one, and the expert of it that the tensor belongs to."""
+
+    layer: int | None = None
+    expert: int | None = None
+    experts: int = 0
+
+
+_NOWHERE = _Owner()
 
 
 def _layer_parts(config: ModelConfig, layer: LayerSpec) -> list[_Part]:
@@ -324,9 +328,9 @@ def _attention_parts(config: ModelConfig, spec: Attention) -> list[_Part]:
     hidden = config.hidden_size
     rope = config.rope_of(spec)
 
-    def heads(num_heads: int, *, is_rotated: bool = True) -> RowOrder:
+    def heads(num_heads: int, *, is_rotated: bool = True) -> RowPermutation:
         rotated = rope.rotary_dim if rope is not None and is_rotated else 0
-        return RowOrder(num_heads, spec.head_dim, rotated)
+        return RowPermutation(num_heads, spec.head_dim, rotated)
 
     parts = [
         _Part(
@@ -360,8 +364,10 @@ def _attention_parts(config: ModelConfig, spec: Attention) -> list[_Part]:
     if spec.head_norm is not HeadNorm.NONE:
         for role, num_heads in (("q_norm", spec.num_q_heads), ("k_norm", spec.num_kv_heads)):
             if spec.head_norm not in (HeadNorm.RMS, HeadNorm.RMS_AFTER_ROPE):
-                shape = (num_heads * spec.head_dim,)
-                parts.append(_Part(role, Kind.NORM, shape, heads=heads(num_heads)))
+                whole = _Part(role, Kind.NORM, (num_heads * spec.head_dim,))
+                is_by_head = spec.head_norm is HeadNorm.LAYER
+                count = num_heads if is_by_head else 0
+                parts.append(whole._replace(num_heads=count, heads=heads(num_heads)))
                 continue
             shape = (spec.head_dim,)
             parts.append(_Part(role, Kind.HEAD_NORM, shape, num_heads=num_heads, heads=heads(1)))
@@ -376,15 +382,78 @@ def _feed_forward_parts(hidden: int, feed_forward: FeedForward) -> list[_Part]:
             down = _Part("down", Kind.LINEAR, (hidden, inner), has_bias, "down")
             down = down._replace(shard=Shard.IN_FEATURES, is_converted=True)
             up = wide._replace(role="up")
-            roles = ("alpha_p", "alpha_n") if spec.activation is Activation.XIELU else ()
+            has_tensors = spec.activation is Activation.XIELU and spec.activation_numbers is None
+            roles = ("alpha_p", "alpha_n") if has_tensors else ()
             numbers = [_Part(role, Kind.SCALAR, (1,)) for role in roles]
             return [wide, up, down] if is_gated else [up, down, *numbers]
+        case MoE() as spec:
+            return _moe_parts(hidden, spec)
         case _:
             raise unsupported("feed-forward part", feed_forward)
 
 
+def _moe_parts(hidden: int, spec: MoE) -> list[_Part]:
+    """Parts of a layer with experts that every token passes."""
+    count = spec.router.num_experts
+    has_bias = spec.router.bias is RouterBias.LOGITS
+    parts = [_Part("router", Kind.LINEAR, (count, hidden), has_bias)]
+    if spec.router.bias is RouterBias.CHOICE:
+        parts.append(_Part("router_bias", Kind.ROUTER_BIAS, (count,)))
+    if spec.shared is None:
+        return parts
+    inner = spec.shared.intermediate_size
+    wide = _Part("shared_gate", Kind.LINEAR, (inner, hidden), packed="shared_gate_up")
+    wide = wide._replace(shard=Shard.OUT_FEATURES, is_converted=True)
+    down = _Part("shared_down", Kind.LINEAR, (hidden, inner), packed="shared_down")
+    down = down._replace(shard=Shard.IN_FEATURES, is_converted=True)
+    parts += [wide, wide._replace(role="shared_up"), down]
+    if spec.shared.is_gated:
+        parts.append(_Part("shared_router", Kind.LINEAR, (1, hidden)))
+    return parts
+
+
+def _expert_rows(
+    config: ModelConfig, layer: int, forms: tuple[FileForm, FileForm]
+) -> list[list[ModuleRow]]:
+    """Rows of each expert of a layer."""
+    spec = config.layers[layer].feed_forward
+    if not isinstance(spec, MoE):
+        return []
+    parts, count = _expert_parts(config.hidden_size, spec), spec.router.num_experts
+    return [_rows(parts, forms, _Owner(layer, index, count)) for index in range(count)]
+
+
+def _surplus_row(spec: MoE, hidden: int, layer: int, forms: tuple[FileForm, FileForm]) -> ModuleRow:
+    """A row of the expert after the last one. Tensors of all experts are not among its places."""
+    count = spec.router.num_experts
+    row = _rows(_expert_parts(hidden, spec), forms, _Owner(layer, count, count))[0]
+    safetensors, gguf = (
+        tuple(place for place in places if not place.experts)
+        for places in (row.safetensors, row.gguf)
+    )
+    return replace(row, safetensors=safetensors, gguf=gguf)
+
+
+def _expert_parts(hidden: int, spec: MoE) -> list[_Part]:
+    wide = _Part(
+        *("expert_gate", Kind.LINEAR, (spec.intermediate_size, hidden)),
+        packed="expert_gate_up",
+        shard=Shard.OUT_FEATURES,
+        is_converted=True,
+    )
+    down = _Part(
+        *("expert_down", Kind.LINEAR, (hidden, spec.intermediate_size)),
+        packed="expert_down",
+        shard=Shard.IN_FEATURES,
+        is_converted=True,
+    )
+    return [wide, wide._replace(role="expert_up"), down]
+
+
 def _rows(
-    parts: Sequence[_Part], forms: tuple[FileForm, FileForm], layer: int | None = None
+    parts: Sequence[_Part],
+    forms: tuple[FileForm, FileForm],
+    owner: _Owner = _NOWHERE,
 ) -> list[ModuleRow]:
     rows: list[ModuleRow] = []
     first_outs: dict[Packed | None, int] = {}
@@ -396,14 +465,14 @@ def _rows(
         for shape, suffix in ((part.shape, "weight"), (bias_shape, "bias")):
             if shape is None:
                 continue
-            safetensors, gguf = (_places(part, suffix, by_role, form, layer) for form in forms)
+            safetensors, gguf = (_places(part, suffix, by_role, form, owner) for form in forms)
             is_weight = suffix == "weight"
-            name = _canonical(part.role, forms[0], layer)
+            name = _canonical(part.role, forms[0], owner)
             rows.append(
                 ModuleRow(
                     name=name + _suffix(part.role, suffix, forms[0]),
                     role=part.role,
-                    layer=layer,
+                    layer=owner.layer,
                     kind=part.kind if is_weight else Kind.BIAS,
                     shape=shape,
                     safetensors=safetensors,
@@ -414,30 +483,54 @@ def _rows(
                     shard=part.shard if is_weight or part.shard is Shard.OUT_FEATURES else None,
                     num_heads=part.num_heads,
                     is_converted=part.is_converted and is_weight,
+                    expert=owner.expert,
                 )
             )
     return rows
 
 
 def _places(
-    part: _Part, suffix: str, by_role: Mapping[str, _Part], form: FileForm, layer: int | None
+    part: _Part,
+    suffix: str,
+    by_role: Mapping[str, _Part],
+    form: FileForm,
+    owner: _Owner,
 ) -> tuple[Place, ...]:
+    layer = owner.layer
     is_norm = part.kind in (Kind.NORM, Kind.HEAD_NORM)
     addend = form.norm_addend if is_norm else 0.0
-    order = part.heads if form.is_interleaved and part.heads and part.heads.rotary_dim else None
+    permutation = (
+        part.heads if form.is_interleaved and part.heads and part.heads.rotary_dim else None
+    )
     places = []
     for fused in form.fused:
         is_here = part.role in fused.roles and by_role.keys() >= set(fused.roles)
         if not is_here or layer is None:
             continue
+        ending = "" if fused.is_bare else f".{suffix}"
         for root in form.roots:
-            name = f"{root}{form.layer.format(layer)}{fused.name}.{suffix}"
-            places.append(_fused_place(part, name, fused, by_role, order))
+            name = f"{root}{form.layer.format(layer)}{fused.name}{ending}"
+            place = _fused_place(part, name, fused, by_role, permutation)
+            places.append(_of_expert(place, owner))
     for stem in form.stems(part.role):
         for root in _head_roots(form) if part.role == "head" else form.roots:
             name = _name(part.role, stem, form, root, layer) + _suffix(part.role, suffix, form)
-            places.append(Place(name, 0, part.shape[0], order, addend))
+            places.append(_of_expert(Place(name, 0, part.shape[0], permutation, addend), owner))
     return tuple(places)
+
+
+def _of_expert(place: Place, owner: _Owner) -> Place:
+    """The place of an expert's matrix, in a tensor of its own or in that of all experts."""
+    if owner.expert is None:
+        return place
+    if "{}" in place.name:
+        return replace(place, name=place.name.format(owner.expert))
+    return replace(
+        place,
+        first_row=owner.expert * place.num_rows + place.first_row,
+        num_rows=owner.experts * place.num_rows,
+        experts=owner.experts,
+    )
 
 
 def _suffix(role: str, suffix: str, form: FileForm) -> str:
@@ -445,29 +538,34 @@ def _suffix(role: str, suffix: str, form: FileForm) -> str:
 
 
 def _fused_place(
-    part: _Part, name: str, fused: Fused, by_role: Mapping[str, _Part], order: RowOrder | None
+    part: _Part,
+    name: str,
+    fused: Fused,
+    by_role: Mapping[str, _Part],
+    permutation: RowPermutation | None,
 ) -> Place:
     """The rows of `part` in a tensor that consists of several roles."""
     rows = [by_role[role].shape[0] for role in fused.roles]
     before = fused.roles.index(part.role)
     if not fused.is_grouped:
-        return Place(name, sum(rows[:before]), sum(rows), order)
+        return Place(name, sum(rows[:before]), sum(rows), permutation)
     assert part.heads is not None, "only heads are stored in groups"
     groups, head_dim = by_role["k"].shape[0] // part.heads.head_dim, part.heads.head_dim
     sizes = [count // (groups * head_dim) for count in rows]  # heads of each role in a group
     grouped = replace(
         part.heads,
-        rotary_dim=0 if order is None else order.rotary_dim,
+        rotary_dim=0 if permutation is None else permutation.rotary_dim,
         group=sizes[before],
         stride=sum(sizes),
     )
     return Place(name, sum(sizes[:before]) * head_dim, sum(rows), grouped)
 
 
-def _canonical(role: str, form: FileForm, layer: int | None) -> str:
+def _canonical(role: str, form: FileForm, owner: _Owner) -> str:
     if role not in form.names:
         raise UnsupportedModelError(f"the family has no name for the tensor of role {role!r}")
-    return _name(role, form.names[role], form, form.roots[0], layer)
+    name = _name(role, form.names[role], form, form.roots[0], owner.layer)
+    return name if owner.expert is None else name.format(owner.expert)
 
 
 def _name(role: str, stem: str, form: FileForm, root: str, layer: int | None) -> str:

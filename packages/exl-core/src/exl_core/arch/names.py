@@ -17,12 +17,13 @@ class Fused:
     """A stored tensor that consists of the rows of several roles of one layer, in order.
 
     If `is_grouped`, the roles are q, k and v, and the order repeats for each key head: the query
-    heads that share it, the key head, the value head.
+    heads that share it, the key head, the value head. If `is_bare`, the name has no `.weight`.
     """
 
     name: str
     roles: tuple[str, ...]
     is_grouped: bool = False
+    is_bare: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +32,9 @@ class FileForm:
 
     roots           prefixes of names outside the layers and of `layer`; the first is canonical
     layer           prefix of the names within a layer, after the root
-    names           name of each role after these prefixes, without `.weight` or `.bias`
+    names           name of each role after these prefixes, without `.weight` or `.bias`; {} in it
+                    is the index of an expert. A tensor of an expert's role without {} in its name
+                    holds all experts of the layer, one after the other
     aliases         other names of roles, which some files use instead
     fused           fused tensors, which take precedence over separate ones
     is_interleaved  rotated heads store RoPE pairs as rows 2i and 2i + 1, not i and i + rotary_dim/2
@@ -82,6 +85,14 @@ _HF_NAMES = {
     "down": "mlp.down_proj",
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
+    "router": "mlp.gate",
+    "expert_gate": "mlp.experts.{}.gate_proj",
+    "expert_up": "mlp.experts.{}.up_proj",
+    "expert_down": "mlp.experts.{}.down_proj",
+    "router_bias": "mlp.gate.e_score_correction_bias",
+    "shared_gate": "mlp.shared_experts.gate_proj",
+    "shared_up": "mlp.shared_experts.up_proj",
+    "shared_down": "mlp.shared_experts.down_proj",
 }
 _GGUF_NAMES = {
     "embed": "token_embd",
@@ -98,6 +109,15 @@ _GGUF_NAMES = {
     "down": "ffn_down",
     "attention_norm": "attn_norm",
     "mlp_norm": "ffn_norm",
+    "router": "ffn_gate_inp",
+    "expert_gate": "ffn_gate_exps",
+    "expert_up": "ffn_up_exps",
+    "expert_down": "ffn_down_exps",
+    "router_bias": "exp_probs_b.bias",
+    "shared_gate": "ffn_gate_shexp",
+    "shared_up": "ffn_up_shexp",
+    "shared_down": "ffn_down_shexp",
+    "shared_router": "ffn_gate_inp_shexp",
 }
 _FUSED = (
     Fused("self_attn.qkv_proj", ("q", "k", "v")),
@@ -107,7 +127,7 @@ _FUSED = (
 MULTIMODAL_ROOTS = ("model.", "language_model.model.", "model.language_model.")
 """Roots of a language model alone, and of one that is part of a multimodal model."""
 
-HF = FileForm(_HF_NAMES, roots=("model.",), fused=_FUSED)
+HF = FileForm(_HF_NAMES, roots=("model.",), fused=_FUSED, bare=("router_bias",))
 """Checkpoints of Llama and of most families. All readers accept fused projections (Phi-3)."""
 
 HF_SANDWICH = FileForm(
@@ -134,7 +154,7 @@ HF_POST = FileForm(
     fused=_FUSED,
 )
 
-GGUF = FileForm(_GGUF_NAMES, layer="blk.{}.")
+GGUF = FileForm(_GGUF_NAMES, layer="blk.{}.", bare=("router_bias",))
 
 GGUF_SANDWICH = FileForm(
     {

@@ -19,7 +19,14 @@ ADVICE = {
     "bitsandbytes": "bitsandbytes weights are meant for its own kernels: use the unquantized "
     "checkpoint, or a GPTQ or GGUF file of the model.",
     "exl3": "EXL3 is another format than EXL2: use an EXL2, GPTQ or GGUF file of the model.",
+    "auto-round": "Use the model's export in GPTQ, AWQ or GGUF form, which AutoRound writes too.",
+    "fbgemm_fp8": "Use the FP8 checkpoint in compressed-tensors form, or the unquantized one.",
+    "torchao": "Use the unquantized checkpoint: --load-in-4bit or 'exl convert' quantizes it.",
+    "quanto": "Use the unquantized checkpoint: --load-in-4bit or 'exl convert' quantizes it.",
+    "gguf": "Name the .gguf file itself instead of the folder.",
 }
+_BITSANDBYTES_KEYS = ("load_in_4bit", "load_in_8bit")
+"""Early files of bitsandbytes name no method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,9 @@ def read_quantization(directory: Path) -> Quantization | None:
     keys = [key for key in ("quantization_config", "compression_config") if fields.has(key)]
     if keys:
         block = fields.nested(keys[0])
-        where, method = config, block.text("quant_method", "unknown")
+        is_early = any(block.has(key) for key in _BITSANDBYTES_KEYS)
+        where = config
+        method = block.text("quant_method", "bitsandbytes" if is_early else "unknown")
     elif is_present(older, ConfigError):
         block = Fields(read_json_object(older, ConfigError), older)
         where, method = older, block.text("quant_method", "gptq")

@@ -7,21 +7,23 @@ from difflib import get_close_matches
 
 from exl_core.arch.families.apertus import APERTUS
 from exl_core.arch.families.cohere import COHERE, COHERE2
-from exl_core.arch.families.ernie import ERNIE4_5
+from exl_core.arch.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from exl_core.arch.families.exaone4 import EXAONE4
 from exl_core.arch.families.gemma import GEMMA
 from exl_core.arch.families.gemma2 import GEMMA2
 from exl_core.arch.families.gemma3 import GEMMA3
 from exl_core.arch.families.gemma4 import GEMMA4
 from exl_core.arch.families.glm4 import GLM4
-from exl_core.arch.families.granite import GRANITE, GRANITE4, MINICPM
-from exl_core.arch.families.hunyuan import HUNYUAN
+from exl_core.arch.families.glm4_moe import GLM4_MOE
+from exl_core.arch.families.granite import GRANITE, GRANITE4, GRANITE_MOE, MINICPM
+from exl_core.arch.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from exl_core.arch.families.internlm2 import INTERNLM2
 from exl_core.arch.families.llama import ARCEE, INDEX, LLAMA, ORION, YI
-from exl_core.arch.families.mistral import MINISTRAL3, MISTRAL
+from exl_core.arch.families.minimax import MINIMAX_M2
+from exl_core.arch.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from exl_core.arch.families.olmo import OLMO2
 from exl_core.arch.families.phi3 import PHI3
-from exl_core.arch.families.qwen import QWEN2, QWEN3
+from exl_core.arch.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from exl_core.arch.families.seed_oss import SEED_OSS
 from exl_core.arch.families.smollm3 import SMOLLM3
 from exl_core.arch.families.starcoder2 import STARCODER2
@@ -32,8 +34,20 @@ ARCHITECTURES = (
     *(LLAMA, YI, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, SEED_OSS),
     *(ERNIE4_5, INTERNLM2, MINISTRAL3, SMOLLM3, OLMO2, EXAONE4, GRANITE, MINICPM),
     *(GRANITE4, HUNYUAN, APERTUS, GEMMA4, COHERE, COHERE2, STARCODER2, ARCEE, ORION, INDEX),
-    GLM4,
+    *(GLM4, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, ERNIE4_5_MOE, HUNYUAN_MOE, MINIMAX_M2),
+    GRANITE_MOE,
 )
+
+
+REFUSED = {
+    (
+        "Gemma3nForCausalLM",
+        "Gemma3nForConditionalGeneration",
+        "gemma3n",
+    ): "its layers have embeddings of their own, share keys and values, and mix four streams of "
+    "states",
+}
+"""Names of known architectures that are not supported, and what these need."""
 
 
 def find_by_hf_name(name: str, *, where: object, text_type: str | None = None) -> ArchSpec:
@@ -54,9 +68,11 @@ def find_by_hf_name(name: str, *, where: object, text_type: str | None = None) -
     return _find(name, ((spec, spec.hf_names) for spec in candidates or ARCHITECTURES), where)
 
 
-def find_by_gguf_name(name: str, *, where: object) -> ArchSpec:
-    """The family whose `general.architecture` in a GGUF file is `name`."""
-    return _find(name, ((spec, spec.gguf_names) for spec in ARCHITECTURES), where)
+def find_by_gguf_name(name: str, *, where: object, has_experts: bool = False) -> ArchSpec:
+    """The family whose `general.architecture` in a GGUF file is `name`. `has_experts` decides where
+    a family with experts and one without have the same name."""
+    specs = sorted(ARCHITECTURES, key=lambda spec: (spec.experts is not None) is not has_experts)
+    return _find(name, ((spec, spec.gguf_names) for spec in specs), where)
 
 
 def _find(
@@ -67,6 +83,13 @@ def _find(
         if name in names:
             return spec
         known.extend(names)
+    for refused, missing in REFUSED.items():
+        if name in refused:
+            raise UnsupportedModelError(
+                f"architecture {name!r} is not supported: {missing}",
+                where=where,
+                next_step="Gemma 3 and the dense models of Gemma 4 (12B, 31B) are.",
+            )
     known = list(dict.fromkeys(known))
     near = get_close_matches(name, known, n=1)
     guess = f"The nearest name is {near[0]!r}. " if near else ""

@@ -87,5 +87,13 @@ def longrope_magnitude(factor: float, original: int) -> float:
 
 
 def ntk_base(base: float, alpha: float, rotary_dim: int) -> float:
-    """The base raised by the NTK factor `alpha`."""
-    return base * alpha ** (rotary_dim / (rotary_dim - 2)) if alpha != 1.0 else base
+    """The base raised by the NTK factor `alpha`; infinite if it is too large for a float.
+
+    Unchanged for 2 dimensions, which `checks.py` refuses.
+    """
+    if alpha == 1.0 or rotary_dim <= 2:
+        return base
+    try:
+        return float(base * alpha ** (rotary_dim / (rotary_dim - 2)))
+    except OverflowError:
+        return math.inf

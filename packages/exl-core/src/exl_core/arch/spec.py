@@ -21,9 +21,12 @@ from exl_core.arch.layers import (
     HeadNorm,
     KVShape,
     LayerSpec,
+    MoE,
     NormKind,
     NormPlacement,
     QueryTemperature,
+    RouterBias,
+    Scores,
 )
 from exl_core.arch.names import GGUF, HF, FileForm
 
@@ -110,9 +113,42 @@ class Multipliers:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertForm:
+    """Choices of a family whose layers may have experts, and the keys of their numbers in
+    `config.json`. Of several keys, the first one that is present counts."""
+
+    num_experts_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
+    top_k_key: str = "num_experts_per_tok"
+    top_k_default: int | None = None
+    size_key: str = "moe_intermediate_size"
+    size_default: int | None = None
+    scores: Scores = Scores.SOFTMAX
+    bias: RouterBias = RouterBias.NONE
+    normalizes: bool | None = True
+    """Whether weights are divided by their sum; None: as `norm_topk_prob` says, or
+    `normalizes_default`."""
+    normalizes_default: bool = False
+    gguf_normalizes: bool = True
+    """The same for GGUF files without `expert_weights_norm`."""
+    eps: float = 0.0
+    factor_default: float | None = None
+    """Factor of the weights if a checkpoint lacks `routed_scaling_factor`; None: there is none."""
+    has_groups: bool = False
+    """A checkpoint may have `n_group` and `topk_group`."""
+    first_sparse_default: int = 0
+    """First layer with experts if a checkpoint lacks `first_k_dense_replace`."""
+    shared_count_key: str | None = None
+    """Key of the width of the shared expert, as a multiple of that of an expert."""
+    shared_count_default: int = 0
+    shared_size_key: str | None = None
+    """Key of the width of the shared expert itself."""
+    has_shared_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LayerNumbers:
     """Numbers of one layer as a checkpoint gives them; `ArchSpec.layers` adds the choices of the
-    family. The fields are those of `Attention` and `Dense`."""
+    family. The fields are those of `Attention` and `Dense`. `experts` replaces the dense MLP."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -129,6 +165,8 @@ class LayerNumbers:
     head_norm: HeadNorm | None = None
     """None: the choice of the family."""
     is_value_key: bool = False
+    activation_numbers: tuple[float, float] | None = None
+    experts: MoE | None = None
 
 
 def with_windows(
@@ -156,7 +194,7 @@ def without_rope(
 
 
 def decoder_layer(arch: ArchSpec, numbers: LayerNumbers) -> LayerSpec:
-    """A layer of attention and a dense MLP."""
+    """A layer of attention and a dense MLP or experts."""
     attention = Attention(
         num_q_heads=numbers.num_q_heads,
         num_kv_heads=numbers.num_kv_heads,
@@ -173,9 +211,14 @@ def decoder_layer(arch: ArchSpec, numbers: LayerNumbers) -> LayerSpec:
         has_output_bias=numbers.has_output_bias,
     )
     dense = Dense(
-        numbers.intermediate_size, arch.activation, numbers.has_mlp_bias, arch.has_gated_mlp
+        numbers.intermediate_size,
+        arch.activation,
+        numbers.has_mlp_bias,
+        arch.has_gated_mlp,
+        numbers.activation_numbers,
     )
-    return LayerSpec(attention, dense, arch.norm_placement, arch.norm_kind, arch.has_layer_scalar)
+    part = numbers.experts or dense
+    return LayerSpec(attention, part, arch.norm_placement, arch.norm_kind, arch.has_layer_scalar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +237,8 @@ class ArchSpec:
     """`model_type` of the language model, if `hf_names` has multimodal models whose language models
     belong to different families."""
     has_gated_mlp: bool = True
+    experts: ExpertForm | None = None
+    """None: all layers have dense MLPs."""
     head_norm: HeadNorm = HeadNorm.NONE
     has_value_norm: bool = False
     has_layer_scalar: bool = False
@@ -205,8 +250,8 @@ class ArchSpec:
     """Keys of `config.json` with the only values that are supported, which all items of a list must
     have."""
     intermediate_size_key: str = "intermediate_size"
-    may_have_head_norm: bool = False
-    """A checkpoint has `HeadNorm.LAYER` if its `use_qk_norm` is true."""
+    optional_head_norm: HeadNorm | None = None
+    """Norm that a checkpoint has if its `use_qk_norm` is true."""
     may_normalize_head: bool = False
     """A checkpoint's `norm_head` says whether each row of the head is divided by its length."""
     embed_scale: EmbedScale = EmbedScale.NONE

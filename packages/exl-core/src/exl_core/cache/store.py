@@ -45,11 +45,11 @@ class KVStore:
         num_pages: int,
         *,
         available_bytes: int | None = None,
-        device: torch.device | None = None,
+        device: torch.device | Sequence[torch.device] | None = None,
     ) -> None:
         """`kv_shapes`: heads and head sizes, by layer; None for a layer that caches nothing.
-        `available_bytes`: memory that may be used; by default, the free memory of `device`.
-        `device`: the CPU by default."""
+        `available_bytes`: memory that may be used on each device; by default, its free memory.
+        `device`: one for all layers (the CPU by default), or one for each layer."""
         cached = [shape for shape in kv_shapes if shape is not None]
         if num_pages < 1 or not cached or any(min(shape) < 1 for shape in cached):
             shapes = sorted({f"{heads} heads of {size}" for heads, size in cached})
@@ -57,7 +57,9 @@ class KVStore:
                 "a cache needs at least one page, layer, head and dimension",
                 got=f"{num_pages} pages, {len(kv_shapes)} layers, {', '.join(shapes)}",
             )
-        self.device = torch.device("cpu") if device is None else device
+        one = torch.device("cpu") if device is None else device
+        self.devices = (one,) * len(kv_shapes) if isinstance(one, torch.device) else tuple(one)
+        self.device = self.devices[-1]
         self.kv_format = kv_format
         self.kv_shapes = tuple(kv_shapes)
         self.num_pages = num_pages
@@ -67,9 +69,10 @@ class KVStore:
         _check_fits(self, available_bytes)
         self._layers = {
             layer: CacheLayer(
-                self._pages(kv_format.key_rows, shape), self._pages(kv_format.value_rows, shape)
+                self._pages(kv_format.key_rows, shape, where),
+                self._pages(kv_format.value_rows, shape, where),
             )
-            for layer, shape in enumerate(kv_shapes)
+            for layer, (shape, where) in enumerate(zip(kv_shapes, self.devices, strict=True))
             if shape is not None
         }
         # Views as bytes, which copies work on: [num_pages, num_kv_heads, page_size, bytes]
@@ -81,7 +84,8 @@ class KVStore:
 
     @property
     def spare_page(self) -> int:
-        """Page that belongs to no sequence: padding rows of a batch write there. On a GPU only."""
+        """Page that belongs to no sequence: padding rows of a batch write there. Layers on a GPU
+        have it."""
         return self.num_pages
 
     @property
@@ -93,6 +97,7 @@ class KVStore:
         """Keys and values of a cached layer, [num_pages, num_kv_heads, page_size, row] each."""
         return self._layers[layer]
 
+    @torch.inference_mode()  # the store may have been made in this mode
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Makes the copies in every layer, one after the other."""
         for copy in copies:
@@ -102,6 +107,7 @@ class KVStore:
             for pages in self._bytes:
                 pages[copy.target, :, : copy.length] = pages[copy.source, :, : copy.length]
 
+    @torch.inference_mode()
     def move_pages(self, moves: Sequence[tuple[int, int]]) -> None:
         """Moves pages, given as (source, target), all of them simultaneously.
 
@@ -114,18 +120,21 @@ class KVStore:
         self._check_pages(*sources, *targets)
         if len(set(targets)) < len(targets):
             raise ValueError(f"move_pages: two moves to one page ({moves})")
-        from_ids = torch.tensor(sources, device=self.device)
-        to_ids = torch.tensor(targets, device=self.device)
+        ids = {
+            where: (torch.tensor(sources, device=where), torch.tensor(targets, device=where))
+            for where in dict.fromkeys(self.devices)
+        }
         for pages in self._bytes:
+            from_ids, to_ids = ids[pages.device]
             pages.index_copy_(0, to_ids, pages.index_select(0, from_ids))
 
-    def _pages(self, rows: RowFormat, shape: KVShape) -> Tensor:
+    def _pages(self, rows: RowFormat, shape: KVShape, where: torch.device) -> Tensor:
         dtype = _DTYPES[rows]
         row_size = rows.row_bytes(shape.head_dim) // dtype.itemsize
         page = (shape.num_kv_heads, self.page_size, row_size)
-        if self.device.type == "cpu":
+        if where.type == "cpu":
             return _zeros_when_touched((self.num_pages, *page), dtype)
-        return torch.zeros((self.num_pages + 1, *page), dtype=dtype, device=self.device)
+        return torch.zeros((self.num_pages + 1, *page), dtype=dtype, device=where)
 
     def _check_pages(self, *page_ids: int) -> None:
         for page_id in page_ids:
@@ -134,22 +143,27 @@ class KVStore:
 
 
 def _check_fits(store: KVStore, available_bytes: int | None) -> None:
-    available = available_bytes
-    if available is None:
-        available = free_memory_bytes(store.device)
-    if available is None or store.size_bytes <= available:
-        return
-    tokens = store.num_pages * PAGE_SIZE
-    affordable = available // store.bytes_per_token // PAGE_SIZE * PAGE_SIZE
-    raise OutOfMemoryError(
-        f"a {store.kv_format.value} cache of {tokens} tokens takes "
-        f"{store.size_bytes / _MIB:.0f} MiB ({store.bytes_per_token} bytes a token)",
-        where="cache",
-        expected=f"at most {available / _MIB:.0f} MiB, which is what is free",
-        next_step=f"A cache of {affordable} tokens would fit."
-        if affordable
-        else "Free some memory, or take a smaller model.",
-    )
+    """Raises OutOfMemoryError if the layers of a device do not fit there."""
+    shapes: dict[torch.device, list[KVShape | None]] = {}
+    for shape, where in zip(store.kv_shapes, store.devices, strict=True):
+        shapes.setdefault(where, []).append(shape)
+    for where, held in shapes.items():
+        available = free_memory_bytes(where) if available_bytes is None else available_bytes
+        each = kv_bytes_per_token(held, store.kv_format)
+        tokens = store.num_pages * PAGE_SIZE
+        if available is None or each * tokens <= available:
+            continue
+        affordable = available // each // PAGE_SIZE * PAGE_SIZE
+        part = "" if len(shapes) == 1 else f", in the {len(held)} layers on {where}"
+        raise OutOfMemoryError(
+            f"a {store.kv_format.value} cache of {tokens} tokens takes "
+            f"{each * tokens / _MIB:.0f} MiB ({each} bytes a token{part})",
+            where="cache",
+            expected=f"at most {available / _MIB:.0f} MiB, which is what is free",
+            next_step=f"A cache of {affordable} tokens would fit."
+            if affordable
+            else "Free some memory, or take a smaller model.",
+        )
 
 
 def _zeros_when_touched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

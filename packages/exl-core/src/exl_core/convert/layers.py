@@ -1,8 +1,12 @@
-"""Weights of one layer, read from a checkpoint as float32, and the states between layers."""
+"""Weights of one layer, read from a checkpoint as float32, and the states between layers.
+
+Tensors are in the model's form: rows of heads in its order, norms as factors. `stored_vector` and
+`in_file_order` give them the form of EXL2 files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +21,20 @@ from exl_core.ops.backends.autograd.linear import Product
 
 LARGEST_FP16 = 65504.0
 
+Vectors = Mapping[str, Tensor]
+"""Vectors of a layer, or the final norm, float32: norms as factors and numbers by role, biases of
+norms by `bias_role`."""
+
+
+def bias_role(role: str) -> str:
+    """Key of the bias of the norm `role`."""
+    return f"{role}.bias"
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSource:
-    """Tensors of one layer by canonical name, float32: matrices [out, in], biases, and norms as
-    factors. All values are finite. `rows` are the layer's weights by role."""
+    """Tensors of one layer by canonical name, float32: matrices [out, in], biases, numbers, and
+    norms as factors. All values are finite. `rows` are the layer's weights by role."""
 
     layer: int
     rows: Mapping[str, ModuleRow]
@@ -38,15 +51,9 @@ class LayerSource:
     def device(self) -> torch.device:
         return next(iter(self.tensors.values())).device
 
-    def norms(self, *, is_stored: bool = False) -> dict[str, Tensor]:
-        """Factors of the norms by role; with `is_stored` rounded as EXL2 files store them."""
-        norms = {role: self.tensors[row.name] for role, row in self.rows.items() if row.is_norm}
-        if not is_stored:
-            return norms
-        return {
-            role: as_factor(self.rows[role], stored_norm(self.rows[role], factor))
-            for role, factor in norms.items()
-        }
+    def vectors(self, *, is_stored: bool = False) -> Vectors:
+        """Vectors of the layer; with `is_stored` rounded as EXL2 files store them."""
+        return _vectors(self.rows.values(), self.tensors, is_stored=is_stored)
 
     @property
     def matrix_roles(self) -> tuple[str, ...]:
@@ -65,18 +72,51 @@ class LayerSource:
         return product
 
 
-def stored_norm(row: ModuleRow, factor: Tensor) -> Tensor:
-    """A norm as EXL2 files store it, in float16. It is rounded as a factor. A head norm is repeated
-    for every head."""
-    rounded, addend = factor.half(), row.written.addend
-    norm = (rounded - addend).half() if addend else rounded
-    return norm.expand(row.num_heads, -1).contiguous() if row.kind is Kind.HEAD_NORM else norm
+def _vectors(
+    rows: Iterable[ModuleRow], tensors: Mapping[str, Tensor], *, is_stored: bool
+) -> Vectors:
+    """Vectors among `rows`, from all tensors by canonical name."""
+    found: dict[str, Tensor] = {}
+    for row in rows:
+        if row.is_matrix:
+            continue
+        values = tensors[row.name]
+        found[row.role] = as_factor(row, stored_vector(row, values)) if is_stored else values
+        if row.bias is not None:
+            bias = tensors[row.bias]
+            found[bias_role(row.role)] = bias.half().float() if is_stored else bias
+    return found
+
+
+def stored_vector(row: ModuleRow, values: Tensor) -> Tensor:
+    """A norm's factors, or a number, as EXL2 files store them, in float16.
+
+    Norms are rounded as factors. A norm of one head is repeated for every head.
+    """
+    rounded, addend = values.half(), row.written.addend
+    stored = in_file_order(row, (rounded - addend).half() if addend else rounded)
+    if row.kind is Kind.HEAD_NORM:
+        return stored.expand(row.num_heads, -1).contiguous()
+    return stored.view(row.num_heads, -1) if row.num_heads else stored
 
 
 def as_factor(row: ModuleRow, stored: Tensor) -> Tensor:
-    """Inverse of `stored_norm`: float32, with one dimension."""
-    values = (stored if stored.dim() == 1 else stored[0]).float()
+    """Inverse of `stored_vector`: float32, with one dimension."""
+    one = stored[0] if row.kind is Kind.HEAD_NORM else stored.flatten()
+    values = in_model_order(row, one.float())
     return values + row.written.addend if row.written.addend else values
+
+
+def in_file_order(row: ModuleRow, values: Tensor) -> Tensor:
+    """The rows of a matrix or vector in the order in which EXL2 files of the family store them."""
+    permutation = row.written.permutation
+    return values if permutation is None else values[torch.tensor(permutation.model_rows())]
+
+
+def in_model_order(row: ModuleRow, values: Tensor) -> Tensor:
+    """Inverse of `in_file_order`."""
+    permutation = row.written.permutation
+    return values if permutation is None else values[torch.tensor(permutation.stored_rows())]
 
 
 def compute_type(device: torch.device) -> torch.dtype:
@@ -121,6 +161,16 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
             got=f"{largest:g}",
         )
     return values
+
+
+def read_final_norm(
+    checkpoint: Checkpoint, config: ModelConfig, *, is_stored: bool = False
+) -> Vectors:
+    """Vectors of the norm before the head; with `is_stored` rounded as EXL2 files store them."""
+    row = module_table(config).final_norm
+    names = (row.name, *([] if row.bias is None else [row.bias]))
+    tensors = {name: read_tensor(checkpoint, name) for name in names}
+    return _vectors([row], tensors, is_stored=is_stored)
 
 
 def embed_rows(checkpoint: Checkpoint, config: ModelConfig, token_ids: Tensor) -> Tensor:

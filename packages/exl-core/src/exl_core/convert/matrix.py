@@ -91,10 +91,10 @@ class MatrixQuantizer:
 
     def _incidents(self, name: str) -> tuple[Incident, ...]:
         if self._factor is None:
-            reason = "no damping makes the moments of its inputs positive definite"
+            reason = "no damping makes the Hessian of its inputs positive definite"
             return (Incident(name, "rounded", reason),)
         if self._factor.damping > DAMPING:
-            reason = f"{self._factor.damping:g} of the mean diagonal was added to its moments"
+            reason = f"{self._factor.damping:g} of the mean diagonal was added to its Hessian"
             return (Incident(name, "damped", reason),)
         return ()
 

@@ -57,7 +57,7 @@ def measure_layer(
     `states` float32 [rows, length, hidden] are replaced by those after the (unquantized) layer.
     """
     measured: list[MatrixMeasurement] = []
-    function = LayerFunction(config, source.layer, source.norms(), source.products())
+    function = LayerFunction(config, source.layer, source.vectors(), source.products())
     layer_pass = CapturingPass(function, states, source.device, workers)
     for parts in layer_pass.groups():
         hessian = measure_hessian(layer_pass.inputs, None, workers).hessian

@@ -7,40 +7,41 @@ can use these inputs to quantize the matrices before the pass goes on with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from exl_core.arch.layers import LayerSpec
+from exl_core.arch.layers import LayerSpec, QueryTemperature
 from exl_core.arch.modules import ModuleRow, module_table
 from exl_core.arch.spec import ModelConfig, RopeConfig
-from exl_core.convert.layers import compute_type
+from exl_core.convert.layers import Vectors, bias_role, compute_type
 from exl_core.convert.parallel import Workers
-from exl_core.model.build import block_weights
+from exl_core.model.build import block_weights, final_norm
+from exl_core.model.layers.residual import normed
 from exl_core.model.layers.state import PassState, make_buffers
 from exl_core.model.layers.steps import layer_steps
-from exl_core.model.rotation import RotationTable
+from exl_core.model.rotation import RotationTable, query_factors
 from exl_core.ops.attention import CacheLayer
 from exl_core.ops.backends.autograd.attention import WholeSequences, no_pages
 from exl_core.ops.backends.autograd.linear import Product, RoleMatrices
 from exl_core.ops.backends.autograd.table import AUTOGRAD
+from exl_core.ops.linear import PackedLinear
+from exl_core.ops.moe import PackedExperts
 
 
 class LayerFunction:
-    """One layer as a function of its states x [R, T, hidden]. `norms` are factors, by role."""
+    """One layer as a function of its states x [R, T, hidden]."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, norms: Mapping[str, Tensor], product: Product
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, vectors: Vectors, product: Product) -> None:
         self.product = product
         self.groups = matrix_groups(config, layer)
-        self.with_product = partial(LayerFunction, config, layer, norms)
+        self.with_product = partial(LayerFunction, config, layer, vectors)
         """Returns the same layer with another product."""
         self._layer, self._spec = layer, config.layers[layer]
-        self._rope = config.rope_of(self._spec.attention)
-        self._weights = block_weights(config, layer, _Source(norms, product))
+        self._ropes = config.ropes
+        self._weights = block_weights(config, layer, _Source(vectors, product))
         self._steps = layer_steps(layer, self._spec)
 
     @property
@@ -56,35 +57,65 @@ class LayerFunction:
         """States after one step of the layer, from those before it."""
         return self._steps[step].run(AUTOGRAD, x, self._weights, self._state(x))
 
+    def can_finish(self, step: int, roles: tuple[str, ...]) -> bool:
+        """Whether `finish_step` can go on from the inputs of these matrices."""
+        finish = self._steps[step].finish if step < self.num_steps else None
+        return finish is not None and roles == (finish.role,)
+
+    def finish_step(self, step: int, x: Tensor, inputs: Tensor) -> Tensor:
+        """`run_step` for known inputs of the step's last matrix, without what precedes them."""
+        finish = self._steps[step].finish
+        assert finish is not None, "`can_finish` says so"
+        return finish.run(AUTOGRAD, x, inputs, self._weights)
+
     def _state(self, x: Tensor) -> PassState:
         count = self._layer + 1  # entries are by layer
+        attention = self._spec.attention
+        rows = {
+            index: _sequences(None if index is None else self._ropes[index], x.shape[1], x.device)
+            for index in {attention.rope, attention.attend_rope}
+        }
         return PassState(
             caches=_NoCache(self._spec),
-            rows={self._spec.attention.rope: _sequences(self._rope, x.shape[1], x.device)},
+            rows=rows,
             smoothing=(None,) * count,
-            buffers=make_buffers(AUTOGRAD, (self._spec,), 0) * count,
+            buffers=make_buffers(AUTOGRAD, {self._layer: self._spec}, 0),
+            temperatures=_factors(attention.temperature, x.shape[1], x.device),
+            angles={index: (one.cos, one.sin) for index, one in rows.items()},
         )
 
 
-class _Source:
-    """WeightSource of norms by role and of a product."""
+def final_states(config: ModelConfig, vectors: Vectors, x: Tensor) -> Tensor:
+    """Inputs of the head for states x [..., hidden] after the last layer. `vectors` are those of
+    the final norm."""
+    return normed(AUTOGRAD, x, final_norm(config, _Source(vectors)))
 
-    def __init__(self, norms: Mapping[str, Tensor], product: Product) -> None:
-        self.device = next(iter(norms.values())).device
-        self._norms = norms
+
+def _no_product(role: str, x: Tensor) -> Tensor:  # noqa: ARG001 - the type is Product
+    raise AssertionError(f"{role}: there are no matrices")
+
+
+class _Source:
+    """WeightSource of vectors and of a product."""
+
+    def __init__(self, vectors: Vectors, product: Product = _no_product) -> None:
+        self.device = next(iter(vectors.values())).device
+        self._vectors = vectors
         self._product = product
 
     def norm(self, row: ModuleRow) -> Tensor:
-        return self._norms[row.role]
+        return self._vectors[row.role]
 
-    @staticmethod
-    def norm_bias(row: ModuleRow) -> Tensor | None:
-        assert row.bias is None, "the checks before a conversion refuse norms with biases"
-        return None
+    def norm_bias(self, row: ModuleRow) -> Tensor | None:
+        return None if row.bias is None else self._vectors[bias_role(row.role)]
 
     def packed(self, rows: Sequence[ModuleRow]) -> RoleMatrices:
         roles, sizes = tuple(row.role for row in rows), tuple(row.shape[0] for row in rows)
         return RoleMatrices(roles, sizes, rows[0].shape[1], self._product)
+
+    @staticmethod
+    def stack(experts: Sequence[PackedLinear]) -> PackedExperts:
+        raise AssertionError(f"the checks refuse models with experts, here {len(experts)}")
 
 
 class _NoCache:
@@ -97,12 +128,21 @@ class _NoCache:
         return self._layer
 
 
+def _factors(
+    setting: QueryTemperature | None, length: int, device: torch.device
+) -> dict[QueryTemperature | None, Tensor]:
+    """Factors on the queries of sequences of this length, as `PassState.temperatures`."""
+    factors = None if setting is None else query_factors(setting, torch.arange(length))
+    return {} if factors is None else {setting: factors.to(device)}
+
+
 @lru_cache(maxsize=4)  # local and global layers, two sequence lengths
 def _sequences(rope: RopeConfig | None, length: int, device: torch.device) -> WholeSequences:
     if rope is None:
         none = torch.empty(length, 0, device=device)
         return WholeSequences(none, none)
-    cos, sin = RotationTable(rope, torch.device("cpu")).at(torch.arange(length))
+    table = RotationTable(rope.fitted(length), torch.device("cpu"))
+    cos, sin = table.at(torch.arange(length))
     return WholeSequences(cos.to(device), sin.to(device))
 
 
@@ -118,9 +158,10 @@ class CapturingPass:
 
     `groups` yields the roles of the next matrices. Their inputs are then in `inputs`, a list of
     pieces [R, T, K]. The function's product is called for these matrices only when the iteration
-    continues. States are kept between the steps of a layer. The work of a step that precedes the
-    matrices is repeated for each group, because keeping its results would take more memory than
-    the inputs themselves.
+    continues. States are kept between the steps of a layer. After the last matrix of a step, the
+    pass goes on from its inputs. After other matrices it begins their step again, because keeping
+    results in between would take more memory than the inputs themselves. In most layers only norms
+    precede these matrices; in a layer whose parts are parallel, attention is repeated.
     """
 
     def __init__(
@@ -133,6 +174,7 @@ class CapturingPass:
         self._dtype = compute_type(device)
         self._workers = workers
         self._step = 0  # the states are those before this step
+        self._reached: tuple[str, ...] = ()  # `inputs` are those of these matrices
 
     def groups(self) -> Iterator[tuple[str, ...]]:
         for roles in self._function.groups:
@@ -146,19 +188,24 @@ class CapturingPass:
 
     def _run(self, until: tuple[str, ...]) -> None:
         """Goes on to the matrices `until`, or to the end if there are none."""
-        self.inputs = []
+        known, self.inputs = self.inputs, []
         pieces = range(-(-len(self._states) // self._workers.rows_per_piece))
-        stops = self._workers.map(lambda piece: self._run_piece(piece, until), pieces)
-        self._step = stops[0][0]
+        stops = self._workers.map(lambda piece: self._run_piece(piece, known, until), pieces)
+        self._step, self._reached = stops[0][0], until
         self.inputs = [inputs for _, inputs in stops]
 
-    def _run_piece(self, piece: int, until: tuple[str, ...]) -> tuple[int, Tensor]:
-        """The step in which the pass stops, and the inputs of the matrices there."""
+    def _run_piece(
+        self, piece: int, known: list[Tensor], until: tuple[str, ...]
+    ) -> tuple[int, Tensor]:
+        """The step in which the pass stops, and the inputs of the matrices there. `known` are the
+        inputs at the last stop."""
         step = self._workers.rows_per_piece
         rows = slice(piece * step, piece * step + step)
         function = self._function.with_product(_stopping(self._function.product, until))
-        x = self._states[rows].to(self._device)
-        for index in range(self._step, function.num_steps):
+        x, first = self._states[rows].to(self._device), self._step
+        if known and function.can_finish(first, self._reached):
+            x, first = function.finish_step(first, x, known[piece]), first + 1
+        for index in range(first, function.num_steps):
             try:
                 x = function.run_step(index, x)
             except _Reached as reached:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from exl_core.arch.layers import HeadNorm, LayerSpec, NormKind, NormPlacement
+from exl_core.arch.layers import MoE
 from exl_core.arch.modules import module_table
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
@@ -100,42 +100,19 @@ def model_problems(
             next_step="Convert the model that it was made from.",
         )
         return
-    if any(row.written.order is not None for row in module_table(config).rows):
+    if any(isinstance(layer.feed_forward, MoE) for layer in config.layers):
         yield UnsupportedModelError(
-            "models with interleaved RoPE rows cannot be written as EXL2 yet", where=path
-        )
-    if any(_is_new_to_conversion(layer) for layer in config.layers):
-        yield UnsupportedModelError(
-            f"models of the family {config.arch.name!r} cannot be converted yet",
+            "models with experts cannot be converted yet",
             where=path,
-            next_step="Their layers have norms or factors that the conversion does not compute.",
-        )
-    yield from shape_problems(path, config)
-    yield from tokenizer_problems(path, source, config)
-    embed = module_table(config).embed
-    if not {embed.name, embed.own_name("gguf")} & set(source.tensors):
-        yield UnsupportedModelError(
-            "a language model that is part of a larger one cannot be converted",
-            where=path,
-            expected=f"a tensor {embed.name!r}",
-            next_step="Save the language model alone.",
+            next_step="Models that are quantized already can be used.",
         )
         return
+    yield from shape_problems(path, config)
+    yield from tokenizer_problems(path, source, config)
     # Scales and embedding of EXL2 are float16.
     report = verify(source, config, quantization, progress, dtype=torch.float16)
     for problem in report.problems:
         yield problem.error
-
-
-def _is_new_to_conversion(layer: LayerSpec) -> bool:
-    """Whether a layer has choices without a test of their conversion."""
-    known = (NormPlacement.PRE, NormPlacement.SANDWICH)
-    is_whole = layer.attention.head_norm not in (HeadNorm.NONE, HeadNorm.RMS)
-    is_layer_norm = layer.norm_kind is not NormKind.RMS
-    has_factors = layer.attention.temperature is not None
-    is_plain = not layer.dense.is_gated
-    has_new_norm = is_whole or is_layer_norm or layer.attention.has_value_norm
-    return layer.norms not in known or has_new_norm or has_factors or is_plain
 
 
 def tokenizer_problems(path: Path, source: TensorSource, config: ModelConfig) -> Iterator[ExlError]:

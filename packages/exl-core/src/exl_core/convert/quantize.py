@@ -15,14 +15,16 @@ from exl_core.convert.hessian import measure_hessian
 from exl_core.convert.layers import (
     LayerSource,
     States,
-    as_factor,
     compute_type,
+    in_file_order,
+    in_model_order,
+    read_final_norm,
     read_tensor,
-    stored_norm,
+    stored_vector,
 )
 from exl_core.convert.matrix import MatrixQuantizer, QuantizedMatrix
 from exl_core.convert.parallel import Workers
-from exl_core.convert.passes import CapturingPass, LayerFunction
+from exl_core.convert.passes import CapturingPass, LayerFunction, final_states
 from exl_core.convert.plan import (
     COLUMN_STEP,
     HEAD_LAYOUTS,
@@ -33,8 +35,6 @@ from exl_core.convert.plan import (
 )
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.codecs.exl2 import layout as exl2
-from exl_core.ops.backends.autograd.table import AUTOGRAD
-from exl_core.ops.elementwise import RmsNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,13 @@ def quantize_layer(
     tensors: dict[str, Tensor] = {}
     for row in module_table(config).rows_of(source.layer):
         values = source.tensors[row.name]
-        if row.kind is Kind.BIAS:
-            tensors[row.name] = pad(values, (0, -len(values) % COLUMN_STEP)).half().cpu()
-        elif row.is_norm:
-            tensors[row.name] = stored_norm(row, values).cpu()
-        else:
+        if row.is_matrix:
             tensors |= _pieces(row.stem, done[row.role])
+        elif row.kind is Kind.BIAS and row.packed is not None:
+            padding = (0, -len(values) % COLUMN_STEP)
+            tensors[row.name] = pad(in_file_order(row, values), padding).half().cpu()
+        else:
+            tensors[row.name] = stored_vector(row, values).cpu()
     return QuantizedPart(tensors, tuple(done[part].report for part in source.matrix_roles))
 
 
@@ -87,8 +88,8 @@ def _quantize_matrices(
         return linear(x.to(dtype), weights[part], None if bias is None else bias.to(dtype))
 
     layer = source.layer
-    exact = LayerFunction(config, layer, source.norms(), source.products())
-    stored = LayerFunction(config, layer, source.norms(is_stored=True), product)
+    exact = LayerFunction(config, layer, source.vectors(), source.products())
+    stored = LayerFunction(config, layer, source.vectors(is_stored=True), product)
     original = CapturingPass(exact, states.source, device, workers)
     quantized = CapturingPass(stored, states.quantized, device, workers)
     for parts, _ in zip(quantized.groups(), original.groups(), strict=True):
@@ -96,13 +97,15 @@ def _quantize_matrices(
         quantizer = MatrixQuantizer(statistics, workers.check)
 
         def quantize(part: str, quantizer: MatrixQuantizer = quantizer) -> QuantizedMatrix:
-            name = source.rows[part].name
+            row = source.rows[part]
             has_bias = source.bias(part) is not None
-            layout = allocation.layout(name)
-            return quantizer.quantize(name, source.matrix(part), layout, has_bias=has_bias)
+            layout = allocation.layout(row.name)
+            weight = in_file_order(row, source.matrix(part))
+            return quantizer.quantize(row.name, weight, layout, has_bias=has_bias)
 
         for part, matrix in zip(parts, workers.map(quantize, parts), strict=True):
-            done[part], weights[part] = matrix, matrix.weight.to(dtype)
+            done[part] = matrix
+            weights[part] = in_model_order(source.rows[part], matrix.weight).to(dtype)
     return done
 
 
@@ -120,22 +123,24 @@ def quantize_ends(
     table = module_table(config)
     embed = read_tensor(checkpoint, table.embed.name)
     head = embed if table.is_tied else read_tensor(checkpoint, table.head.name)
-    norm = read_tensor(checkpoint, table.final_norm.name)
-    stored = stored_norm(table.final_norm, norm)
-    dtype, eps = compute_type(device), config.state_eps
+    dtype = compute_type(device)
 
-    def normed(states_of: Tensor, factor: Tensor) -> list[Tensor]:
+    def normed(states_of: Tensor, *, is_stored: bool) -> list[Tensor]:
+        vectors = read_final_norm(checkpoint, config, is_stored=is_stored)
+        norm = {role: x.to(device) for role, x in vectors.items()}
         pieces = (piece.to(device) for piece in torch.split(states_of, workers.rows_per_piece))
-        final = RmsNorm(factor.to(device), eps)
-        return workers.map(lambda x: AUTOGRAD.rms_norm(x, final).to(dtype), pieces)
+        return workers.map(lambda x: final_states(config, norm, x).to(dtype), pieces)
 
-    inputs = normed(states.quantized, as_factor(table.final_norm, stored))
-    statistics = measure_hessian(inputs, normed(states.source, norm), workers)
+    inputs = normed(states.quantized, is_stored=True)
+    statistics = measure_hessian(inputs, normed(states.source, is_stored=False), workers)
     layout = Layout.parse(HEAD_LAYOUTS[options.head_bits])
     matrix = MatrixQuantizer(statistics, workers.check).quantize(
         table.head.name, head.to(device), layout
     )
-    tensors = {table.embed.name: embed.half(), table.final_norm.name: stored}
+    tensors = {table.embed.name: embed.half()}
+    for row in table.rows_of(None):
+        if not row.is_matrix:
+            tensors[row.name] = stored_vector(row, read_tensor(checkpoint, row.name))
     tensors |= _pieces(table.head.stem, matrix)
     return QuantizedPart(tensors, (matrix.report,))
 

@@ -22,14 +22,19 @@ from torch.nn.functional import linear
 
 from exl_core.arch.modules import module_table
 from exl_core.arch.spec import ModelConfig
-from exl_core.convert.layers import LayerSource, compute_type, embed_rows, read_layer, read_tensor
+from exl_core.convert.layers import (
+    LayerSource,
+    compute_type,
+    embed_rows,
+    read_final_norm,
+    read_layer,
+    read_tensor,
+)
 from exl_core.convert.parallel import Workers
-from exl_core.convert.passes import LayerFunction
+from exl_core.convert.passes import LayerFunction, final_states
 from exl_core.convert.plan import ConvertOptions
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.safetensors_writer import as_bytes
-from exl_core.ops.backends.autograd.table import AUTOGRAD
-from exl_core.ops.elementwise import RmsNorm
 
 Sensitivity = Mapping[str, Tensor]
 """Mean square of each output's gradient, in nats^2: float32 [out], by the matrix's name. Can be
@@ -81,7 +86,7 @@ def measure_sensitivity(
 
 
 def _forward(source: LayerSource, config: ModelConfig, states: Tensor, workers: Workers) -> None:
-    layer = LayerFunction(config, source.layer, source.norms(), source.products())
+    layer = LayerFunction(config, source.layer, source.vectors(), source.products())
 
     def run(row: int) -> None:
         x = states[row : row + 1].to(source.device)
@@ -101,7 +106,7 @@ def _head_gradient(
     """Gradient of the summed loss of sampled tokens, with respect to the last layer's states."""
     device = torch.device(options.device)
     table = module_table(config)
-    norm = read_tensor(checkpoint, table.final_norm.name).to(device) * config.multipliers.logits
+    norm = {role: x.to(device) for role, x in read_final_norm(checkpoint, config).items()}
     head_row = table.embed if table.is_tied else table.head
     head = read_tensor(checkpoint, head_row.name).to(device)
     head = head.to(compute_type(device))
@@ -113,8 +118,7 @@ def _head_gradient(
             workers.check()
             span = slice(first, first + HEAD_ROWS)
             x = states[row, span].to(device).requires_grad_()
-            normed = AUTOGRAD.rms_norm(x, RmsNorm(norm, config.state_eps))
-            logits = linear(normed.to(head.dtype), head).float()
+            logits = linear(final_states(config, norm, x).to(head.dtype), head).float()
             if config.final_softcap is not None:
                 logits = torch.tanh(logits / config.final_softcap) * config.final_softcap
             log_p = logits.log_softmax(-1)
@@ -140,7 +144,7 @@ def _backward(
     `gradient` is the gradient with respect to the layer's outputs. It is replaced by the gradient
     with respect to its inputs, `states`.
     """
-    norms, product, roles = source.norms(), source.products(), source.matrix_roles
+    vectors, product, roles = source.vectors(), source.products(), source.matrix_roles
 
     def run(row: int) -> list[Tensor]:
         outputs: dict[str, Tensor] = {}
@@ -150,7 +154,7 @@ def _backward(
             return outputs[part]
 
         x = states[row : row + 1].to(source.device).requires_grad_()
-        y = LayerFunction(config, source.layer, norms, recorded)(x)
+        y = LayerFunction(config, source.layer, vectors, recorded)(x)
         operands = [x, *(outputs[part] for part in roles)]
         y_gradient = gradient[row : row + 1].to(source.device)
         x_gradient, *output_gradients = torch.autograd.grad(y, operands, y_gradient)

@@ -14,10 +14,10 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
-from exl_core.arch.hf_config import ACTIVATIONS, LAYER_TYPES, read_hf_config
-from exl_core.arch.layers import LayerSpec
-from exl_core.arch.spec import ModelConfig, RopeMethod, Window
-from exl_core.errors import ConfigError, ExlError, TokenizerError, UnsupportedModelError
+from exl_core.arch.hf_config import read_hf_config
+from exl_core.arch.spec import ArchSpec, ModelConfig
+from exl_core.convert.config_json import hf_config
+from exl_core.errors import ConfigError, ExlError, TokenizerError
 from exl_core.files import open_regular, read_json_object, write_atomically
 from exl_core.formats.containers.source import TensorSource
 from exl_core.session.open import gguf_fields
@@ -31,6 +31,7 @@ WEIGHT_SUFFIXES = (
     *(".gguf", ".pt", ".pth"),
 )
 _COPIED_AT_ONCE = 1 << 20
+_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 PROBES = (
     "The quick brown fox jumps over the lazy dog.",
     "  two spaces,\n\n\ttabs and 1234567890 digits; don't stop!  ",
@@ -77,7 +78,8 @@ def collect(
         kept = tuple(file for file in copied if not file.name.endswith(WEIGHT_SUFFIXES))
         settings = dict(read_json_object(path / "config.json", ConfigError))
         settings.pop("compression_config", None)  # of the source; ours is "quantization_config"
-        return SideFiles(kept, {"config.json": _json(settings, quantization)})
+        alone = _language_model(settings, config.arch)
+        return SideFiles(kept, {"config.json": _json(alone, quantization)})
     tokenizer = load_tokenizer(path, fields)
     written = {
         "config.json": _json(hf_config(config, path), quantization),
@@ -89,6 +91,19 @@ def collect(
     if isinstance(template, str):
         written["chat_template.jinja"] = template.encode()
     return SideFiles((), written)
+
+
+def _language_model(settings: Mapping[str, object], arch: ArchSpec) -> Mapping[str, object]:
+    """The configuration of the language model alone, where `settings` are those of a larger model
+    that it is part of. Only the language model is converted."""
+    text = settings.get("text_config")
+    if not isinstance(text, dict):
+        if "vision_config" not in settings:
+            return settings
+        text = {key: value for key, value in settings.items() if key != "vision_config"}
+    own = ("tie_word_embeddings", *(() if text.get("eos_token_id") is not None else _ID_KEYS))
+    shared = {key: settings[key] for key in own if key in settings and text.get(key) is None}
+    return {**text, **shared, "architectures": [arch.hf_names[0]]}
 
 
 def check(folder: Path, path: Path, source: TensorSource, config: ModelConfig) -> None:
@@ -115,67 +130,6 @@ def _check_tokenizer(ours: Tokenizer, theirs: Tokenizer) -> None:
                 raise TokenizerError(
                     f"the tokenizer reads {text!r} differently", expected=wanted, got=found
                 )
-
-
-def hf_config(config: ModelConfig, where: Path) -> dict[str, object]:
-    """Content of a `config.json` for `config`. `check` verifies it by reading it back."""
-    first, rope = config.layers[0], config.ropes[0]
-    attention, mlp = first.attention, first.dense
-    if any(_without_window(layer) != _without_window(first) for layer in config.layers):
-        raise UnsupportedModelError(
-            "the layers of this GGUF file differ in ways that config.json cannot state",
-            where=where,
-            next_step="Start from the model's safetensors files.",
-        )
-    if rope.method not in (RopeMethod.DEFAULT, RopeMethod.LINEAR) or rope.frequency_divisors:
-        raise UnsupportedModelError(
-            "the RoPE scaling of this GGUF file has no counterpart in config.json",
-            where=where,
-            next_step="Start from the model's safetensors files.",
-        )
-    activation = next(k for k, v in ACTIVATIONS.items() if v is mlp.activation)
-    layer_types = {window: name for name, window in LAYER_TYPES.items()}
-    written: dict[str, object] = {
-        "architectures": [config.arch.hf_names[0]],
-        "model_type": "gemma3_text" if config.arch.name == "gemma3" else config.arch.name,
-        "torch_dtype": "float16",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": mlp.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": attention.num_q_heads,
-        "num_key_value_heads": attention.num_kv_heads,
-        "head_dim": attention.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": rope.base,
-        "hidden_act": activation,
-        "hidden_activation": activation,
-        "attention_bias": attention.has_qkv_bias,
-        "mlp_bias": mlp.has_bias,
-        "query_pre_attn_scalar": attention.scale**-2,
-        "attn_logit_softcapping": attention.softcap,
-        "final_logit_softcapping": config.final_softcap,
-        "tie_word_embeddings": config.has_tied_embeddings,
-        "bos_token_id": config.bos_id,
-        "eos_token_id": list(config.eos_ids),
-        "pad_token_id": config.pad_id,
-    }
-    if rope.method is RopeMethod.LINEAR:
-        written["rope_scaling"] = {"rope_type": "linear", "factor": rope.factor}
-    if len(config.ropes) > 1:
-        written["rope_local_base_freq"] = config.ropes[1].base
-    windows = [layer.attention.window for layer in config.layers]
-    if any(windows):
-        written["sliding_window"] = max(windows)
-        written["layer_types"] = [
-            layer_types[Window.LOCAL if window else Window.GLOBAL] for window in windows
-        ]
-    return {key: value for key, value in written.items() if value is not None}
-
-
-def _without_window(layer: LayerSpec) -> LayerSpec:
-    return replace(layer, mixer=replace(layer.attention, window=0, rope=0))
 
 
 def _roles(tokenizer: Tokenizer) -> dict[str, object]:

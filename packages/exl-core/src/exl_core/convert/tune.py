@@ -2,8 +2,8 @@
 
 Norms are stored in float16. Each group of a matrix has a float16 number that all its scales are
 multiples of. Tuning finds a factor for each of these values by gradient descent (Adam) on the
-divergence of the quantized model's predictions from the source's, on the calibration rows. Codes do
-not change.
+divergence of the quantized model's predictions from the source's, on the calibration rows. Codes,
+biases and the numbers of a layer do not change.
 
 Each step runs forward and backward through the layers with one layer in memory. Weights (in
 `compute_type`) and the states before each layer are kept in files. The backward pass computes each
@@ -13,7 +13,7 @@ layer once more. On a GPU, weights and states stay in GPU memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,28 +21,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from exl_core.arch.modules import ModuleTable, module_table
+from exl_core.arch.modules import ModuleRow, ModuleTable, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import free_memory_bytes
 from exl_core.convert.layers import (
+    Vectors,
     as_factor,
+    bias_role,
     compute_type,
     embed_rows,
+    in_model_order,
+    read_final_norm,
     read_layer,
     read_tensor,
-    stored_norm,
+    stored_vector,
 )
 from exl_core.convert.measurement import matrix_shapes
 from exl_core.convert.parallel import Workers
-from exl_core.convert.passes import CapturingPass, LayerFunction
+from exl_core.convert.passes import CapturingPass, LayerFunction, final_states
 from exl_core.convert.plan import ConvertOptions
 from exl_core.convert.sensitivity import HEAD_ROWS
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.formats.containers.mapped import MappedFile
 from exl_core.formats.containers.safetensors_writer import as_bytes
-from exl_core.ops.backends.autograd.table import AUTOGRAD
-from exl_core.ops.elementwise import RmsNorm
 
 STEPS = 48
 ROWS_PER_STEP = 4
@@ -108,7 +110,7 @@ def tune_model(
 
 def _optimizer_state(adam: torch.optim.Adam, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     # These keys are part of the work directory's format.
-    state = {f"{name} knob": parameter.detach() for name, parameter in parameters.items()}
+    state = {f"{name} parameter": parameter.detach() for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         state |= {f"{name} {moment}": adam.state[parameter][moment] for moment in _MOMENTS}
     return state
@@ -121,7 +123,7 @@ def _restore(
     saved_state: Mapping[str, Tensor],
 ) -> None:
     for name, parameter in parameters.items():
-        parameter.data.copy_(saved_state[f"{name} knob"])
+        parameter.data.copy_(saved_state[f"{name} parameter"])
         moments = {
             moment: saved_state[f"{name} {moment}"].to(parameter.device) for moment in _MOMENTS
         }
@@ -161,11 +163,11 @@ def _source_states(
     states = embed_rows(checkpoint, config, token_ids)
     for layer in range(config.num_layers):
         source = read_layer(checkpoint, config, layer, device)
-        run = LayerFunction(config, layer, source.norms(), source.products())
+        run = LayerFunction(config, layer, source.vectors(), source.products())
         CapturingPass(run, states, device, workers).to_end()
-    norm = read_tensor(checkpoint, module_table(config).final_norm.name)
-    final = RmsNorm(norm * config.multipliers.logits, config.state_eps)
-    normed = workers.map(lambda row: AUTOGRAD.rms_norm(states[row], final), range(len(states)))
+    norm = read_final_norm(checkpoint, config)
+    rows = range(len(states))
+    normed = workers.map(lambda row: final_states(config, norm, states[row]), rows)
     return torch.stack([x.to(compute_type(device)) for x in normed])
 
 
@@ -192,7 +194,7 @@ class _TunedModel:
     """The quantized model, with a parameter for each tuned tensor: the logarithms of its factors.
 
     `parameters` are by tensor name. A norm's parameter has the length of the norm, that of a
-    `q_scale_max` has one number per group.
+    `q_scale_max` has one number per group. `constants` are biases and numbers by tensor name.
     """
 
     config: ModelConfig
@@ -203,7 +205,7 @@ class _TunedModel:
     source_head: Tensor
     norms: dict[str, Tensor] = field(default_factory=dict)
     matrices: dict[str, _Matrix] = field(default_factory=dict)
-    biases: dict[str, Tensor] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -230,14 +232,18 @@ class _TunedModel:
                 packed = exl2.check({p: tensors[f"{stem}.{p}"] for p in exl2.PARTS}, stem)
                 sizes = torch.tensor([group.rows for group in packed.groups])
                 group_of_row = torch.arange(len(sizes)).repeat_interleave(sizes)
-                weight = exl2.dequantize(packed).T.to(device, dtype).contiguous()
+                row = table[f"{stem}.weight"]
+                stored = exl2.dequantize(packed).T[: row.shape[0]]
+                weight = in_model_order(row, stored).to(device, dtype).contiguous()
                 load_weight = _offload(weight, scratch / stem)
                 model.matrices[stem] = _Matrix(
                     load_weight, group_of_row[packed.q_invperm.long()].to(device)
                 )
                 parameters[name] = torch.zeros(len(sizes), device=device)
-            elif name.endswith(".bias"):
-                model.biases[name.removesuffix(".bias")] = tensors[name].to(device, dtype)
+            elif name in table and not table[name].is_matrix:
+                row = table[name]
+                values = in_model_order(row, tensors[name][: row.shape[0]])
+                model.constants[name] = values.to(device, torch.float32)
         for parameter in parameters.values():
             parameter.requires_grad_()
         return model
@@ -278,13 +284,11 @@ class _TunedModel:
         """Divergence, its gradient by `states`, and those by the parameters of norm and head."""
         norm_name, head_stem = self.table.final_norm.name, self.table.head.stem
         names = [norm_name, f"{head_stem}.q_scale_max"]
-        head = self.matrices[head_stem].weight()[: self.config.vocab_size]
+        head = self.matrices[head_stem].weight()
 
         def run(piece: tuple[Tensor, Tensor]) -> tuple[float, list[Tensor]]:
             x, target = piece[0].detach().requires_grad_(), piece[1].flatten(0, 1).to(self.device)
-            norm = self.norms[norm_name] * self.parameters[norm_name].exp()
-            norm = norm * self.config.multipliers.logits
-            normed = AUTOGRAD.rms_norm(x, RmsNorm(norm, self.config.state_eps))
+            normed = final_states(self.config, self._vectors([self.table.final_norm]), x)
             inputs = self._scale_inputs(head_stem, normed).to(head.dtype)
             loss, input_gradient = self._divergence(
                 inputs.detach().flatten(0, 1), head, target, workers
@@ -327,20 +331,32 @@ class _TunedModel:
         rows = self.table.layers[layer]
         stems = {role: row.stem for role, row in rows.items() if row.packed is not None}
         weights = {role: self.matrices[stem].weight() for role, stem in stems.items()}
+        biases = {
+            role: self.constants[row.bias].to(weights[role].dtype)
+            for role, row in rows.items()
+            if row.packed is not None and row.bias is not None
+        }
 
         def product(role: str, x: Tensor) -> Tensor:
             scaled = self._scale_inputs(stems[role], x).to(weights[role].dtype)
-            return linear(scaled, weights[role], self.biases.get(stems[role]))
+            return linear(scaled, weights[role], biases.get(role))
 
         def run(x: Tensor) -> Tensor:
-            norms = {
-                role: self.norms[row.name] * self.parameters[row.name].exp()
-                for role, row in rows.items()
-                if row.is_norm
-            }
-            return LayerFunction(self.config, layer, norms, product)(x)
+            return LayerFunction(self.config, layer, self._vectors(rows.values()), product)(x)
 
         return run
+
+    def _vectors(self, rows: Iterable[ModuleRow]) -> Vectors:
+        """Vectors among these rows, norms times their parameters."""
+        found: dict[str, Tensor] = {}
+        for row in rows:
+            if row.is_norm:
+                found[row.role] = self.norms[row.name] * self.parameters[row.name].exp()
+            elif not row.is_matrix:
+                found[row.role] = self.constants[row.name]
+            if row.bias is not None and row.packed is None:
+                found[bias_role(row.role)] = self.constants[row.bias]
+        return found
 
     def _scale_inputs(self, stem: str, x: Tensor) -> Tensor:
         """Inputs of a matrix times the factors of their groups, which equals scaling its rows."""
@@ -356,7 +372,7 @@ class _TunedModel:
         for name, parameter in self.parameters.items():
             factor = parameter.detach().exp()
             if name in self.norms:
-                stored[name] = stored_norm(self.table[name], self.norms[name] * factor).cpu()
+                stored[name] = stored_vector(self.table[name], self.norms[name] * factor).cpu()
             else:
                 stored[name] = (tensors[name].float() * factor.cpu()).half()
         return stored

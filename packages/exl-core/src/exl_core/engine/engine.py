@@ -211,6 +211,10 @@ class Engine:
         check_banned(request_id, token_ids, self.vocab_size)
         self._live(request_id).ban_next(token_ids)
 
+    def mirostat_cut(self, request_id: str) -> float | None:
+        """Current cut of a live request in bits; None without mirostat."""
+        return self._live(request_id).mirostat_cut
+
     def set_sampler(self, request_id: str, params: SamplerParams) -> None:
         """Change the sampler settings of a live request, from its next token on.
 

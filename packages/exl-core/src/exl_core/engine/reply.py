@@ -137,6 +137,10 @@ class ReplyState:
     def ban_next(self, token_ids: frozenset[int]) -> None:
         self._banned_next = token_ids
 
+    @property
+    def mirostat_cut(self) -> float | None:
+        return self._sampler.mirostat_cut
+
     def change(self, request: Request) -> None:
         """Continue with the sampler settings and stop conditions of `request`."""
         if request.sampler != self._request.sampler:

@@ -1,8 +1,8 @@
 """A checkpoint's tensors under the model's names, with rows in the model's order.
 
 Owns the differences between file formats of one architecture: rows permuted for another RoPE
-convention, norms stored minus one. `locate.py` finds tensors under other names. A quantized matrix
-is available as its codes (`quantized`) and as its exact values (`chunks`). Every requested tensor
+convention, norms stored minus one. `locate.py` finds tensors under other names. A matrix is
+available in its run-time form (`matrix`) and as its exact values (`chunks`). Every requested tensor
 is checked: present, of the expected shape, and finite.
 """
 
@@ -19,22 +19,33 @@ from exl_core.arch.modules import Kind, ModuleRow, module_table
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
 from exl_core.errors import UnsupportedModelError, WeightValueError
-from exl_core.formats.codecs.runtime import Move, RuntimeMatrix, packed_bytes, stay
+from exl_core.formats.codecs.rounded import matrix as rounded
+from exl_core.formats.codecs.runtime import Move, RuntimeMatrix, stay
 from exl_core.formats.containers.source import PLAIN_TYPES, StoredTensor, TensorSource
-from exl_core.formats.locate import Located, locate, share
+from exl_core.formats.locate import Located, locate, refuse_surplus, share
 from exl_core.formats.quantized import (
     MATRIX,
     BlockMatrix,
     block_groups,
     block_layout,
     open_matrix,
-    stored_groups,
     stored_layout,
 )
-from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
+from exl_core.ops.weights import (
+    DenseColumns,
+    DenseLayout,
+    GroupedLayout,
+    GroupRun,
+    WeightColumns,
+    WeightLayout,
+)
 
 CHUNK_VALUES = 1 << 18  # values decoded at a time: 1 MiB as float32, which stays in cache
 ROW_STEP = 32  # chunks start at multiples of it, which are whole packed words at any bit width
+
+
+Reader = Callable[[int, int, torch.dtype, Move], Tensor]
+"""Returns the rows first .. last - 1 of a tensor as a dtype, moved to a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +60,8 @@ class Chunk:
 class Checkpoint:
     """The tensors of one model, by the canonical names of the module table.
 
-    `is_exact`: dequantizes all matrices as their formats define, so none is kept quantized.
+    `is_exact`: all matrices are dense, dequantized as their formats define.
+    `in_4bit`: matrices of the layers that are stored as floats are rounded to 4-bit codes.
     `rows`: tensors to use instead of all tensors that the model needs.
     """
 
@@ -60,12 +72,17 @@ class Checkpoint:
         quantization: Quantization | None = None,
         *,
         is_exact: bool = False,
+        in_4bit: bool = False,
         rows: Iterable[ModuleRow] | None = None,
     ) -> None:
         self._source = source
         self._quantization = quantization
         self._is_exact = is_exact
-        rows = module_table(config).rows if rows is None else rows
+        self._in_4bit = in_4bit
+        if rows is None:
+            rows = module_table(config).rows
+            for surplus in module_table(config).surplus:
+                refuse_surplus(source, surplus, quantization)
         self.rows = {row.name: row for row in rows}
         self._located: dict[str, Located] = {
             name: locate(source, row, config.arch.name, quantization)
@@ -74,6 +91,7 @@ class Checkpoint:
         self.stored: dict[str, StoredTensor] = {
             name: located.stored for name, located in self._located.items()
         }
+        self._layouts: dict[str, WeightLayout] = {}
         self._opened: dict[str, RuntimeMatrix] = {}
 
     @property
@@ -95,42 +113,73 @@ class Checkpoint:
     def bytes_at_once(self) -> int:
         """Bytes in memory with one layer at a time: embedding, head, last norm, and the largest
         layer."""
-        layer_bytes: dict[int | None, int] = {}
+        sizes = self.bytes_by_part
+        layers = [size for part, size in sizes.items() if isinstance(part, int)]
+        return sum(sizes.values()) - sum(layers) + max(layers, default=0)
+
+    @property
+    def bytes_by_part(self) -> dict[int | str, int]:
+        """Bytes that the weights will take in memory: of each layer by its index, and of each
+        tensor outside the layers by its role."""
+        found: dict[int | str, int] = {}
         for name, row in self.rows.items():
-            layer_bytes[row.layer] = layer_bytes.get(row.layer, 0) + self._packed_bytes(name)
-        outside_layers = layer_bytes.pop(None, 0)
-        return outside_layers + max(layer_bytes.values(), default=0)
+            part = row.role if row.layer is None else row.layer
+            found[part] = found.get(part, 0) + self._packed_bytes(name)
+        return found
 
     def _packed_bytes(self, name: str) -> int:
-        layout = None if self._is_exact else self._layout(name)
-        if layout is not None:
-            return packed_bytes(layout)
+        if self.rows[name].is_matrix:
+            return self.layout(name).size_bytes
         return self.stored[name].num_values * self.dtype(name).itemsize
 
-    def _layout(self, name: str) -> QuantLayout | None:
-        """Run-time layout, from headers and group tables only; None if the tensor has no codes."""
+    def packed_bytes_of(self, row: ModuleRow) -> int:
+        """Bytes that one tensor will take in memory."""
+        return self._packed_bytes(row.name)
+
+    def layout(self, name: str) -> WeightLayout:
+        """Run-time layout of a matrix, from headers and group tables only.
+
+        `matrix` may still find a permutation of the rows, or that no offsets are needed.
+        """
+        if name not in self._layouts:
+            layout = self._layout_of_codes(name) or self._dense_layout(name)
+            self._layouts[name] = replace(layout, has_bias=self.bias_of(name) is not None)
+        return self._layouts[name]
+
+    def _layout_of_codes(self, name: str) -> WeightLayout | None:
+        """Layout of the codes, without the bias; None if the matrix has none, or none that an op
+        reads."""
         located = self._located[name]
+        if self._is_exact:
+            return None
+        if self.is_rounded(name):
+            return rounded.layout_of(*located.stored.shape)
         if located.matrix is not None:
             return stored_layout(self._source, located.matrix, self._quantization)
         return block_layout(located.stored)
 
-    def is_quantized(self, name: str) -> bool:
-        """Whether `quantized` returns this tensor; otherwise only `chunks` does."""
-        if self._is_exact:
+    def is_rounded(self, name: str) -> bool:
+        """Whether this matrix is stored as floats and rounded to 4-bit codes."""
+        row = self.rows[name]
+        if not self._in_4bit or row.layer is None or not row.is_matrix or row.role == "router":
             return False
-        located = self._located[name]
-        return located.matrix is not None or block_layout(located.stored) is not None
+        return self._located[name].matrix is None and self.stored[name].storage in PLAIN_TYPES
+
+    def _dense_layout(self, name: str) -> DenseLayout:
+        out_features, in_features = self.stored[name].shape
+        return DenseLayout(out_features, in_features, self.dtype(name))
 
     def group_runs(self, name: str) -> tuple[GroupRun, ...]:
         """Bit widths and sizes of a matrix's groups, from headers and group tables only; () if the
         tensor has no groups."""
         located = self._located[name]
-        if located.matrix is not None:
-            return stored_groups(self._source, located.matrix, self._quantization)
-        return block_groups(located.stored)
+        if located.matrix is None:
+            return block_groups(located.stored)
+        layout = stored_layout(self._source, located.matrix, self._quantization)
+        return layout.runs if isinstance(layout, GroupedLayout) else ()
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of the tensor's dense form: its stored dtype, or float16 if it is quantized."""
+        """Dtype of the tensor's dense form: the stored one, or float16 if the file holds codes."""
         return PLAIN_TYPES.get(self.stored[name].storage, torch.float16)
 
     def open_ahead(self, until: Callable[[], bool]) -> None:
@@ -149,8 +198,8 @@ class Checkpoint:
         bias = self.rows[name].bias
         return bias if bias in self.stored else None
 
-    def quantized(self, name: str) -> RuntimeMatrix:
-        """A matrix as codes, with its bias if the model has one."""
+    def matrix(self, name: str) -> RuntimeMatrix:
+        """A matrix in its run-time form, with its bias if the model has one."""
         self._prefetch(name)
         bias, matrix = self.bias_of(name), self._opened.pop(name, None) or self._matrix(name)
         return matrix if bias is None else _WithBias(matrix, self.vector(bias))
@@ -161,16 +210,23 @@ class Checkpoint:
         A range of rows is released only if it is contiguous in the file.
         """
         located = self._located[name]
+        if rows is None and located.place.experts:
+            rows = slice(0, located.stored.shape[0])
         if rows is None:
             for part in self._stored_names(name):
                 self._source.release(part)
-        elif located.matrix is None and located.place.order is None:
+        elif located.matrix is None and located.place.permutation is None:
             first = located.place.first_row
             self._source.release(located.stored.name, slice(first + rows.start, first + rows.stop))
 
     def _prefetch(self, name: str) -> None:
+        located = self._located[name]
+        rows = None
+        if located.place.experts and located.matrix is None:
+            first = located.place.first_row
+            rows = slice(first, first + located.stored.shape[0])
         for part in self._stored_names(name):
-            self._source.prefetch(part)
+            self._source.prefetch(part, rows)
 
     def _stored_names(self, name: str) -> list[str]:
         """Stored names of the tensors that make up `name`."""
@@ -179,50 +235,50 @@ class Checkpoint:
             return [self.stored[name].name]
         return [part.name for part in matrix.parts.values()]
 
-    def chunks(
-        self,
-        name: str,
-        dtype: torch.dtype,
-        within: tuple[int, int] | None = None,
-        values: int = CHUNK_VALUES,
-        move: Move = stay,
-    ) -> Iterator[Chunk]:
-        """Iterates over the rows of a matrix or a bias as `dtype`, about `values` values at a time
-        (multiples of 32 rows).
+    def chunks(self, name: str, dtype: torch.dtype) -> Iterator[Chunk]:
+        """Iterates over the rows of a matrix or a vector as `dtype`, a multiple of 32 at a time.
 
-        `within` (first, last) limits the rows to that range. The rows are checked and converted on
-        the device to which `move` copies them. Memory of the file is released after reading.
+        Memory of the file is released after reading.
         """
         self._prefetch(name)
-        located, tensor = self._located[name], self.stored[name]
-        num_rows = tensor.shape[0]
-        first_row, last_row = within or (0, num_rows)
-        values_a_row = max(1, tensor.num_values // num_rows)
-        matrix = self._matrix(name) if located.matrix is not None else None
-        permutation = self._row_permutation(name)
-        for first, last in row_ranges(last_row - first_row, values_a_row, values):
-            start, stop = first_row + first, first_row + last
-            if matrix is not None:
-                part = matrix.dense(start, stop)
-            else:
-                before = located.place.first_row
-                part = self._source.read(
-                    tensor.name,
-                    slice(before + start, before + stop)
-                    if permutation is None
-                    else permutation[start:stop],
-                )
-            part = move(part)
+        tensor, read = self.stored[name], self._reader(name)
+        rows = tensor.shape[0]
+        for start, stop in row_ranges(rows, max(1, tensor.num_values // rows), CHUNK_VALUES):
+            part = read(start, stop, dtype, stay)
+            yield Chunk(start, part, share(tensor.size_bytes, start, stop, rows))
+            self.release(name, slice(start, stop))
+        self.release(name)
+
+    def _reader(self, name: str) -> Reader:
+        """Function that reads exact values of the tensor's rows, and checks them.
+
+        It checks and converts on the device to which the rows are moved.
+        """
+        located, tensor, row = self._located[name], self.stored[name], self.rows[name]
+        codes = self._coded_matrix(name) if located.matrix is not None else None
+        before, permutation = located.place.first_row, self._row_permutation(name)
+
+        def stored_rows(first: int, last: int) -> Tensor:
+            if codes is not None:
+                return codes.dense(first, last)
+            if len(self._source.tensors[tensor.name].shape) < len(tensor.shape):
+                # A matrix of one row, stored as a vector.
+                return self._source.read(tensor.name, slice(None)).view(tensor.shape)
+            within = slice(before + first, before + last)
+            rows = within if permutation is None else permutation[first:last]
+            return self._source.read(tensor.name, rows)
+
+        def read(first: int, last: int, dtype: torch.dtype, move: Move) -> Tensor:
+            part = move(stored_rows(first, last))
             _check_finite(tensor, part, "The file is damaged or its conversion failed")
-            if self.rows[name].is_normalized and matrix is None:
+            if row.is_normalized and codes is None:
                 part = torch.nn.functional.normalize(part.to(torch.float32))
             if part.dtype is not dtype:
                 part = part.to(dtype)
                 _check_finite(tensor, part, f"As {dtype} they overflow")
-            yield Chunk(start, part, share(tensor.size_bytes, start, stop, num_rows))
-            self.release(name, slice(start, stop))
-        if within is None:
-            self.release(name)
+            return part
+
+        return read
 
     def vector(self, name: str) -> Tensor:
         """A bias, float32 [rows]."""
@@ -232,7 +288,7 @@ class Checkpoint:
         """Factors of a norm, float32 [rows], with the 1 added where the file stores them minus
         one."""
         weight, place = self.vector(name), self._located[name].place
-        if weight.dim() == MATRIX and self.rows[name].kind is Kind.NORM:
+        if weight.dim() == MATRIX and self.rows[name].kind in (Kind.NORM, Kind.ROUTER_BIAS):
             weight = weight.flatten()
         if weight.dim() == MATRIX:
             if not torch.equal(weight, weight[:1].expand_as(weight)):
@@ -240,18 +296,25 @@ class Checkpoint:
                     f"tensor {name!r} differs between heads", where=self.stored[name].file
                 )
             weight = weight[0].contiguous()
-        if place.order is not None:
-            weight = weight[torch.tensor(place.order.stored_rows())]
+        if place.permutation is not None:
+            weight = weight[torch.tensor(place.permutation.stored_rows())]
         return weight + place.addend if place.addend else weight
 
     def _matrix(self, name: str) -> RuntimeMatrix:
-        located = self._located[name]
+        """The matrix in its run-time form, without its bias."""
+        if isinstance(self.layout(name), DenseLayout):
+            return _DenseMatrix(self._dense_layout(name), self._reader(name))
+        return self._coded_matrix(name)
+
+    def _coded_matrix(self, name: str) -> RuntimeMatrix:
+        """The matrix as the codes that the file stores, or that its floats are rounded to."""
+        located, permutation = self._located[name], self._row_permutation(name)
+        if self.is_rounded(name):
+            where = f"{located.stored.file}: {name}"
+            return rounded.RoundedMatrix(located.stored.shape, self._reader(name), where)
         if located.matrix is not None:
-            order = self._row_permutation(name)
-            return open_matrix(self._source, located.matrix, self._quantization, order)
-        return BlockMatrix(
-            self._source, located.stored, located.place.first_row, self._row_permutation(name)
-        )
+            return open_matrix(self._source, located.matrix, self._quantization, permutation)
+        return BlockMatrix(self._source, located.stored, located.place.first_row, permutation)
 
     def _row_permutation(self, name: str) -> Tensor | None:
         """Stored row of each of the model's rows; None if their order is the same.
@@ -259,29 +322,43 @@ class Checkpoint:
         The elements of a norm are put in order by `norm`, because a file may repeat them.
         """
         place = self._located[name].place
-        if place.order is None or self.rows[name].is_norm:
+        if place.permutation is None or self.rows[name].is_norm:
             return None
-        return torch.tensor(place.order.stored_rows()) + place.first_row
+        return torch.tensor(place.permutation.stored_rows()) + place.first_row
+
+
+class _DenseMatrix:
+    """A matrix of plain numbers, as stored or dequantized."""
+
+    def __init__(self, layout: DenseLayout, read: Reader) -> None:
+        self._read = read
+        self.layout = layout
+
+    def columns(self, first: int, last: int, move: Move = stay) -> DenseColumns:
+        return DenseColumns(self._read(first, last, self.layout.dtype, move))
+
+    def dense(self, first: int, last: int) -> Tensor:
+        return self._read(first, last, self.layout.dtype, stay)
 
 
 class _WithBias:
-    """A quantized matrix and the bias of its columns, float32."""
+    """A matrix and the bias of its columns, float32."""
 
     def __init__(self, matrix: RuntimeMatrix, bias: Tensor) -> None:
         self._matrix = matrix
         self._bias = bias
-        self.layout: QuantLayout = replace(matrix.layout, has_bias=True)
+        self.layout: WeightLayout = replace(matrix.layout, has_bias=True)
 
-    def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
+    def columns(self, first: int, last: int, move: Move = stay) -> WeightColumns:
         return replace(self._matrix.columns(first, last, move), bias=self._bias[first:last])
 
     def dense(self, first: int, last: int) -> Tensor:
         return self._matrix.dense(first, last)
 
 
-def row_ranges(rows: int, values_a_row: int, values: int) -> list[tuple[int, int]]:
-    """Ranges of about `values` values that cover all rows. They start at multiples of ROW_STEP."""
-    step = max(1, values // values_a_row // ROW_STEP) * ROW_STEP
+def row_ranges(rows: int, row_size: int, size: int) -> list[tuple[int, int]]:
+    """Ranges of about `size` that cover all rows. They start at multiples of ROW_STEP."""
+    step = max(1, size // row_size // ROW_STEP) * ROW_STEP
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 

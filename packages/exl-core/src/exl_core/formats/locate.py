@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from exl_core.arch.modules import Kind, ModuleRow, Place
+from exl_core.arch.modules import Kind, ModuleRow
+from exl_core.arch.places import Place
 from exl_core.arch.quantization import Quantization
 from exl_core.errors import MissingTensorError, WeightShapeError
 from exl_core.formats.codecs.exl2.layout import COLUMN_STEP
@@ -54,6 +55,25 @@ def locate(
     )
 
 
+def refuse_surplus(
+    source: TensorSource, row: ModuleRow, quantization: Quantization | None = None
+) -> None:
+    """Raises WeightShapeError if the file has `row`, an expert after the last one of its layer."""
+    for place in row.places(source.format):
+        stem = place.name.removesuffix(".weight")
+        columns = place.first_row, place.num_rows
+        if place.name in source.tensors or find_quantized(
+            source, quantization, stem, row.shape, columns
+        ):
+            raise WeightShapeError(
+                f"layer {row.layer} has more experts than the configuration says",
+                where=_path_of(source),
+                expected=f"{row.expert} experts",
+                got=f"a tensor of the next one, {stem!r}",
+                next_step="The weights and the configuration are not of one model.",
+            )
+
+
 def _located_matrix(matrix: QuantizedMatrix, place: Place) -> Located:
     first, rows, total = matrix.first_column, matrix.shape[0], matrix.stored_columns
     stored = StoredTensor(
@@ -70,10 +90,14 @@ def _located_tensor(source: TensorSource, row: ModuleRow, place: Place) -> Locat
     found = source.tensors[place.name]
     source.check_readable(found.name)
     whole = (place.num_rows, *row.shape[1:])
+    if place.experts:
+        whole = (place.experts, place.num_rows // place.experts, *row.shape[1:])
     if row.kind is Kind.HEAD_NORM and found.shape[1:] == row.shape:
         return Located(found, place)  # EXL2 files repeat the norm for every head
-    if row.kind is Kind.NORM and found.num_values == row.shape[0]:
+    if row.kind in (Kind.NORM, Kind.ROUTER_BIAS) and found.num_values == row.shape[0]:
         return Located(found, place)  # norms of all heads may be stored by head
+    if row.shape[0] == 1 and found.shape == row.shape[1:]:
+        whole = found.shape  # a matrix of one row may be stored as a vector
     if found.shape != whole and not _is_padded_bias(source, found, whole):
         raise WeightShapeError(
             f"tensor {found.name!r} has the wrong shape",

@@ -10,10 +10,10 @@ A matrix in GGUF blocks is one tensor, whose storage type names the block format
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from gguf import GGMLQuantizationType
@@ -36,17 +36,10 @@ from exl_core.formats.codecs.gptq import layout as gptq
 from exl_core.formats.codecs.gptq.matrix import GptqMatrix, group_runs
 from exl_core.formats.codecs.runtime import Move, RuntimeMatrix, stay
 from exl_core.formats.containers.source import StoredTensor, TensorSource
-from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
+from exl_core.ops.weights import Formula, GroupedColumns, GroupedLayout, GroupRun, WeightLayout
 
 MATRIX = 2  # number of dimensions
 COMPRESSED = "compressed-tensors"
-_PARTS: dict[str, tuple[str, ...]] = {  # the first one shows that a matrix is stored so
-    "exl2": exl2.PARTS,
-    "awq": awq.PARTS,
-    "gptq": gptq.PARTS,
-    COMPRESSED: compressed.PARTS,
-    "fp8": fp8.PARTS,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +67,206 @@ class QuantizedMatrix:
         return sum(part.size_bytes for part in self.parts.values())
 
 
+class _Stored(NamedTuple):
+    """A matrix in its file: what the functions of a format read."""
+
+    source: TensorSource
+    matrix: QuantizedMatrix
+    quantization: Quantization | None
+
+    def section(self, *methods: str) -> Quantization:
+        """The configuration of the matrix, which is of one of these methods."""
+        quantization = self.quantization
+        if quantization is None or quantization.method not in methods:
+            raise ConfigError(
+                f"the weights are stored as {self.matrix.method.upper()}, but the configuration"
+                " does not say how they are packed",
+                where=next(iter(self.matrix.parts.values())).file.parent,
+                expected="'quantization_config' in config.json, or quantize_config.json",
+                got="none" if quantization is None else f"one of {quantization.method!r}",
+            )
+        return quantization
+
+    def parts(self) -> dict[str, Tensor]:
+        """The stored tensors."""
+        parts = self.matrix.parts
+        return {part: self.source.read_raw(tensor.name) for part, tensor in parts.items()}
+
+    def check_shape(self, layer: _Sized, columns: int | None = None) -> None:
+        """Raises unless the codec found the model's shape. `columns` includes padding."""
+        matrix = self.matrix
+        expected = (matrix.shape[1], columns or matrix.stored_columns)
+        if (layer.in_features, layer.out_features) != expected:
+            raise WeightShapeError(
+                "the quantized matrix has the wrong shape",
+                where=matrix.where,
+                expected=list(expected),
+                got=[layer.in_features, layer.out_features],
+                next_step="The weights and the configuration are not of one model.",
+            )
+
+    def layout(
+        self,
+        runs: tuple[GroupRun, ...],
+        formula: Formula,
+        scale_dtype: torch.dtype = torch.float16,
+    ) -> GroupedLayout:
+        n, k = self.matrix.shape
+        return GroupedLayout(n, k, runs, None, scale_dtype, formula)
+
+
+class _Sized(Protocol):
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def out_features(self) -> int: ...
+
+
+class _Format(NamedTuple):
+    """A format of matrices, each stored as several tensors.
+
+    parts      names of the tensors after the stem; the first shows that a matrix is stored so
+    layout     run-time layout, from headers and group tables only, without a permutation of rows
+    open       the matrix, with all checks of its codec that do not need the unpacked codes. The
+               tensor, if given, is the stored column of each of the matrix's columns
+    is_marked  whether the first part, and the configuration, show this format rather than another
+    """
+
+    parts: tuple[str, ...]
+    layout: Callable[[_Stored], WeightLayout]
+    open: Callable[[_Stored, Tensor | None], RuntimeMatrix]
+    is_marked: Callable[[StoredTensor, Quantization | None], bool] = lambda *_: True
+
+
+def _exl2_layout(stored: _Stored) -> GroupedLayout:
+    parts, where = stored.matrix.parts, stored.matrix.where
+    table = parts.get("q_groups")
+    if table is None:
+        return stored.layout((), "middle")  # `_open_exl2` reports the missing tensor
+    packed = parts["q_weight"].shape
+    if len(packed) != MATRIX:
+        raise WeightShapeError(
+            "tensor 'q_weight' has an impossible shape",
+            where=where,
+            expected=f"{MATRIX} dimensions",
+            got=packed,
+        )
+    groups = exl2.read_groups(stored.source.read_raw(table.name), packed[0], where)
+    return stored.layout(runs_of(groups), "middle")
+
+
+def _open_exl2(stored: _Stored, stored_columns: Tensor | None) -> RuntimeMatrix:
+    matrix = stored.matrix
+    layer = exl2.check(stored.parts(), matrix.where)
+    stored.check_shape(layer, -(-matrix.stored_columns // exl2.COLUMN_STEP) * exl2.COLUMN_STEP)
+    return Exl2Matrix(
+        layer, matrix.shape[0], first_column=matrix.first_column, stored_columns=stored_columns
+    )
+
+
+def _gptq_layout(stored: _Stored) -> GroupedLayout:
+    section, rows = stored.section("gptq"), stored.matrix.shape[1]
+    settings = gptq.parse_settings(section.settings, section.where)
+    # Explicit zero points take more memory, and may all turn out to be the middle.
+    return stored.layout(group_runs(settings.bits, rows, settings.group_rows(rows)), "zeros")
+
+
+def _open_gptq(stored: _Stored, stored_columns: Tensor | None) -> RuntimeMatrix:
+    section, matrix = stored.section("gptq"), stored.matrix
+    settings = gptq.parse_settings(section.settings, section.where)
+    layer = gptq.check(stored.parts(), settings, matrix.where)
+    stored.check_shape(layer)
+    return GptqMatrix(
+        layer, matrix.shape[0], first_column=matrix.first_column, stored_columns=stored_columns
+    )
+
+
+def _awq_layout(stored: _Stored) -> GroupedLayout:
+    section, rows = stored.section("awq"), stored.matrix.shape[1]
+    settings = awq.parse_settings(section.settings, section.where)
+    return stored.layout(awq_matrix.group_runs(rows, settings.group_rows(rows)), "zeros")
+
+
+def _open_awq(stored: _Stored, stored_columns: Tensor | None) -> RuntimeMatrix:
+    section, matrix = stored.section("awq"), stored.matrix
+    settings = awq.parse_settings(section.settings, section.where)
+    layer = awq.check(stored.parts(), settings, matrix.where)
+    stored.check_shape(layer)
+    return awq_matrix.AwqMatrix(
+        layer, matrix.shape[0], first_column=matrix.first_column, stored_columns=stored_columns
+    )
+
+
+def _compressed_layout(stored: _Stored) -> GroupedLayout:
+    section, matrix = stored.section(COMPRESSED), stored.matrix
+    formula: Formula = "zeros" if "weight_zero_point" in matrix.parts else "middle"
+    packed, scale = matrix.parts["weight_packed"].shape, matrix.parts.get("weight_scale")
+    if scale is None or len(packed) != MATRIX:
+        return stored.layout((), formula)  # `_open_compressed` reports the fault
+    settings = compressed.parse_settings(section.settings, section.where)
+    groups = scale.shape[1] if len(scale.shape) == MATRIX else 1
+    in_features = matrix.shape[1]
+    bits, rows = compressed.scheme_of(settings, in_features, packed[1], groups, matrix.where)
+    return stored.layout(group_runs(bits, in_features, rows), formula)
+
+
+def _open_compressed(stored: _Stored, stored_columns: Tensor | None) -> RuntimeMatrix:
+    section, matrix = stored.section(COMPRESSED), stored.matrix
+    settings = compressed.parse_settings(section.settings, section.where)
+    layer = compressed.check(stored.parts(), settings, matrix.shape[1], matrix.where)
+    stored.check_shape(layer)
+    return CompressedMatrix(
+        layer, matrix.shape[0], first_column=matrix.first_column, stored_columns=stored_columns
+    )
+
+
+def _fp8_layout(stored: _Stored) -> GroupedLayout:
+    scales = [part for name, part in stored.matrix.parts.items() if name != "weight"]
+    is_float = any(part.storage == "F32" for part in scales)
+    rows = stored.matrix.shape[1]
+    in_group = fp8.group_rows(rows, scales[0].shape if scales else (), _fp8_block(stored))
+    runs = group_runs(FP8_BITS, rows, in_group)
+    return stored.layout(runs, "e4m3", torch.float32 if is_float else torch.float16)
+
+
+def _open_fp8(stored: _Stored, stored_columns: Tensor | None) -> RuntimeMatrix:
+    block, matrix = _fp8_block(stored), stored.matrix
+    layer = fp8.check(stored.parts(), block, matrix.where)
+    stored.check_shape(layer)
+    first = matrix.first_column
+    return Fp8Matrix(
+        layer,
+        matrix.shape[0],
+        first_column=first,
+        stored_columns=stored_columns,
+        where=matrix.where,
+    )
+
+
+def _fp8_block(stored: _Stored) -> fp8.Block | None:
+    section = stored.section("fp8", COMPRESSED)
+    if section.method == COMPRESSED:
+        return compressed.parse_settings(section.settings, section.where).block()
+    return fp8.parse_block(section.settings, section.where)
+
+
+def _is_awq(_: StoredTensor, quantization: Quantization | None) -> bool:
+    return quantization is not None and quantization.method == "awq"
+
+
+def _is_fp8(marker: StoredTensor, _: Quantization | None) -> bool:
+    return marker.storage == fp8.STORAGE
+
+
+_FORMATS: dict[str, _Format] = {
+    "exl2": _Format(exl2.PARTS, _exl2_layout, _open_exl2),
+    "awq": _Format(awq.PARTS, _awq_layout, _open_awq, _is_awq),
+    "gptq": _Format(gptq.PARTS, _gptq_layout, _open_gptq),
+    COMPRESSED: _Format(compressed.PARTS, _compressed_layout, _open_compressed),
+    "fp8": _Format(fp8.PARTS, _fp8_layout, _open_fp8, _is_fp8),
+}
+
+
 def find_quantized(
     source: TensorSource,
     quantization: Quantization | None,
@@ -84,14 +277,11 @@ def find_quantized(
     """The quantized matrix stored under `stem`, or None. `columns` are its first column in the
     stored matrix, and the number of stored columns without padding."""
     first_column, stored_columns = columns
-    is_awq = quantization is not None and quantization.method == "awq"
-    for method, names in _PARTS.items():
-        marker = source.tensors.get(f"{stem}.{names[0]}")
-        if marker is None or (method == "awq" and not is_awq):
+    for method, known in _FORMATS.items():
+        marker = source.tensors.get(f"{stem}.{known.parts[0]}")
+        if marker is None or not known.is_marked(marker, quantization):
             continue
-        if method == "fp8" and marker.storage != fp8.STORAGE:
-            continue
-        found = {part: source.tensors.get(f"{stem}.{part}") for part in names}
+        found = {part: source.tensors.get(f"{stem}.{part}") for part in known.parts}
         parts = {part: tensor for part, tensor in found.items() if tensor is not None}
         return QuantizedMatrix(stem, shape, first_column, stored_columns, method, parts)
     return None
@@ -101,125 +291,23 @@ def open_matrix(
     source: TensorSource,
     matrix: QuantizedMatrix,
     quantization: Quantization | None,
-    order: Tensor | None = None,
+    stored_columns: Tensor | None = None,
 ) -> RuntimeMatrix:
     """The matrix, with all checks of its codec that do not need the unpacked codes.
 
-    `order`, if given, is the stored column of each of the matrix's columns.
+    `stored_columns`, if given, is the stored column of each of the matrix's columns.
     """
-    first = matrix.first_column
-    parts = {part: source.read_raw(tensor.name) for part, tensor in matrix.parts.items()}
-    out_features, in_features = matrix.shape
-    if matrix.method == "exl2":
-        padded = -(-matrix.stored_columns // exl2.COLUMN_STEP) * exl2.COLUMN_STEP
-        exl2_layer = exl2.check(parts, matrix.where)
-        _check_shape(exl2_layer, in_features, padded, matrix.where)
-        return Exl2Matrix(exl2_layer, out_features, first_column=first, order=order)
-    section = _section(matrix, quantization)
-    if matrix.method == "fp8":
-        floats = fp8.check(parts, _fp8_block(section), matrix.where)
-        _check_shape(floats, in_features, matrix.stored_columns, matrix.where)
-        return Fp8Matrix(floats, out_features, first_column=first, order=order, where=matrix.where)
-    if matrix.method == COMPRESSED:
-        settings = compressed.parse_settings(section.settings, section.where)
-        packed = compressed.check(parts, settings, in_features, matrix.where)
-        _check_shape(packed, in_features, matrix.stored_columns, matrix.where)
-        return CompressedMatrix(packed, out_features, first_column=first, order=order)
-    if matrix.method == "awq":
-        awq_settings = awq.parse_settings(section.settings, section.where)
-        awq_layer = awq.check(parts, awq_settings, matrix.where)
-        _check_shape(awq_layer, in_features, matrix.stored_columns, matrix.where)
-        return awq_matrix.AwqMatrix(awq_layer, out_features, first_column=first, order=order)
-    gptq_settings = gptq.parse_settings(section.settings, section.where)
-    gptq_layer = gptq.check(parts, gptq_settings, matrix.where)
-    _check_shape(gptq_layer, in_features, matrix.stored_columns, matrix.where)
-    return GptqMatrix(gptq_layer, out_features, first_column=first, order=order)
-
-
-def _section(matrix: QuantizedMatrix, quantization: Quantization | None) -> Quantization:
-    """The configuration of the matrix's method."""
-    methods = (matrix.method, COMPRESSED) if matrix.method == "fp8" else (matrix.method,)
-    if quantization is None or quantization.method not in methods:
-        raise ConfigError(
-            f"the weights are stored as {matrix.method.upper()}, but the configuration does not say"
-            " how they are packed",
-            where=next(iter(matrix.parts.values())).file.parent,
-            expected="'quantization_config' in config.json, or quantize_config.json",
-            got="none" if quantization is None else f"one of {quantization.method!r}",
-        )
-    return quantization
-
-
-def _fp8_block(section: Quantization) -> fp8.Block | None:
-    if section.method == COMPRESSED:
-        return compressed.parse_settings(section.settings, section.where).block()
-    return fp8.parse_block(section.settings, section.where)
+    return _FORMATS[matrix.method].open(_Stored(source, matrix, quantization), stored_columns)
 
 
 def stored_layout(
     source: TensorSource, matrix: QuantizedMatrix, quantization: Quantization | None
-) -> QuantLayout:
-    """Run-time layout of the matrix, except the permutation of its rows.
+) -> WeightLayout:
+    """Run-time layout of the matrix, from headers and group tables only.
 
-    Reads no more than `stored_groups` does. For GPTQ and AWQ it assumes explicit zero points, which
-    take more memory, although they may all turn out to be the middle.
+    The opened matrix may have a permutation of its rows besides, or need no zero points.
     """
-    has_zeros = matrix.method in ("gptq", "awq") or "weight_zero_point" in matrix.parts
-    is_fp8 = matrix.method == "fp8"
-    has_floats = is_fp8 and any(
-        part.storage == "F32" and name != "weight" for name, part in matrix.parts.items()
-    )
-    return QuantLayout(
-        out_features=matrix.shape[0],
-        in_features=matrix.shape[1],
-        runs=stored_groups(source, matrix, quantization),
-        features=None,
-        scale_dtype=torch.float32 if has_floats else torch.float16,
-        offset="zeros" if has_zeros else "middle",
-        values="e4m3" if is_fp8 else "integers",
-    )
-
-
-def stored_groups(
-    source: TensorSource, matrix: QuantizedMatrix, quantization: Quantization | None
-) -> tuple[GroupRun, ...]:
-    """Bit widths and sizes of the matrix's groups. Reads no more than the group table."""
-    if matrix.method == "exl2":
-        table = matrix.parts.get("q_groups")
-        if table is None:
-            return ()  # `open_matrix` reports the missing tensor
-        packed = matrix.parts["q_weight"].shape
-        if len(packed) != MATRIX:
-            raise WeightShapeError(
-                "tensor 'q_weight' has an impossible shape",
-                where=matrix.where,
-                expected=f"{MATRIX} dimensions",
-                got=packed,
-            )
-        return runs_of(exl2.read_groups(source.read_raw(table.name), packed[0], matrix.where))
-    section, rows = _section(matrix, quantization), matrix.shape[1]
-    if matrix.method == "fp8":
-        scales = [part.shape for name, part in matrix.parts.items() if name != "weight"]
-        in_group = fp8.group_rows(rows, scales[0] if scales else (), _fp8_block(section))
-        return group_runs(FP8_BITS, rows, in_group)
-    if matrix.method == COMPRESSED:
-        return _compressed_groups(matrix, section)
-    if matrix.method == "awq":
-        settings = awq.parse_settings(section.settings, section.where)
-        return awq_matrix.group_runs(rows, settings.group_rows(rows))
-    gptq_settings = gptq.parse_settings(section.settings, section.where)
-    return group_runs(gptq_settings.bits, rows, gptq_settings.group_rows(rows))
-
-
-def _compressed_groups(matrix: QuantizedMatrix, section: Quantization) -> tuple[GroupRun, ...]:
-    packed, scale = matrix.parts["weight_packed"].shape, matrix.parts.get("weight_scale")
-    if scale is None or len(packed) != MATRIX:
-        return ()  # `open_matrix` reports the fault
-    settings = compressed.parse_settings(section.settings, section.where)
-    groups = scale.shape[1] if len(scale.shape) == MATRIX else 1
-    in_features = matrix.shape[1]
-    bits, rows = compressed.scheme_of(settings, in_features, packed[1], groups, matrix.where)
-    return group_runs(bits, in_features, rows)
+    return _FORMATS[matrix.method].layout(_Stored(source, matrix, quantization))
 
 
 def block_groups(tensor: StoredTensor) -> tuple[GroupRun, ...]:
@@ -231,25 +319,7 @@ def block_groups(tensor: StoredTensor) -> tuple[GroupRun, ...]:
     return (GroupRun(group.bits, tensor.shape[1] // group.rows, group.rows),)
 
 
-class _Sized(Protocol):
-    @property
-    def in_features(self) -> int: ...
-    @property
-    def out_features(self) -> int: ...
-
-
-def _check_shape(layer: _Sized, in_features: int, out_features: int, where: str) -> None:
-    if (layer.in_features, layer.out_features) != (in_features, out_features):
-        raise WeightShapeError(
-            "the quantized matrix has the wrong shape",
-            where=where,
-            expected=[in_features, out_features],
-            got=[layer.in_features, layer.out_features],
-            next_step="The weights and the configuration are not of one model.",
-        )
-
-
-def block_layout(tensor: StoredTensor) -> QuantLayout | None:
+def block_layout(tensor: StoredTensor) -> GroupedLayout | None:
     """Run-time layout of a tensor in a GGUF file; None if it has none."""
     if tensor.storage not in GGMLQuantizationType.__members__ or len(tensor.shape) != MATRIX:
         return None
@@ -277,7 +347,7 @@ class BlockMatrix:
         self._permutation = permutation
 
     @cached_property
-    def layout(self) -> QuantLayout:
+    def layout(self) -> GroupedLayout:
         layout = block_layout(self._tensor)
         assert layout is not None, "block_layout accepted this tensor"
         return layout
@@ -286,7 +356,7 @@ class BlockMatrix:
     def _kind(self) -> GGMLQuantizationType:
         return GGMLQuantizationType[self._tensor.storage]
 
-    def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
+    def columns(self, first: int, last: int, move: Move = stay) -> GroupedColumns:
         raw = move(self._source.read_raw(self._tensor.name)[self._rows(first, last)])
         bad = ggml_matrix.bad_blocks(raw, self._kind)
         if bad:

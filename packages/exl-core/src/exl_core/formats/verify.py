@@ -16,6 +16,7 @@ from exl_core.arch.spec import ModelConfig
 from exl_core.errors import ModelError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.source import Progress, TensorSource
+from exl_core.ops.weights import DenseLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,12 @@ def verify(
     total, done, quantized = sum(one.size_bytes for one in found.values()), 0, 0
     for name, checkpoint in found.items():
         try:
-            if not _read(checkpoint, checkpoint.rows[name], dtype):
+            row = checkpoint.rows[name]
+            quantized += row.is_matrix and not isinstance(checkpoint.layout(name), DenseLayout)
+            if not _read(checkpoint, row, dtype):
                 zeros.append(name)
         except ModelError as error:
             problems.setdefault(str(error), Problem(name, error))
-        quantized += checkpoint.is_quantized(name)
         done += checkpoint.size_bytes
         if progress is not None:
             progress(done, total)
@@ -87,9 +89,9 @@ def _read(checkpoint: Checkpoint, row: ModuleRow, dtype: torch.dtype | None) -> 
     if row.is_norm:
         return bool(checkpoint.norm(name).any())
     if dtype is None:
-        # Quantized matrices are dequantized to float32 here. Matrices that loading dequantizes must
+        # Codes that stay are dequantized to float32 here. Matrices that loading dequantizes must
         # fit float16 as well.
-        dtype = torch.float32 if checkpoint.is_quantized(name) else checkpoint.dtype(name)
+        dtype = checkpoint.layout(name).dtype if row.is_matrix else checkpoint.dtype(name)
     has_values = name.endswith(".bias")
     for chunk in checkpoint.chunks(name, dtype):
         has_values = has_values or bool(chunk.values.any())

@@ -12,20 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from exl_core.arch.modules import LoraTarget, Packed
 from exl_core.arch.spec import ModelConfig
+from exl_core.cache.memory import return_freed_memory
+from exl_core.errors import RequestError
 from exl_core.lora.config import AdapterConfig, read_adapter_config
 from exl_core.lora.reader import AdapterFile, Pair
 from exl_core.model.adapters import Delta, Ends
 from exl_core.model.transformer import Transformer
+from exl_core.ops.linear import PackedLinear
 from exl_core.ops.table import OpTable
-
-if TYPE_CHECKING:
-    from exl_core.model.adapters import Adapter
+from exl_core.ops.weights import DenseColumns, DenseLayout
 
 _serials = count(1)
 
@@ -35,14 +35,14 @@ class LoraAdapter:
     """A loaded adapter for one model, and for other models of the same dimensions.
 
     `modules` are the names of the trained modules, such as `self_attn.q_proj`, sorted.
-    `layer_deltas` are by layer and matrix. `serial` is unique in this process.
+    `layer_deltas` are by layer and matrix; None after `unload`. `serial` is unique in this process.
     """
 
     path: Path
     config: AdapterConfig
     model_config: ModelConfig
     modules: tuple[str, ...]
-    layer_deltas: Mapping[tuple[int, Packed], tuple[Delta, ...]]
+    layer_deltas: Mapping[tuple[int, Packed], tuple[Delta, ...]] | None
     ends: Ends | None
     serial: int = field(default_factory=lambda: next(_serials))
 
@@ -54,17 +54,37 @@ class LoraAdapter:
     def size_bytes(self) -> int:
         """Bytes of memory that the adapter takes."""
         ends = self.ends or Ends()
-        deltas = [delta for found in self.layer_deltas.values() for delta in found]
+        deltas = [delta for found in (self.layer_deltas or {}).values() for delta in found]
         deltas += [delta for delta in (ends.embed_delta, ends.head_delta) if delta is not None]
         whole = [matrix for matrix in (ends.embed, ends.head) if matrix is not None]
         return sum(delta.down.nbytes + delta.up.nbytes for delta in deltas) + sum(
             matrix.size_bytes for matrix in whole
         )
 
+    def unload(self) -> None:
+        """Frees the adapter's tensors, even if other objects refer to the adapter.
+
+        Requests that use it must have ended; later ones raise RequestError. May be called again.
+        """
+        layers = (self.layer_deltas or {}).values()
+        devices = {delta.down.device for deltas in layers for delta in deltas}
+        del layers
+        object.__setattr__(self, "layer_deltas", None)
+        object.__setattr__(self, "ends", None)
+        return_freed_memory(devices)
+
     def deltas(self, layer: int, matrix: Packed) -> tuple[Delta, ...]:
-        return self.layer_deltas.get((layer, matrix), ())
+        return self._loaded_deltas().get((layer, matrix), ())
+
+    def _loaded_deltas(self) -> Mapping[tuple[int, Packed], tuple[Delta, ...]]:
+        if self.layer_deltas is None:
+            raise RequestError(
+                "the adapter has been unloaded", where=self.path, next_step="Load it again."
+            )
+        return self.layer_deltas
 
     def fits(self, config: ModelConfig) -> bool:
+        self._loaded_deltas()
         return _sizes(self.model_config) == _sizes(config)
 
 
@@ -82,9 +102,9 @@ def load_adapter(path: str | Path, model: Transformer) -> LoraAdapter:
         if row.layer is None or row.packed is None:
             raise AssertionError(f"{row.name} is not a matrix of a layer")
         key = row.layer, row.packed
-        delta = _delta(file, pair, model.ops.device, target)
+        delta = _delta(file, pair, model.ops_of(row.layer), target)
         deltas[key] = (*deltas.get(key, ()), delta)
-    ends = _ends(file, model.ops)
+    ends = _ends(file, model)
     return LoraAdapter(directory, config, model.config, file.modules, deltas, ends)
 
 
@@ -95,15 +115,13 @@ def _sizes(config: ModelConfig) -> tuple[object, ...]:
         config.hidden_size,
         config.vocab_size,
         tuple(
-            (layer.attention.q_size, layer.attention.kv_size, layer.dense.intermediate_size)
+            (layer.attention.q_size, layer.attention.kv_size, layer.feed_forward.inner_size)
             for layer in config.layers
         ),
     )
 
 
-def _delta(
-    file: AdapterFile, pair: Pair, device: torch.device, target: LoraTarget | None = None
-) -> Delta:
+def _delta(file: AdapterFile, pair: Pair, ops: OpTable, target: LoraTarget | None = None) -> Delta:
     """A and B transposed, so that x @ down @ up gives the delta. `up` includes the scale.
 
     `target`: matrices of a layer, whose rows give the place and the order of the outputs.
@@ -115,22 +133,26 @@ def _delta(
         up = up[torch.tensor(stored_rows)]
     up = up.T.contiguous()  # [r, out_features]
     first_out = 0 if target is None else target.rows[0].first_out
-    return Delta(first_out, down.to(device), up.mul_(pair.scale).to(device))
+    up.mul_(pair.scale)
+    if ops.is_batch_invariant and ops.device.type == "cpu":
+        linears = _linear(ops, down.T.contiguous()), _linear(ops, up.T.contiguous())
+        return Delta(first_out, down, up, linears)
+    return Delta(first_out, down.to(ops.device), up.to(ops.device))
 
 
-def _ends(file: AdapterFile, ops: OpTable) -> Ends | None:
+def _linear(ops: OpTable, weight: torch.Tensor) -> PackedLinear:
+    """weight [out_features, in_features], contiguous, in the kernels' form."""
+    linear = ops.new_linear(DenseLayout(weight.shape[0], weight.shape[1], weight.dtype))
+    ops.fill_linear(linear, 0, DenseColumns(weight))
+    return linear
+
+
+def _ends(file: AdapterFile, model: Transformer) -> Ends | None:
     if not file.end_pairs and not file.whole:
         return None
-    deltas = {end: _delta(file, pair, ops.device) for end, pair in file.end_pairs.items()}
+    tables = {"embed": model.embedding_ops, "head": model.ops}
+    deltas = {end: _delta(file, pair, tables[end]) for end, pair in file.end_pairs.items()}
     whole = {}
     for end, name in file.whole.items():
-        values = file.read_as_stored(name)
-        whole[end] = ops.new_linear(values.shape[0], values.shape[1], values.dtype)
-        ops.fill_linear(whole[end], 0, values, None)
+        whole[end] = _linear(tables[end], file.read_as_stored(name))
     return Ends(whole.get("embed"), whole.get("head"), deltas.get("embed"), deltas.get("head"))
-
-
-if TYPE_CHECKING:
-
-    def _is_an_adapter(adapter: LoraAdapter) -> Adapter:
-        return adapter

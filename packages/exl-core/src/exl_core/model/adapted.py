@@ -2,7 +2,8 @@
 
 `AdaptedOps` wraps the op table of a layer; embedding and head have functions of their own. Each
 range of rows is multiplied by its own low-rank pair. One pass therefore serves rows with
-different adapters, and rows without adapters get the same results as in a pass without any.
+different adapters, and rows without adapters get the same results as in a pass without any: the
+same bits if the op table is batch-invariant.
 """
 
 from __future__ import annotations
@@ -22,14 +23,24 @@ from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.table import LayerOps, OpTable
 from exl_core.ops.wrapped import WrappedOps
 
+FIXED_ROWS = 64
+"""Rows of torch's products in the batch-invariant mode. The order in which it sums depends on the
+number of rows."""
+
 
 class AdaptedOps(WrappedOps):
     """Adds the adapters' deltas to the products of one layer's packed matrices."""
 
     def __init__(
-        self, inner: LayerOps, adapters: Sequence[AdapterRows], layer: int, block: BlockWeights
+        self,
+        inner: LayerOps,
+        ops: OpTable,
+        adapters: Sequence[AdapterRows],
+        layer: int,
+        block: BlockWeights,
     ) -> None:
         super().__init__(inner)
+        self._ops = ops
         self._adapters = adapters
         self._layer = layer
         self._names = {id(matrix): name for name, matrix in block.matrices.items()}
@@ -61,30 +72,48 @@ class AdaptedOps(WrappedOps):
     ) -> Inputs:
         if not self._is_adapted(w):
             return self.inner.norm_gated_linear(x, norm, w, kind, out)
-        return self.inner.gated_activation(self.norm_linear(x, norm, w), kind)
+        if not self._ops.is_batch_invariant:
+            return self.inner.gated_activation(self.norm_linear(x, norm, w), kind)
+        # The fused op may round differently. Rows without adapters always get its results.
+        gated = cast(Tensor, self.inner.norm_gated_linear(x, norm, w, kind, out))
+        for rows in self._adapters:
+            if self._changes(rows, w):
+                part = slice(rows.first_row, rows.last_row)
+                y = self.inner.norm_linear(x[part], norm, w)
+                self._add_deltas_of(rows, y, self.inner.rms_norm(x[part], norm), w)
+                gated[part] = self.inner.gated_activation(y, kind)
+        return gated
 
     def _is_adapted(self, w: PackedLinear) -> bool:
         """Whether an adapter of any row changes this matrix."""
+        return any(self._changes(rows, w) for rows in self._adapters)
+
+    def _changes(self, rows: AdapterRows, w: PackedLinear) -> bool:
         layer, name = self._layer, self._names[id(w)]
-        return any(use.adapter.deltas(layer, name) for rows in self._adapters for use in rows.uses)
+        return any(use.adapter.deltas(layer, name) for use in rows.uses)
 
     def _add_deltas(self, y: Tensor, x: Tensor, w: PackedLinear) -> None:
         """y [R, out_features] += deltas of each row's adapters to w, for its inputs x [R, k]."""
+        for rows in self._adapters:
+            part = slice(rows.first_row, rows.last_row)
+            self._add_deltas_of(rows, y[part], x[part], w)
+
+    def _add_deltas_of(self, rows: AdapterRows, y: Tensor, x: Tensor, w: PackedLinear) -> None:
+        """The same for the outputs y and inputs x of one range of rows."""
         layer, name = self._layer, self._names[id(w)]
-        for first_row, last_row, uses in self._adapters:
-            part = slice(first_row, last_row)
-            for adapter, scale in ((use.adapter, use.scale) for use in uses):
-                for delta in adapter.deltas(layer, name):
-                    _add(y[part], x[part].to(delta.down.dtype) @ delta.down, delta, scale)
+        for use in rows.uses:
+            for delta in use.adapter.deltas(layer, name):
+                _add(self._ops, y, _reduced(self._ops, x, delta), delta, use.scale)
 
 
-def adapted(steps: Steps, adapters: Sequence[AdapterRows]) -> Steps:
-    """The same steps with the adapters of each row; without adapters, `steps` itself."""
+def adapted(steps: Steps, adapters: Sequence[AdapterRows], table: OpTable) -> Steps:
+    """The same steps with the adapters of each row; without adapters, `steps` itself. `table` is
+    the op table that the steps get, perhaps wrapped."""
     if not adapters:
         return steps
 
     def wrap(ops: LayerOps, layer: int, block: BlockWeights) -> LayerOps:
-        return AdaptedOps(ops, adapters, layer, block)
+        return AdaptedOps(ops, table, adapters, layer, block)
 
     return with_ops(steps, wrap)
 
@@ -105,7 +134,7 @@ def adapt_embedding_(x: Tensor, batch: Batch, ops: OpTable) -> None:
         for end, scale in ends:
             if end is not None and end.embed_delta is not None:
                 picked = end.embed_delta.down.index_select(0, token_ids[part])
-                _add(x[part], picked, end.embed_delta, scale)
+                _add(ops, x[part], picked, end.embed_delta, scale)
 
 
 class HeadRows(NamedTuple):
@@ -146,16 +175,42 @@ def head_rows(batch: Batch, base: PackedLinear) -> list[HeadRows]:
     return found
 
 
-def add_to_logits_(logits: Tensor, x: Tensor, deltas: Sequence[tuple[Delta, float]]) -> None:
+def add_to_logits_(
+    ops: OpTable, logits: Tensor, x: Tensor, deltas: Sequence[tuple[Delta, float]]
+) -> None:
     """logits [n, vocab_size] += these head deltas for the normed states x [n, hidden]."""
     for delta, scale in deltas:
-        _add(logits, x @ delta.down, delta, scale)
+        _add(ops, logits, _reduced(ops, x, delta), delta, scale)
 
 
-def _add(y: Tensor, h: Tensor, delta: Delta, scale: float) -> None:
+def _reduced(ops: OpTable, x: Tensor, delta: Delta) -> Tensor:
+    """x [m, in_features] @ down, float32 [m, r]."""
+    x = x.to(delta.down.dtype)
+    if not ops.is_batch_invariant:
+        return x @ delta.down
+    if delta.linears is not None:
+        return ops.linear(x, delta.linears[0])
+    return _fixed_product(x, delta.down)
+
+
+def _add(ops: OpTable, y: Tensor, h: Tensor, delta: Delta, scale: float) -> None:
     """y [m, out_features] += scale * (h [m, r] @ up), in the columns of the delta."""
     columns = y[:, delta.first_out : delta.first_out + delta.up.shape[1]]
-    if columns.dtype is h.dtype:
+    if ops.is_batch_invariant:
+        linear = None if delta.linears is None else delta.linears[1]
+        product = _fixed_product(h, delta.up) if linear is None else ops.linear(h, linear)
+        columns += product.mul_(scale)
+    elif columns.dtype is h.dtype:
         columns.addmm_(h, delta.up, alpha=scale)
     else:
         columns += (h @ delta.up).mul_(scale)
+
+
+def _fixed_product(x: Tensor, w: Tensor) -> Tensor:
+    """x [m, k] @ w, in chunks of exactly `FIXED_ROWS` rows; missing rows are zeros."""
+    parts = []
+    for rows in torch.split(x, FIXED_ROWS):
+        padded = x.new_zeros(FIXED_ROWS, x.shape[1])
+        padded[: rows.shape[0]] = rows
+        parts.append((padded @ w)[: rows.shape[0]])
+    return torch.cat(parts)

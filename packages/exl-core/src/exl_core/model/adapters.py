@@ -19,11 +19,14 @@ class Delta(NamedTuple):
     """Adds `x @ down @ up` to outputs first_out .. first_out + up.shape[1] of a packed matrix.
 
     down [in_features, r], up [r, out_features], float32. `up` includes the adapter's own scale.
+    `linears` are the same matrices in the kernels' form, where the order of summation of torch's
+    products would depend on the number of rows: on the CPU in the batch-invariant mode.
     """
 
     first_out: int
     down: Tensor
     up: Tensor
+    linears: tuple[PackedLinear, PackedLinear] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

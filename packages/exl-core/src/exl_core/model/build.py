@@ -8,31 +8,36 @@ matrices that follow, so they do not raise the peak.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from threading import Lock
 from typing import Protocol, overload
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from exl_core.arch.layers import HeadNorm, NormKind
-from exl_core.arch.modules import ModuleRow, ModuleTable, module_table
+from exl_core.arch.layers import XIELU_BETA, Dense, HeadNorm, LayerSpec, MoE, NormKind
+from exl_core.arch.modules import ModuleRow, ModuleTable, expert_matrices, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.source import Progress
+from exl_core.model.layers.mlp import GATES
 from exl_core.model.packer import Packer
+from exl_core.model.stage import StageTable
 from exl_core.model.weights import (
     AttentionWeights,
     BlockWeights,
     MlpWeights,
     ModelWeights,
+    MoeWeights,
     StreamedWeights,
 )
 from exl_core.ops.attention import NO_HEAD_NORMS, HeadNorms
 from exl_core.ops.elementwise import LayerNorm, Norm, RmsNorm, XIelu
 from exl_core.ops.linear import PackedLinear
+from exl_core.ops.moe import ExpertMlp, PackedExperts
 from exl_core.ops.table import OpTable
-
-XIELU_BETA = 0.5  # checkpoints store it too, always with this value
 
 
 def build_weights(
@@ -42,19 +47,53 @@ def build_weights(
     *,
     threads: int,
     progress: Progress | None = None,
+    embed_on_host: bool = False,
+    split: Sequence[StageTable] = (),
 ) -> ModelWeights:
-    """All weights of the model, packed for `ops`. `progress` gets bytes read and total bytes."""
+    """All weights of the model, packed for `ops`, or each layer for its table of `split`.
+
+    `progress` gets bytes read and total bytes. `embed_on_host`: the embedding, which is not the
+    head too, stays in memory of the host.
+    """
     table = module_table(config)
-    with Packer(checkpoint, ops, threads, progress) as packer:
-        for row in _ends(table):
-            packer.start([row])
-        for layer in range(config.num_layers):
-            _start_block(table, packer, layer)
-        final_norm = _final_norm(config, packer)
-        blocks = tuple(block_weights(config, layer, packer) for layer in range(config.num_layers))
-        embed = packer.packed([table.embed])
-        head = embed if table.is_tied else packer.packed([table.head])
-    return ModelWeights(embed, blocks, final_norm, head)
+    stages = split or (StageTable(range(config.num_layers), ops),)
+    count = len(stages)
+    reports = [progress] * count if progress is None or count == 1 else _summed(progress, count)
+    with ExitStack() as stack:
+        packers = [
+            stack.enter_context(Packer(checkpoint, stage.ops, threads, report))
+            for stage, report in zip(stages, reports, strict=True)
+        ]
+        first, last = packers[0], packers[-1]
+        first.start([table.embed], on_host=embed_on_host)
+        head_row = table.embed if table.is_tied else table.head
+        is_shared = table.is_tied and first is last
+        if not is_shared:
+            last.start([head_row])
+        for packer, stage in zip(packers, stages, strict=True):
+            for layer in stage.layers:
+                _start_block(table, packer, layer)
+        norm = final_norm(config, last)
+        blocks = tuple(
+            block_weights(config, layer, packer)
+            for packer, stage in zip(packers, stages, strict=True)
+            for layer in stage.layers
+        )
+        embed = first.packed([table.embed])
+        head = embed if is_shared else last.packed([head_row])
+    return ModelWeights(embed, blocks, norm, head)
+
+
+def _summed(progress: Progress, count: int) -> list[Progress]:
+    """`progress` for each of `count` packers, each of which reports what it has read itself."""
+    done_bytes, lock = [0] * count, Lock()
+
+    def report(index: int, done: int, total: int) -> None:
+        with lock:
+            done_bytes[index] = done
+            progress(min(sum(done_bytes), total), total)
+
+    return [partial(report, index) for index in range(count)]
 
 
 def stream_weights(
@@ -64,6 +103,7 @@ def stream_weights(
     *,
     threads: int,
     held_bytes: int = 0,
+    embed_on_host: bool = False,
 ) -> StreamedWeights:
     """The same weights, of which only some blocks stay in memory.
 
@@ -73,12 +113,12 @@ def stream_weights(
     table = module_table(config)
     with Packer(checkpoint, ops, threads, None) as packer:
         for row in _ends(table):
-            packer.start([row])
-        final_norm = _final_norm(config, packer)
+            packer.start([row], on_host=embed_on_host and row is table.embed)
+        norm = final_norm(config, packer)
         embed = packer.packed([table.embed])
         head = embed if table.is_tied else packer.packed([table.head])
     blocks = _StreamedBlocks(config, checkpoint, ops, threads, held_bytes)
-    return StreamedWeights(embed, blocks, final_norm, head, checkpoint.packed_bytes)
+    return StreamedWeights(embed, blocks, norm, head, checkpoint.packed_bytes)
 
 
 class _StreamedBlocks(Sequence[BlockWeights]):
@@ -130,7 +170,7 @@ class WeightSource(Protocol):
     def device(self) -> torch.device: ...
 
     def norm(self, row: ModuleRow) -> Tensor:
-        """Factors of a norm, float32."""
+        """Factors of a norm, or a number, float32."""
         ...
 
     def norm_bias(self, row: ModuleRow) -> Tensor | None:
@@ -139,6 +179,10 @@ class WeightSource(Protocol):
 
     def packed(self, rows: Sequence[ModuleRow]) -> PackedLinear:
         """The matrix into which these matrices are packed."""
+        ...
+
+    def stack(self, experts: Sequence[PackedLinear]) -> PackedExperts:
+        """The matrices of a layer's experts as one operand."""
         ...
 
 
@@ -155,10 +199,10 @@ def _norm(
     return LayerNorm(weight, None if bias is None else bias * factor, eps)
 
 
-def _final_norm(config: ModelConfig, packer: Packer) -> Norm:
+def final_norm(config: ModelConfig, source: WeightSource) -> Norm:
     """The norm before the head. Its factors include the multiplier of the logits."""
     row, kind = module_table(config).final_norm, config.arch.norm_kind
-    return _norm(packer, row, kind, config.state_eps, config.multipliers.logits)
+    return _norm(source, row, kind, config.state_eps, config.multipliers.logits)
 
 
 def _ends(table: ModuleTable) -> list[ModuleRow]:
@@ -168,6 +212,12 @@ def _ends(table: ModuleTable) -> list[ModuleRow]:
 def _start_block(table: ModuleTable, packer: Packer, layer: int) -> None:
     for rows in table.packed(layer).values():
         packer.start(rows)
+    for role in ("router", "shared_router"):
+        if role in table.layers[layer]:
+            packer.start([table.layers[layer][role]])
+    for expert in table.experts[layer]:
+        for rows in expert_matrices(expert).values():
+            packer.start(rows)
 
 
 def block_weights(config: ModelConfig, layer: int, source: WeightSource) -> BlockWeights:
@@ -198,24 +248,61 @@ def block_weights(config: ModelConfig, layer: int, source: WeightSource) -> Bloc
         output=source.packed(matrices["output"]),
         post_norm=norm_of("attention_post_norm"),
     )
-    mlp = MlpWeights(
-        norm=norm_of("mlp_norm"),
-        gate_up=source.packed(matrices["gate_up"]),
-        down=source.packed(matrices["down"]),
-        post_norm=norm_of("mlp_post_norm"),
-        xielu=_xielu(rows, source),
-    )
+    mlp: MlpWeights | MoeWeights
+    if "router" in rows:
+        mlp = _moe(config, layer, source, norm_of("mlp_norm"), norm_of("mlp_post_norm"))
+    else:
+        mlp = MlpWeights(
+            norm=norm_of("mlp_norm"),
+            gate_up=source.packed(matrices["gate_up"]),
+            down=source.packed(matrices["down"]),
+            post_norm=norm_of("mlp_post_norm"),
+            xielu=_xielu(config.layers[layer], rows, source),
+        )
     scalar = float(source.norm(rows["scalar"])) if "scalar" in rows else None
     return BlockWeights(attention, mlp, scalar)
 
 
-def _xielu(rows: Mapping[str, ModuleRow], source: WeightSource) -> XIelu | None:
-    """Numbers of the activation. Files store values whose softplus is added to their minimum."""
-    if "alpha_p" not in rows:
-        return None
-    positive, negative = (
-        float(softplus(source.norm(rows[role]))) for role in ("alpha_p", "alpha_n")
+def _moe(
+    config: ModelConfig, layer: int, source: WeightSource, norm: Norm | None, post_norm: Norm | None
+) -> MoeWeights:
+    table = module_table(config)
+    rows, matrices = table.layers[layer], table.packed(layer)
+    shared = None
+    if "shared_gate_up" in matrices:
+        gate_up = source.packed(matrices["shared_gate_up"])
+        shared = MlpWeights(None, gate_up, source.packed(matrices["shared_down"]), None)
+    return MoeWeights(
+        norm=norm,
+        router=source.packed([rows["router"]]),
+        router_bias=source.norm(rows["router_bias"]) if "router_bias" in rows else None,
+        experts=_experts(config, layer, source),
+        shared=shared,
+        shared_router=source.packed([rows["shared_router"]]) if "shared_router" in rows else None,
+        post_norm=post_norm,
     )
+
+
+def _experts(config: ModelConfig, layer: int, source: WeightSource) -> ExpertMlp:
+    spec = config.layers[layer].feed_forward
+    assert isinstance(spec, MoE), "a layer with a router has experts"
+    matrices = [expert_matrices(one) for one in module_table(config).experts[layer]]
+    gate_up, down = (
+        source.stack([source.packed(one[name]) for one in matrices])
+        for name in ("expert_gate_up", "expert_down")
+    )
+    return ExpertMlp(gate_up, down, GATES[spec.activation])
+
+
+def _xielu(layer: LayerSpec, rows: Mapping[str, ModuleRow], source: WeightSource) -> XIelu | None:
+    """Numbers of the activation. Files store values whose softplus is added to their minimum."""
+    if "alpha_p" in rows:
+        stored = torch.cat([source.norm(rows[role]) for role in ("alpha_p", "alpha_n")])
+    elif isinstance(layer.feed_forward, Dense) and layer.feed_forward.activation_numbers:
+        stored = torch.tensor(layer.feed_forward.activation_numbers)
+    else:
+        return None
+    positive, negative = softplus(stored).tolist()
     return XIelu(positive, XIELU_BETA + negative, XIELU_BETA)
 
 

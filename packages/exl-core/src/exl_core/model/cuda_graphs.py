@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -62,15 +62,17 @@ class Shape:
 class GraphInputs:
     """Input tensors of one bucket's graph, and the pinned host buffer that they are copied from."""
 
-    def __init__(self, shape: Shape, pages: int, store: KVStore, spare_page: int) -> None:
+    def __init__(
+        self, shape: Shape, pages: int, page_size: int, spare_page: int, device: torch.device
+    ) -> None:
         self.shape = shape
-        self._page_size = store.page_size
+        self._page_size = page_size
         rows, seqs = shape.rows, shape.sequences
         sizes64, sizes32 = (rows, rows, rows, shape.logits), (seqs + 1, seqs, seqs * pages)
         size = 8 * sum(sizes64) + 4 * sum(sizes32)
-        is_gpu = store.device.type != "cpu"
+        is_gpu = device.type != "cpu"
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=is_gpu)
-        self._device = torch.zeros_like(self._host, device=store.device)
+        self._device = torch.zeros_like(self._host, device=device)
         self._all_but_tokens = self._device[8 * rows :], self._host[8 * rows :]
 
         def fields(memory: Tensor) -> tuple[Tensor, ...]:
@@ -159,14 +161,30 @@ class GraphInputs:
             logit_rows[num_logits:] = 0
 
 
-class CudaGraphs:
-    """Captured graphs of passes over one model and one store."""
+class Captured(NamedTuple):
+    """One bucket's graph with its inputs and its result, which each replay overwrites.
 
-    def __init__(self, model: Model, store: KVStore) -> None:
+    `states` [rows, hidden] are the inputs of a stage after the first one.
+    """
+
+    inputs: GraphInputs
+    states: Tensor | None
+    graph: torch.cuda.CUDAGraph
+    result: Tensor
+
+
+class CudaGraphs:
+    """Captured graphs of passes over one stage of a model and one store."""
+
+    def __init__(self, model: Model, store: KVStore, stage: int = 0) -> None:
         self._model = model
         self._store = store
+        self._stage = stage
+        self._device = model.stages[stage].ops.device
+        self._receive = model.stages[stage].receive
+        self._has_logits = stage == len(model.stages) - 1
         self._pages = min(pages_for(model.config.max_seq_len), store.num_pages)
-        self._graphs: dict[Shape, tuple[GraphInputs, torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[Shape, Captured] = {}
         self._passes: Counter[Shape] = Counter()
         self._inputs_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -176,13 +194,20 @@ class CudaGraphs:
         shape = shape_of(segments, self._pages)
         if shape is None or not shape.is_decoding or shape not in self._graphs:
             return None
-        return self._graphs[shape][0].batch.token_ids[: len(segments)]
+        return self._graphs[shape].inputs.batch.token_ids[: len(segments)]
 
-    def run(self, segments: Sequence[Segment], *, has_tokens: bool = False) -> Tensor | None:
-        """Logits [n, vocab_size], valid until the next run; None if the pass has no graph.
+    def run(
+        self,
+        segments: Sequence[Segment],
+        x: Tensor | None = None,
+        *,
+        has_tokens: bool = False,
+    ) -> Tensor | None:
+        """Logits [n, vocab_size], or the states [R, hidden] after a stage that is not the last one,
+        valid until the next run; None if the pass has no graph.
 
-        With `has_tokens` the token ids are in the tensor that `next_ids` returned, or earlier work
-        on the stream writes them there.
+        `x` [R, hidden]: states after the stage before. With `has_tokens` the token ids are in the
+        tensor that `next_ids` returned, or earlier work on the stream writes them there.
         """
         shape = shape_of(segments, self._pages)
         if shape is None:
@@ -193,29 +218,37 @@ class CudaGraphs:
                 self._passes[shape] < PASSES_BEFORE_CAPTURE or len(self._graphs) >= MAX_GRAPHS
             ):
                 return None
-            self._graphs[shape] = self._capture(shape, segments)
-        inputs, graph, logits = self._graphs[shape]
+            self._graphs[shape] = self._capture(shape, segments, x)
+        inputs, states, graph, result = self._graphs[shape]
         self._inputs_copied.synchronize()  # the previous copy has finished reading the host buffer
         inputs.fill(segments, has_tokens=has_tokens)
-        self._inputs_copied.record(torch.cuda.current_stream(self._store.device))
-        graph.replay()
-        return select_logits(logits, shape, segments)
+        self._inputs_copied.record(torch.cuda.current_stream(self._device))
+        if states is not None and x is not None:
+            states[: len(x)].copy_(self._receive(x))
+        with torch.cuda.device(self._device):
+            graph.replay()
+        if not self._has_logits:
+            return result[: sum(len(one.token_ids) for one in segments)]
+        return select_logits(result, shape, segments)
 
-    def _capture(
-        self, shape: Shape, segments: Sequence[Segment]
-    ) -> tuple[GraphInputs, torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, shape: Shape, segments: Sequence[Segment], x: Tensor | None) -> Captured:
         store, model = self._store, self._model
         model.reserve_positions(self._pages * store.page_size)
-        inputs = GraphInputs(shape, self._pages, store, store.spare_page)
+        inputs = GraphInputs(shape, self._pages, store.page_size, store.spare_page, self._device)
         inputs.fill(segments)
-        # Warm-up: kernels are loaded and workspaces allocated, which a capture does not allow.
-        model.forward(inputs.batch, store)
-        torch.cuda.synchronize(store.device)
-        graph = torch.cuda.CUDAGraph()
-        pool = next((other.pool() for _, other, _ in self._graphs.values()), None)
-        with torch.cuda.graph(graph, pool=pool):
-            logits = model.forward(inputs.batch, store)
-        return inputs, graph, logits
+        states = None
+        if x is not None:
+            states = torch.zeros(shape.rows, x.shape[1], dtype=x.dtype, device=self._device)
+            states[: len(x)].copy_(self._receive(x))
+        with torch.cuda.device(self._device):
+            # Warm-up: kernels are loaded and workspaces allocated, which a capture does not allow.
+            model.run_stage(self._stage, inputs.batch, store, states)
+            torch.cuda.synchronize(self._device)
+            graph = torch.cuda.CUDAGraph()
+            pool = next((other.graph.pool() for other in self._graphs.values()), None)
+            with torch.cuda.graph(graph, pool=pool):
+                result = model.run_stage(self._stage, inputs.batch, store, states)
+        return Captured(inputs, states, graph, result)
 
 
 def shape_of(segments: Sequence[Segment], pages: int) -> Shape | None:

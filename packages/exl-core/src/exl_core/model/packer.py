@@ -1,6 +1,6 @@
 """Fills the op table's matrices from a checkpoint, on background threads, some columns at a time.
 
-Knows which tensors are packed together and in which form. Knows neither blocks nor the model.
+Knows which tensors are packed together. Knows neither the model nor the kinds of weights.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 
 from exl_core.arch.modules import ModuleRow
 from exl_core.errors import BackendError
-from exl_core.formats.checkpoint import CHUNK_VALUES as DENSE_VALUES
 from exl_core.formats.checkpoint import Checkpoint, row_ranges
 from exl_core.formats.codecs.runtime import RuntimeMatrix
 from exl_core.formats.containers.source import Progress
 from exl_core.formats.locate import share
 from exl_core.ops.linear import PackedLinear
+from exl_core.ops.moe import PackedExperts
 from exl_core.ops.table import OpTable
+from exl_core.ops.weights import fused_layout
 
 P = ParamSpec("P")
 
-# Sizes in matrix elements.
-CHUNK_VALUES = 1 << 20  # quantized values repacked at a time: half a MiB of 4-bit codes
+CHUNK_BYTES = 1 << 19  # of packed weights at a time: 2^18 float16 numbers, or 2^20 codes of 4 bits
+GPU_CHUNK_BYTES = 1 << 24  # on a GPU, where a chunk costs some dozens of launches
 SPLIT_VALUES = 1 << 22  # a matrix of at least twice this size is shared among several threads
-GPU_CHUNK_VALUES = 1 << 25  # both limits on a GPU, where a chunk costs some dozens of launches
-GPU_DENSE_VALUES = 1 << 23  # dense values at a time on a GPU: each chunk waits for its finite check
+GPU_SPLIT_VALUES = 1 << 25
 GPU_THREADS = 4  # a repeated load takes 0.50 s; with two, six or eight threads 0.61 to 0.65 s
 
 
@@ -48,13 +48,13 @@ class Packer:
         self._ops = ops
         self._progress = progress
         self._parts: dict[str, list[list[Future[PackedLinear]]]] = {}
+        self._on_host: set[str] = set()
         self._done_bytes = 0
         self._lock = Lock()
         is_cpu = ops.device.type == "cpu"
         self._pool = ThreadPoolExecutor(threads if is_cpu else min(threads, GPU_THREADS))
-        self._dense_values = DENSE_VALUES if is_cpu else GPU_DENSE_VALUES
-        self._chunk_values = CHUNK_VALUES if is_cpu else GPU_CHUNK_VALUES
-        self._split_values = SPLIT_VALUES if is_cpu else GPU_CHUNK_VALUES
+        self._chunk_bytes = CHUNK_BYTES if is_cpu else GPU_CHUNK_BYTES
+        self._split_values = SPLIT_VALUES if is_cpu else GPU_SPLIT_VALUES
 
     def __enter__(self) -> Packer:
         return self
@@ -62,20 +62,23 @@ class Packer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=kind is not None)
 
-    def start(self, rows: Sequence[ModuleRow]) -> None:
-        """Queues the matrices of `rows`, which become one matrix."""
-        checkpoint, names = self._checkpoint, [row.name for row in rows]
-        name = names[0]
-        is_plain = not any(checkpoint.is_quantized(part) for part in names)
-        if is_plain and len({checkpoint.dtype(part) for part in names}) == 1:
-            self._parts[name] = [self._start_dense(names)]
-        else:
-            self._parts[name] = [self._start_part(part) for part in names]
+    def start(self, rows: Sequence[ModuleRow], *, on_host: bool = False) -> None:
+        """Queues the matrices of `rows`, which become one matrix, on the host if wanted."""
+        names = [row.name for row in rows]
+        if on_host:
+            self._on_host.update(names)
+        is_one = fused_layout([self._checkpoint.layout(name) for name in names]) is not None
+        parts = [names] if is_one else [[name] for name in names]
+        self._parts[names[0]] = [self._start_part(part) for part in parts]
 
     def packed(self, rows: Sequence[ModuleRow]) -> PackedLinear:
         """Waits for the matrix that `start` queued. Raises the error of a job that failed."""
         parts = [[job.result() for job in jobs][-1] for jobs in self._parts.pop(rows[0].name)]
         return parts[0] if len(parts) == 1 else self._ops.join(parts)
+
+    def stack(self, experts: Sequence[PackedLinear]) -> PackedExperts:
+        """The matrices of a layer's experts as one operand."""
+        return self._ops.stack(experts)
 
     def norm(self, row: ModuleRow) -> Tensor:
         """Factors of a norm, read in the calling thread."""
@@ -96,25 +99,15 @@ class Packer:
         self._report(self._checkpoint.stored[row.bias].size_bytes)
         return self._checkpoint.vector(row.bias).to(self._ops.device)
 
-    def _start_part(self, name: str) -> list[Future[PackedLinear]]:
-        if not self._checkpoint.is_quantized(name):
-            return self._start_dense([name])
-        if self._checkpoint.stored[name].num_values < 2 * self._split_values:
-            return [self._submit(self._pack_quantized, name)]
-        matrix = self._open(name)
-        packed = self._ops.new_quantized(matrix.layout)
-        return self._start_pieces(
-            name, lambda first, last: self._submit(self._fill, name, matrix, packed, first, last)
-        )
-
-    def _start_dense(self, names: Sequence[str]) -> list[Future[PackedLinear]]:
-        """Jobs that fill one dense matrix from the rows of several tensors."""
+    def _start_part(self, names: Sequence[str]) -> list[Future[PackedLinear]]:
+        """Jobs that fill one matrix with the outputs of these tensors. The last one returns it."""
         if len(names) > 1 or self._checkpoint.stored[names[0]].num_values < 2 * self._split_values:
-            return [self._submit(self._pack_dense, names)]
-        packed = self._new_dense(names)
+            return [self._submit(self._pack, names)]
+        (name,) = names
+        matrix = self._open(name)
+        packed = self._ops.new_linear(matrix.layout, on_host=name in self._on_host)
         return self._start_pieces(
-            names[0],
-            lambda first, last: self._submit(self._fill_dense, packed, names[0], 0, (first, last)),
+            name, lambda *piece: self._submit(self._fill, packed, name, matrix, piece)
         )
 
     def _start_pieces(
@@ -144,70 +137,46 @@ class Packer:
                 next_step="Raise the limits on processes and memory, or use fewer threads.",
             ) from error
 
+    def _pack(self, names: Sequence[str]) -> PackedLinear:
+        matrices = [self._open(name) for name in names]
+        layout = fused_layout([matrix.layout for matrix in matrices])
+        assert layout is not None, "`start` packs the others on their own"
+        packed = self._ops.new_linear(layout, on_host=names[0] in self._on_host)
+        column = 0
+        for name, matrix in zip(names, matrices, strict=True):
+            count = matrix.layout.out_features
+            self._fill(packed, name, matrix, (0, count), at=column)
+            self._checkpoint.release(name)
+            column += count
+        return packed
+
     def _open(self, name: str) -> RuntimeMatrix:
-        matrix = self._checkpoint.quantized(name)
+        matrix = self._checkpoint.matrix(name)
         bias = self._checkpoint.bias_of(name)
         if bias is not None:
             self._report(self._checkpoint.stored[bias].size_bytes)
         return matrix
 
-    def _pack_quantized(self, name: str) -> PackedLinear:
-        matrix = self._open(name)
-        packed = self._ops.new_quantized(matrix.layout)
-        self._fill(name, matrix, packed, 0, matrix.layout.out_features)
-        self._checkpoint.release(name)
-        return packed
-
     def _fill(
-        self, name: str, matrix: RuntimeMatrix, packed: PackedLinear, first: int, last: int
-    ) -> PackedLinear:
-        """Fills columns first .. last - 1 of `packed` and returns it."""
-        tensor = self._checkpoint.stored[name]
-        for start, stop in row_ranges(last - first, tensor.shape[1], self._chunk_values):
-            columns = matrix.columns(first + start, first + stop, self._ops.bring)
-            self._ops.fill_quantized(packed, first + start, columns)
-            self._checkpoint.release(name, slice(first + start, first + stop))
-            self._report(share(tensor.size_bytes, first + start, first + stop, tensor.shape[0]))
-        return packed
-
-    def _pack_dense(self, names: Sequence[str]) -> PackedLinear:
-        packed = self._new_dense(names)
-        first_row = 0
-        for name in names:
-            self._fill_dense(packed, name, first_row)
-            first_row += self._checkpoint.stored[name].shape[0]
-        return packed
-
-    def _new_dense(self, names: Sequence[str]) -> PackedLinear:
-        stored = [self._checkpoint.stored[name] for name in names]
-        return self._ops.new_linear(
-            sum(tensor.shape[0] for tensor in stored),
-            stored[0].shape[1],
-            self._checkpoint.dtype(names[0]),
-            has_bias=self._checkpoint.bias_of(names[0]) is not None,
-        )
-
-    def _fill_dense(
         self,
         packed: PackedLinear,
         name: str,
-        first_row: int,
-        within: tuple[int, int] | None = None,
+        matrix: RuntimeMatrix,
+        within: tuple[int, int],
+        *,
+        at: int = 0,
     ) -> PackedLinear:
-        """Copies a tensor's rows, and its bias if there is one, to the matrix's rows from
-        `first_row` on. `within` limits the copy to a range of the tensor's rows."""
-        checkpoint, bias = self._checkpoint, None
-        bias_name = checkpoint.bias_of(name)
-        if bias_name is not None:
-            bias = checkpoint.vector(bias_name)
-            if within is None or within[0] == 0:
-                self._report(checkpoint.stored[bias_name].size_bytes)
-        dtype, values = checkpoint.dtype(name), self._dense_values
-        for chunk in checkpoint.chunks(name, dtype, within, values, self._ops.bring):
-            rows = slice(chunk.first_row, chunk.first_row + chunk.values.shape[0])
-            part = None if bias is None else bias[rows]
-            self._ops.fill_linear(packed, first_row + chunk.first_row, chunk.values, part)
-            self._report(chunk.size_bytes)
+        """Fills `packed` with a range of the tensor's columns, and returns it. `at` is the column
+        of `packed` that gets the tensor's first one."""
+        tensor, layout = self._checkpoint.stored[name], matrix.layout
+        column_bytes = max(1, layout.size_bytes // layout.out_features)
+        first, last = within
+        for start, stop in row_ranges(last - first, column_bytes, self._chunk_bytes):
+            here, end = first + start, first + stop
+            columns = matrix.columns(here, end, self._ops.bring)
+            self._ops.fill_linear(packed, at + here, columns)
+            self._checkpoint.release(name, slice(here, end))
+            self._report(share(tensor.size_bytes, here, end, tensor.shape[0]))
         return packed
 
     def _report(self, size_bytes: int) -> None:

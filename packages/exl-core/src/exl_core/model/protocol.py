@@ -26,17 +26,48 @@ class ModelShape(Protocol):
     def max_seq_len(self) -> int: ...
 
 
+class ModelStage(Protocol):
+    """Consecutive layers on one device."""
+
+    @property
+    def layers(self) -> range: ...
+    @property
+    def ops(self) -> OpTable: ...
+    def receive(self, x: Tensor) -> Tensor:
+        """States [R, hidden] of the stage before, on this stage's device."""
+        ...
+
+
 class Model(Protocol):
     """A forward pass over a batch, keeping keys and values in a store."""
 
     @property
     def config(self) -> ModelShape: ...
     @property
-    def ops(self) -> OpTable: ...
+    def ops(self) -> OpTable:
+        """Op table of the device that the logits are on."""
+        ...
+
+    @property
+    def stages(self) -> Sequence[ModelStage]:
+        """The model's layers, in order, by device."""
+        ...
+
     @property
     def is_streamed(self) -> bool:
         """Weights are read from the files in every pass, so that passes cannot be captured."""
         ...
 
+    def check_loaded(self) -> None:
+        """Raises RequestError if the weights have been freed."""
+        ...
+
     def forward(self, batch: Batch, store: KVStore) -> Tensor: ...
+    def run_stage(
+        self, index: int, batch: Batch, store: KVStore, x: Tensor | None = None
+    ) -> Tensor:
+        """The states [R, hidden] after a stage, or the logits of the last one. `x`: states after
+        the stage before."""
+        ...
+
     def reserve_positions(self, end: int) -> None: ...

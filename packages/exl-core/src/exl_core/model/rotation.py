@@ -1,4 +1,4 @@
-"""Cosines and sines of rotary positions, computed once per position and kept.
+"""Cosines and sines of rotary positions, computed once per position and kept; factors on queries.
 
 A pass looks up its rows. Computing them anew would take longer than a kernel call. The table grows
 with the longest position used, and is smaller than the keys and values up to that position.
@@ -9,10 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from exl_core.arch.layers import QueryTemperature
 from exl_core.arch.rope import inverse_frequencies
 from exl_core.arch.spec import RopeConfig
 
 _GROWTH = 1024  # smallest growth in positions; also the number computed at a time, in float64
+
+
+def query_factors(setting: QueryTemperature, positions: Tensor) -> Tensor | None:
+    """Factors on the queries at int64 positions [R], float32 [R]; None if all are 1. The host does
+    not read positions that are on a GPU."""
+    periods = (positions + setting.offset) // setting.length
+    if positions.device.type == "cpu" and not bool(periods.any()):
+        return None
+    return 1.0 + setting.beta * torch.log1p(periods.to(torch.float32))
 
 
 class RotationTable:

@@ -20,14 +20,17 @@ from exl_core.errors import RequestError
 from exl_core.model.batch import AdapterRows, Batch, EmbeddedRows
 from exl_core.model.cuda_graphs import CudaGraphs
 from exl_core.model.embedded import EMBEDDED_FROM
+from exl_core.model.microbatch import microbatches
 from exl_core.model.protocol import Model
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.ops.open import device_failures
 
 
 def store_for(model: Model, kv_format: KVFormat, num_pages: int) -> KVStore:
-    """A store for the keys and values of `model`, on its device."""
-    return KVStore(kv_format, model.config.kv_shapes, num_pages, device=model.ops.device)
+    """A store for the keys and values of `model`, each layer's on the device of the layer."""
+    stages = model.stages
+    devices = tuple(stage.ops.device for stage in stages for _ in stage.layers)
+    return KVStore(kv_format, model.config.kv_shapes, num_pages, device=devices)
 
 
 def make_batch(segments: Sequence[Segment], page_size: int = PAGE_SIZE) -> Batch:
@@ -114,8 +117,12 @@ class Runner:
     def __init__(self, model: Model, store: KVStore) -> None:
         self.model = model
         self.store = store
-        has_graphs = store.device.type == "cuda" and not model.is_streamed
-        self._graphs = CudaGraphs(model, store) if has_graphs else None
+        self._graphs = tuple(
+            CudaGraphs(model, store, index)
+            if stage.ops.device.type == "cuda" and not model.is_streamed
+            else None
+            for index, stage in enumerate(model.stages)
+        )
 
     @torch.inference_mode()
     def run(
@@ -132,22 +139,53 @@ class Runner:
         time as computing the logits.
         """
         with device_failures(self.store.device, f"a pass of {len(segments)} sequences"):
+            self.model.check_loaded()
             self.store.copy_pages(copies)
-            logits = None if self._graphs is None else self._graphs.run(segments)
+            if len(self._graphs) > 1:
+                return self._run_split(segments, out)
+            graphs = self._graphs[0]
+            logits = None if graphs is None else graphs.run(segments)
             if logits is not None:
                 return logits
             batch = make_batch(segments, self.store.page_size)
             return self.model.forward(replace(batch, logits=out), self.store)
 
+    def _run_split(self, segments: Sequence[Segment], out: Tensor | None) -> Tensor:
+        """A pass through several stages, each with its own graphs."""
+        splits_decode = all(graphs is not None for graphs in self._graphs)
+        parts = microbatches(segments, len(self._graphs), splits_decode=splits_decode)
+        if len(parts) == 1:
+            return self._run_stages(segments, out)
+        # A graph's result is overwritten by its next replay.
+        return torch.cat([self._run_stages(part, None).clone() for part in parts])
+
+    def _run_stages(self, segments: Sequence[Segment], out: Tensor | None) -> Tensor:
+        batch: Batch | None = None
+        x: Tensor | None = None
+        for index, graphs in enumerate(self._graphs):
+            found = None if graphs is None else graphs.run(segments, x)
+            if found is None:
+                if batch is None:
+                    batch = replace(make_batch(segments, self.store.page_size), logits=out)
+                found = self.model.run_stage(index, batch, self.store, x)
+            x = found
+        assert x is not None, "a model has at least one stage"
+        return x
+
     @property
     def has_graphs(self) -> bool:
-        """Whether passes run as captured CUDA graphs, which async scheduling requires."""
-        return self._graphs is not None
+        """Whether passes run as one captured CUDA graph, which async scheduling requires."""
+        return self._single is not None
+
+    @property
+    def _single(self) -> CudaGraphs | None:
+        """Graphs of a model that is on one device."""
+        return self._graphs[0] if len(self._graphs) == 1 else None
 
     def next_ids(self, segments: Sequence[Segment]) -> Tensor | None:
         """Tensor from which `run_on` reads the tokens of these segments: int64 [n] on the device.
         None if no graph has been captured for such a pass."""
-        return None if self._graphs is None else self._graphs.next_ids(segments)
+        return None if self._single is None else self._single.next_ids(segments)
 
     @torch.inference_mode()
     def run_on(self, segments: Sequence[Segment]) -> Tensor:
@@ -157,9 +195,9 @@ class Runner:
         host does not synchronize, and the token ids in `segments` are ignored.
         """
         logits = None
-        if self._graphs is not None:
+        if self._single is not None:
             with device_failures(self.store.device, f"a pass of {len(segments)} sequences"):
-                logits = self._graphs.run(segments, has_tokens=True)
+                logits = self._single.run(segments, has_tokens=True)
         if logits is None:
             raise AssertionError("run_on: next_ids has no place for the tokens of such a pass")
         return logits

@@ -1,24 +1,27 @@
 """The forward pass: embedding, the layers in order, head.
 
-The functions of the layers are in `model/layers/`. One pass computes prefill chunks and decode rows
-of many sequences together. The rows are flattened tokens; `Batch` assigns them to sequences, and
-`KVStore` holds the keys and values of earlier passes. This module knows shapes and the choices of
-an architecture; it knows neither requests nor files.
+The functions of the layers are in `model/layers/`, and the loop over them in `model/stage.py`. One
+pass computes prefill chunks and decode rows of many sequences together. The rows are flattened
+tokens; `Batch` assigns them to sequences, and `KVStore` holds the keys and values of earlier
+passes. This module knows shapes and the choices of an architecture; it knows neither requests nor
+files.
 
 Dimension: R rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from functools import cached_property, partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from exl_core.arch.layers import QueryTemperature
+from exl_core.arch.layers import MoE
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, RowFormat, pages_for
+from exl_core.cache.memory import return_freed_memory
 from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
 from exl_core.model.adapted import adapt_embedding_, adapted, add_to_logits_, head_rows
@@ -26,21 +29,21 @@ from exl_core.model.adapters import AdapterUse
 from exl_core.model.batch import Batch
 from exl_core.model.key_smoothing import SAMPLE_POSITION_RANGE, KeySmoothingOps
 from exl_core.model.layers.residual import normed, read_linear
-from exl_core.model.layers.state import PassState, make_buffers
-from exl_core.model.layers.steps import Steps, observed, steps_of, with_ops
+from exl_core.model.layers.steps import observed, steps_of, with_ops
 from exl_core.model.observe import Observer, Part, checked_states
-from exl_core.model.rotation import RotationTable
 from exl_core.model.runner import make_batch, store_for
 from exl_core.model.segment import LogitRows, Segment
-from exl_core.model.weights import BlockWeights, ModelWeights, StreamedWeights
-from exl_core.ops.attention import AttentionRows, KeySmoothing
+from exl_core.model.stage import Stage, StageTable, peer_copies_work
+from exl_core.model.weights import BlockWeights, ModelWeights, MoeWeights, StreamedWeights
+from exl_core.ops.attention import KeySmoothing
+from exl_core.ops.elementwise import Norm
 from exl_core.ops.table import LayerOps, OpTable
 
 EMBEDDING, HEAD = Part("embedding"), Part("head")
 
 
 class Transformer:
-    """A model ready to run on one backend."""
+    """A model ready to run on one device, or split by layers over several."""
 
     def __init__(
         self,
@@ -48,36 +51,70 @@ class Transformer:
         weights: ModelWeights,
         ops: OpTable,
         sample_ids: tuple[int, ...] = (),
+        *,
+        split: Sequence[StageTable] = (),
     ) -> None:
         """`sample_ids`: text on which key smoothing is measured when keys are cached in 4 bits.
-        Without it, keys are cached unsmoothed."""
+        Without it, keys are cached unsmoothed.
+
+        `split`: the stages in order, if there is more than one. The first one has the embedding,
+        the last one the final norm and the head; `ops` is the table of the last one.
+        """
         self.config = config
         self.ops = ops
+        self.stages = tuple(
+            Stage(config, layers, table)
+            for layers, table in split or (StageTable(range(config.num_layers), ops),)
+        )
+        for before, stage in pairwise(self.stages):
+            devices = before.ops.device, stage.ops.device
+            if all(device.type == "cuda" for device in devices) and devices[0] != devices[1]:
+                stage.copies_through_host = not peer_copies_work(*devices)
         self.weights_bytes = weights.size_bytes
-        self.decode_weight_bytes = weights.decode_bytes
         self.is_streamed = isinstance(weights, StreamedWeights)
-        self._weights = weights
+        self._held_weights: ModelWeights | None = weights
+        self.decode_weight_bytes = self.pass_weight_bytes(1)
         self._steps = steps_of(config.layers)
-        self._ropes = {
-            index: None if index is None else RotationTable(config.ropes[index], ops.device)
-            for index in _ropes_of(config)
-        }
-        settings = (layer.attention.temperature for layer in config.layers)
-        self._temperatures = tuple(dict.fromkeys(one for one in settings if one is not None))
         self._sample_ids = sample_ids[: config.max_seq_len]
 
     @torch.inference_mode()
     def forward(self, batch: Batch, store: KVStore, observe: Observer | None = None) -> Tensor:
         """Logits, float32 [len(logit_rows), vocab_size]. Keys and values of all rows are written
         to `store`."""
-        x = self._embedding(batch)  # [R, hidden]
-        state = self._bind(batch, store)
-        steps = adapted(self._steps, batch.adapters)
-        if observe is not None:
-            x = checked_states(EMBEDDING, observe.after(EMBEDDING, x), x)
-            steps = observed(steps, observe)
-        x = self._layers(x, steps, state)  # [R, hidden]
+        x = self.run_stage(0, batch, store, observe=observe)
+        for index in range(1, len(self.stages)):
+            x = self.run_stage(index, batch, store, x, observe=observe)
+        return x
 
+    @torch.inference_mode()
+    def run_stage(
+        self,
+        index: int,
+        batch: Batch,
+        store: KVStore,
+        x: Tensor | None = None,
+        *,
+        observe: Observer | None = None,
+    ) -> Tensor:
+        """The logits of the last stage, or the states [R, hidden] after another one.
+
+        `x`: states [R, hidden] after the stage before, on any device; its memory may be
+        overwritten. The first stage takes none and reads the tokens of the batch.
+        """
+        stage = self.stages[index]
+        steps = adapted(self._steps, batch.adapters, stage.ops)
+        if observe is not None:
+            steps = observed(steps, observe)
+        if x is None:
+            x = self._embedding(batch)  # [R, hidden]
+            if observe is not None:
+                x = checked_states(EMBEDDING, observe.after(EMBEDDING, x), x)
+        else:
+            x = stage.receive(x)
+        state = stage.bind(batch, store, self._smoothing_for(store))
+        x = stage.run(x, steps, self._weights.blocks, state)  # [R, hidden]
+        if stage is not self.stages[-1]:
+            return x
         if batch.logit_rows.shape[0] < x.shape[0]:  # else it lists every row
             x = x.index_select(0, batch.logit_rows.to(x.device))  # [n, hidden]
         return self._logits(x, batch, observe)  # [n, vocab]
@@ -85,8 +122,49 @@ class Transformer:
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
         """Input of the first block for token_ids int64 [n]: float32 [n, hidden_size]."""
-        x = self.ops.embedding(token_ids.to(self.ops.device), self._weights.embed)
-        return self._scaled(x)
+        ops = self.embedding_ops
+        return self._scaled(ops.embedding(token_ids.to(ops.device), self._weights.embed))
+
+    @property
+    def _weights(self) -> ModelWeights:
+        self.check_loaded()
+        assert self._held_weights is not None
+        return self._held_weights
+
+    def check_loaded(self) -> None:
+        """Raises RequestError after `unload`."""
+        if self._held_weights is None:
+            raise RequestError("the model has been unloaded", next_step="Load it again.")
+
+    def unload(self) -> None:
+        """Frees the weights, even if other objects refer to the model. Later passes raise
+        RequestError.
+
+        An engine keeps its cache until it goes. No pass may run meanwhile. May be called again.
+        """
+        self._held_weights = None
+        return_freed_memory({stage.ops.device for stage in self.stages})
+
+    @torch.inference_mode()
+    def final_states(self, x: Tensor) -> Tensor:
+        """The states that the head reads, [n, hidden_size], of states after the last layer."""
+        return normed(self.ops, x, self._weights.final_norm)
+
+    def pass_weight_bytes(self, rows: int) -> int:
+        """Bytes of weights that a pass of some rows reads, except of an untied embedding.
+
+        Of the experts, those that a row chooses are counted, as if rows chose independently and all
+        experts equally often: a share of 1 - (1 - k / E)^rows. Streamed weights are all read.
+        """
+        size = float(self._weights.decode_bytes)
+        if self.is_streamed:
+            return int(size)
+        for layer, block in zip(self.config.layers, self._weights.blocks, strict=True):
+            if isinstance(layer.feed_forward, MoE) and isinstance(block.mlp, MoeWeights):
+                router = layer.feed_forward.router
+                unused = (1.0 - router.top_k / router.num_experts) ** rows
+                size -= unused * block.mlp.expert_bytes
+        return int(size)
 
     def reserve_positions(self, end: int) -> None:
         """Computes the RoPE tables for positions below `end`.
@@ -94,9 +172,17 @@ class Transformer:
         Afterwards, `Batch.positions` below `end` may be a GPU tensor, whose values the host does
         not read.
         """
-        for rope in self._ropes.values():
-            if rope is not None:
-                rope.reserve(end)
+        for stage in self.stages:
+            stage.reserve_positions(end)
+
+    @property
+    def embedding_ops(self) -> OpTable:
+        """Op table of the device that has the embedding."""
+        return self.stages[0].ops
+
+    def ops_of(self, layer: int) -> OpTable:
+        """Op table of the device that has a layer."""
+        return next(stage.ops for stage in self.stages if layer in stage.layers)
 
     def check_adapters(self, uses: Iterable[AdapterUse]) -> None:
         """Raises RequestError for an adapter whose model has other dimensions than this one."""
@@ -111,10 +197,10 @@ class Transformer:
         return x
 
     def _embedding(self, batch: Batch) -> Tensor:
-        token_ids = batch.token_ids.to(self.ops.device)
-        x = self.ops.embedding(token_ids, self._weights.embed)  # [R, hidden]
+        ops = self.embedding_ops
+        x = ops.embedding(batch.token_ids.to(ops.device), self._weights.embed)  # [R, hidden]
         if batch.adapters:
-            adapt_embedding_(x, batch, self.ops)
+            adapt_embedding_(x, batch, ops)
         x = self._scaled(x)
         if batch.embedded is not None:
             rows, vectors = batch.embedded
@@ -129,78 +215,37 @@ class Transformer:
 
     def _logits(self, x: Tensor, batch: Batch, observe: Observer | None) -> Tensor:
         config, weights, ops = self.config, self._weights, self.ops
-        if observe is None and not batch.adapters:
+        if observe is not None:
+            x = normed(ops, x, weights.final_norm)
+            x = checked_states(HEAD, observe.before(HEAD, x), x)
+            logits = self._adapted_logits(x, None, batch)
+        elif batch.adapters:
+            logits = self._adapted_logits(x, weights.final_norm, batch)
+        else:
             out = None if batch.logits is None else batch.logits[: len(x)]
             logits = read_linear(ops, x, weights.final_norm, weights.head, out)
-        else:
-            x = normed(ops, x, weights.final_norm)
-            if observe is not None:
-                x = checked_states(HEAD, observe.before(HEAD, x), x)
-            logits = self._adapted_logits(x, batch)
         if config.final_softcap is not None:
             logits = torch.tanh(logits / config.final_softcap) * config.final_softcap
         if observe is not None:
             logits = checked_states(HEAD, observe.after(HEAD, logits), logits)
         return logits
 
-    def _adapted_logits(self, x: Tensor, batch: Batch) -> Tensor:
-        """Logits of normed states [n, hidden], each range by the head of its adapters."""
+    def _adapted_logits(self, x: Tensor, norm: Norm | None, batch: Batch) -> Tensor:
+        """Logits of norm(x), states [n, hidden], each range by the head of its adapters."""
         parts = []
         for first, last, head, deltas in head_rows(batch, self._weights.head):
             states = x[first:last]
-            parts.append(self.ops.linear(states, head))
-            add_to_logits_(parts[-1], states, deltas)
+            parts.append(read_linear(self.ops, states, norm, head))
+            if deltas:
+                inputs = states if norm is None else normed(self.ops, states, norm)
+                add_to_logits_(self.ops, parts[-1], inputs, deltas)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _layers(self, x: Tensor, steps: Steps, state: PassState) -> Tensor:
-        """x [R, hidden] after all layers; the memory of x is overwritten."""
-        ops, blocks = self.ops, self._weights.blocks
-        for layer, of_layer in enumerate(steps):
-            block = blocks[layer]
-            for step in of_layer:
-                x = step.run(ops, x, block, state)  # [R, hidden]
-            del block  # of streamed weights, only one block is in memory
-        return x
-
-    def _bind(self, batch: Batch, store: KVStore) -> PassState:
-        """Checks the batch and allocates buffers, once for all layers."""
-        rows = AttentionRows(batch.page_table, batch.row_starts, batch.past_lens)
-        angles = {index: self._angles(index, batch.positions) for index in self._ropes}
-        bound = {
-            index: self.ops.attention_batch(
-                rows,
-                batch.slots,
-                *own,  # each [R, rotary_dim / 2]
-                num_pages=store.num_pages,
-                page_size=store.page_size,
-            )
-            for index, own in angles.items()
-        }
-        smoothing: tuple[KeySmoothing | None, ...] = (None,) * self.config.num_layers
+    def _smoothing_for(self, store: KVStore) -> tuple[KeySmoothing | None, ...]:
+        """Key smoothing by layer; None for keys that are cached as they are."""
         if store.kv_format.key_rows is RowFormat.CODES4 and len(self._sample_ids) > 1:
-            smoothing = self._key_smoothing
-        buffers = make_buffers(self.ops, self.config.layers, batch.token_ids.shape[0])
-        factors = self._factors(batch.positions)
-        return PassState(store, bound, smoothing, buffers, factors, angles)
-
-    def _factors(self, positions: Tensor) -> dict[QueryTemperature | None, Tensor]:
-        """Factors on the queries at int64 positions [R], by the layers' settings. Positions on a
-        GPU are not read by the host."""
-        found: dict[QueryTemperature | None, Tensor] = {}
-        for setting in self._temperatures:
-            periods = (positions + setting.offset) // setting.length
-            if positions.device.type != "cpu" or bool(periods.any()):
-                factors = 1.0 + setting.beta * torch.log1p(periods.to(torch.float32))
-                found[setting] = factors.to(self.ops.device)
-        return found
-
-    def _angles(self, index: int | None, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of a RoPE table for int64 positions [R]; [R, 0] without RoPE."""
-        rope = self._ropes[index]
-        if rope is None:
-            none = torch.empty(len(positions), 0, device=self.ops.device)
-            return none, none
-        return rope.at(positions)
+            return self._key_smoothing
+        return (None,) * self.config.num_layers
 
     @cached_property
     def _key_smoothing(self) -> tuple[KeySmoothing, ...]:
@@ -214,21 +259,24 @@ class Transformer:
         batch = make_batch((text,), store.page_size)
         end = min(SAMPLE_POSITION_RANGE, config.max_seq_len) - 1
         positions = torch.linspace(0, end, len(ids), dtype=torch.float64).long()
-        angles = {
-            index: None if rope is None else rope.at(positions)
-            for index, rope in self._ropes.items()
-        }
         found: list[KeySmoothing] = []
 
-        def wrap(ops: LayerOps, layer: int, _: BlockWeights) -> LayerOps:
-            rope = config.layers[layer].attention.attend_rope
-            return KeySmoothingOps(ops, self.ops, angles[rope], found.append)
-
-        self._layers(self._embedding(batch), with_ops(self._steps, wrap), self._bind(batch, store))
+        x = self._embedding(batch)
+        for stage in self.stages:
+            steps = with_ops(self._steps, partial(self._smoothing_ops, stage, positions, found))
+            state = stage.bind(batch, store, (None,) * config.num_layers)
+            x = stage.run(stage.receive(x), steps, self._weights.blocks, state)
         return tuple(found)
 
-
-def _ropes_of(config: ModelConfig) -> dict[int | None, None]:
-    """RoPE tables of all layers, and those that `attend_` applies; None for no RoPE."""
-    layers = [layer.attention for layer in config.layers]
-    return dict.fromkeys(rope for spec in layers for rope in (spec.rope, spec.attend_rope))
+    def _smoothing_ops(
+        self,
+        stage: Stage,
+        positions: Tensor,
+        found: list[KeySmoothing],
+        ops: LayerOps,
+        layer: int,
+        _: BlockWeights,
+    ) -> LayerOps:
+        """Ops of a layer that append its key smoothing to `found`."""
+        angles = stage.angles(self.config.layers[layer].attention.attend_rope, positions)
+        return KeySmoothingOps(ops, stage.ops, angles, found.append)

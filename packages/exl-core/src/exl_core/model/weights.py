@@ -16,6 +16,7 @@ from exl_core.arch.modules import Packed
 from exl_core.ops.attention import HeadNorms
 from exl_core.ops.elementwise import LayerNorm, Norm, XIelu
 from exl_core.ops.linear import PackedLinear
+from exl_core.ops.moe import ExpertMlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,49 @@ class MlpWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class MoeWeights:
+    """router [num_experts, hidden], numbers that are added to the scores that choose, and the
+    matrices of all experts.
+
+    `norm` comes before router and experts, `post_norm` after the sum of the experts; None where the
+    layer has no such norm. `shared` is an MLP without norms that every token passes, and
+    `shared_router` [1, hidden] scores its output.
+    """
+
+    norm: Norm | None
+    router: PackedLinear
+    router_bias: Tensor | None
+    experts: ExpertMlp
+    shared: MlpWeights | None
+    shared_router: PackedLinear | None
+    post_norm: Norm | None
+
+    @property
+    def matrices(self) -> dict[Packed, PackedLinear]:
+        """Matrices that every token passes, except the routers."""
+        if self.shared is None:
+            return {}
+        return {"shared_gate_up": self.shared.gate_up, "shared_down": self.shared.down}
+
+    @property
+    def vectors(self) -> tuple[Tensor, ...]:
+        bias = () if self.router_bias is None else (self.router_bias,)
+        return (*_norm_weights(self.norm, self.post_norm), *bias)
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of the routers and of the experts, which are not among `matrices`."""
+        routers = (self.router, self.shared_router)
+        size = sum(router.size_bytes for router in routers if router is not None)
+        return size + self.expert_bytes
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all experts."""
+        return self.experts.gate_up.size_bytes + self.experts.down.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class BlockWeights:
     """One layer: the weights of its mixer and of its feed-forward part.
 
@@ -77,18 +121,20 @@ class BlockWeights:
     """
 
     attention: AttentionWeights
-    mlp: MlpWeights
+    mlp: MlpWeights | MoeWeights
     scalar: float | None = None
 
     @property
     def matrices(self) -> dict[Packed, PackedLinear]:
-        """Packed matrices by their names in the module table."""
+        """Packed matrices by their names in the module table, without those of experts."""
         return self.attention.matrices | self.mlp.matrices
 
     @property
     def size_bytes(self) -> int:
         vectors = (*self.attention.vectors, *self.mlp.vectors)
         size = sum(matrix.size_bytes for matrix in self.matrices.values())
+        if isinstance(self.mlp, MoeWeights):
+            size += self.mlp.other_bytes
         return size + sum(vector.nbytes for vector in vectors)
 
 

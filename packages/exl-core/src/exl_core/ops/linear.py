@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor, dtype
+from torch import Tensor
 
 from exl_core.ops.elementwise import GateKind, RmsNorm
-from exl_core.ops.quantized import QuantColumns, QuantLayout
+from exl_core.ops.weights import WeightColumns, WeightLayout
 
 
 class PackedLinear(Protocol):
@@ -97,31 +97,21 @@ class ProductOps(Protocol):
 class LinearOps(ProductOps, Protocol):
     """Allocates and fills packed matrices, and multiplies activations with them."""
 
-    def new_linear(
-        self, out_features: int, in_features: int, dtype: dtype, has_bias: bool = False
-    ) -> PackedLinear:
-        """Allocates dense weights of float32, float16 or bfloat16; zero until filled."""
-        ...
+    def new_linear(self, layout: WeightLayout, *, on_host: bool = False) -> PackedLinear:
+        """Allocates a matrix of that layout.
 
-    def fill_linear(
-        self, w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None
-    ) -> None:
-        """Copies weight [part, k] and bias [part] to rows row_offset .. row_offset + part - 1.
-
-        `weight` is contiguous and has the dtype of `w`. Several threads may fill disjoint ranges of
-        rows at the same time.
+        Dense weights are zero until filled; codes must be filled before they are read. `on_host`:
+        in memory of the host that the device can read, for `embedding` only.
         """
         ...
 
-    def new_quantized(self, layout: QuantLayout) -> PackedLinear:
-        """Allocates a quantized matrix of that layout; it must be filled before it is read."""
-        ...
+    def fill_linear(self, w: PackedLinear, first_column: int, columns: WeightColumns) -> None:
+        """Packs columns of a matrix from `first_column` on. Reorders, never rounds, except that a
+        GPU rounds dense weights to float16.
 
-    def fill_quantized(self, w: PackedLinear, first_column: int, columns: QuantColumns) -> None:
-        """Repacks columns of a quantized matrix from `first_column` on. Reorders, never rounds.
-
-        `first_column` is a multiple of 32. So is the number of columns, unless they are the last
-        ones. Several threads may fill disjoint ranges of columns at the same time.
+        `columns` is of the kind of the matrix's layout. If it holds codes, `first_column` is a
+        multiple of 32. So is the number of columns, unless they are the last ones. Several threads
+        may fill disjoint ranges of columns at the same time.
         """
         ...
 

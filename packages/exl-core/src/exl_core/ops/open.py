@@ -25,9 +25,9 @@ def get_table(
     """
     if not 1 <= threads <= MAX_THREADS:
         raise RequestError("not a thread count", expected=f"1 to {MAX_THREADS}", got=threads)
-    if batch_invariant and name != "cpu":
+    if batch_invariant and name == "reference":
         raise BackendError(
-            "results that do not depend on the batch", expected="--device cpu", got=name
+            "results that do not depend on the batch", expected="--device cpu or cuda", got=name
         )
     if name == "reference":
         if isa is not None:
@@ -47,7 +47,7 @@ def get_table(
         gpu = open_device(name)
         from exl_core.ops.backends.cuda.table import CudaTable
 
-        return CudaTable(gpu, threads)
+        return CudaTable(gpu, threads, batch_invariant=batch_invariant)
     raise BackendError("no such backend", expected="cpu, cuda or reference", got=name)
 
 

@@ -18,8 +18,15 @@ from exl_core.ops.backends.reference.table import ReferenceTable
 from exl_core.ops.cache_rows import encode_rows, row_size
 from exl_core.ops.elementwise import ActivationKind, LayerNorm, RmsNorm
 from exl_core.ops.linear import PackedLinear
-from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
+from exl_core.ops.moe import ExpertMlp, PackedExperts, Routed, Routing
 from exl_core.ops.table import OpTable
+from exl_core.ops.weights import (
+    DenseColumns,
+    DenseLayout,
+    GroupedColumns,
+    GroupedLayout,
+    GroupRun,
+)
 
 EPS = 2.0**-23
 
@@ -60,9 +67,9 @@ def _normal(generator: torch.Generator, *shape: int) -> Tensor:
 def _linear(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     outputs = []
     for weight_type in (torch.float32, torch.float16, torch.bfloat16):
-        w = table.new_linear(37, 131, weight_type, True)
+        w = table.new_linear(DenseLayout(37, 131, weight_type, has_bias=True))
         weight = _normal(generator, 37, 131).to(weight_type)
-        table.fill_linear(w, 0, weight, _normal(generator, 37))
+        table.fill_linear(w, 0, DenseColumns(weight, _normal(generator, 37)))
         outputs += [table.linear(_normal(generator, m, 135)[:, :131], w) for m in (1, 5, 40)]
     quantized = _quantized(table, generator)
     for m in (1, 5, 40):
@@ -77,7 +84,7 @@ def _quantized(table: OpTable, generator: torch.Generator) -> PackedLinear:
     parts = []
     for bits in (3, 4):
         order = torch.randperm(120, generator=generator).int()
-        layout = QuantLayout(
+        layout = GroupedLayout(
             37, 120, (GroupRun(bits, 5, 24),), order, torch.float16, "zeros", has_bias=True
         )
         codes, zeros = (
@@ -85,18 +92,18 @@ def _quantized(table: OpTable, generator: torch.Generator) -> PackedLinear:
             for rows in (120, 5)
         )
         bias = torch.randint(-9, 10, (37,), generator=generator).float()
-        part = table.new_quantized(layout)
+        part = table.new_linear(layout)
         scales = torch.ones(5, 37, dtype=torch.float16)
-        table.fill_quantized(part, 0, QuantColumns("bytes", codes, None, scales, zeros, bias))
+        table.fill_linear(part, 0, GroupedColumns("bytes", codes, None, scales, zeros, bias))
         parts.append(part)
     return table.join(parts)
 
 
 def _dense(table: OpTable, generator: torch.Generator) -> PackedLinear:
     """A dense linear whose outputs are about 1 for normally distributed inputs."""
-    w = table.new_linear(38, 131, torch.float16, True)
+    w = table.new_linear(DenseLayout(38, 131, torch.float16, has_bias=True))
     weight = (_normal(generator, 38, 131) / 11).half()
-    table.fill_linear(w, 0, weight, _normal(generator, 38))
+    table.fill_linear(w, 0, DenseColumns(weight, _normal(generator, 38)))
     return w
 
 
@@ -118,8 +125,8 @@ def _norm_gated_linear(table: OpTable, generator: torch.Generator) -> list[Tenso
 
 
 def _embedding(table: OpTable, generator: torch.Generator) -> list[Tensor]:
-    w = table.new_linear(37, 131, torch.float16)
-    table.fill_linear(w, 0, _normal(generator, 37, 131).half(), None)
+    w = table.new_linear(DenseLayout(37, 131, torch.float16))
+    table.fill_linear(w, 0, DenseColumns(_normal(generator, 37, 131).half()))
     return [table.embedding(torch.tensor([36, 0, 17, 36]), w)]
 
 
@@ -153,6 +160,31 @@ def _rope(table: OpTable, generator: torch.Generator) -> list[Tensor]:
 def _gated_activation(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     gate_up = 4 * _normal(generator, 5, 2 * 99)
     return [table.gated_activation(gate_up, kind) for kind in ("silu", "gelu_tanh")]
+
+
+def _route(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    w = table.new_linear(DenseLayout(12, 131, torch.float32))
+    table.fill_linear(w, 0, DenseColumns(_normal(generator, 12, 131)))
+    x, bias = _normal(generator, 5, 131), _normal(generator, 12)
+    by_softmax = table.route(x, w, Routing(3))
+    by_sigmoid = table.route(x, w, Routing(3, "sigmoid", groups=3, kept_groups=2), bias)
+    found = (by_softmax, by_sigmoid)
+    return [tensor for one in found for tensor in (one.ids, one.weights)]
+
+
+def _expert_mlp(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    def stacked(out_features: int, in_features: int) -> PackedExperts:
+        experts = []
+        for _ in range(5):
+            weight = _normal(generator, out_features, in_features) / in_features**0.5
+            experts.append(table.new_linear(DenseLayout(out_features, in_features, torch.float16)))
+            table.fill_linear(experts[-1], 0, DenseColumns(weight.half()))
+        return table.stack(experts)
+
+    experts = ExpertMlp(stacked(2 * 37, 131), stacked(131, 37), "silu")
+    ids = torch.tensor([[4, 0], [0, 1], [1, 0]], dtype=torch.int32)
+    routed = Routed(ids, torch.rand(3, 2, generator=generator))
+    return [table.expert_mlp(_normal(generator, 3, 131), routed, experts)]
 
 
 def _log_sum_exp(table: OpTable, generator: torch.Generator) -> list[Tensor]:
@@ -231,6 +263,8 @@ CASES: dict[str, tuple[float, Callable[[OpTable, torch.Generator], list[Tensor]]
     "layer_norm": (8 * EPS, _layer_norm),
     "activation": (8 * EPS, _activation),
     "gated_activation": (8 * EPS, _gated_activation),
+    "route": (32 * EPS, _route),
+    "expert_mlp": (64 * EPS, _expert_mlp),
     "log_sum_exp": (8 * EPS, _log_sum_exp),
     "write_kv": (0.0, _write_kv),
     "paged_attention": (32 * EPS, _paged_attention),

@@ -13,6 +13,7 @@ is a bug in the caller and raises ValueError.
 A table is batch-invariant if no bit of the results of a row depends on the other rows of a call, on
 the division of a sequence into calls, or on the number of threads. `cpu` is, except for quantized
 linears on instruction sets without byte dot products and with AMX; `get_table` makes these so too.
+`cuda` is in a mode of its own.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from torch import Tensor, device
 from exl_core.ops.attention import AttendOps, AttentionOps
 from exl_core.ops.elementwise import ElementwiseOps, RowOps
 from exl_core.ops.linear import LinearOps, ProductOps
+from exl_core.ops.moe import MoeOps, RoutedOps
 from exl_core.ops.sampling import SamplingOps
 
 
-class LayerOps(ProductOps, AttendOps, RowOps, Protocol):
+class LayerOps(ProductOps, AttendOps, RowOps, RoutedOps, Protocol):
     """The functions that the layers of a model call, a part of `OpTable`.
 
     A backend, or a wrapper around one, may compute them out of place: then `out` and the operand
@@ -36,7 +38,7 @@ class LayerOps(ProductOps, AttendOps, RowOps, Protocol):
     """
 
 
-class OpTable(LinearOps, AttentionOps, ElementwiseOps, SamplingOps, Protocol):
+class OpTable(LinearOps, AttentionOps, ElementwiseOps, MoeOps, SamplingOps, Protocol):
     """The functions that a backend provides. Ops ending in `_` work in place."""
 
     @property
@@ -52,6 +54,11 @@ class OpTable(LinearOps, AttentionOps, ElementwiseOps, SamplingOps, Protocol):
     @property
     def threads(self) -> int:
         """Number of threads: as requested, or fewer once the system has refused to start them."""
+        ...
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether the table was opened as batch-invariant (`get_table`)."""
         ...
 
     def bring(self, tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from exl_core.ops.attention import (
 )
 from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
+from exl_core.ops.moe import ExpertMlp, Routed, Routing
 from exl_core.ops.table import LayerOps
 
 
@@ -58,6 +59,14 @@ class WrappedOps:
         return self.inner.attend_(
             qkv, batch, cache, scoring, norms=norms, smoothing=smoothing, out=out
         )
+
+    def route(
+        self, x: Tensor, w: PackedLinear, routing: Routing, bias: Tensor | None = None
+    ) -> Routed:
+        return self.inner.route(x, w, routing, bias)
+
+    def expert_mlp(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
+        return self.inner.expert_mlp(x, routed, experts)
 
     def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor:
         return self.inner.rms_norm(x, norm)

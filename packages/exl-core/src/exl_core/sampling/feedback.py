@@ -29,14 +29,15 @@ class SurpriseCut:
 class Mirostat:
     """The cut after each token of one reply, so that it can be rewound with the reply."""
 
-    def __init__(self, tau: float, eta: float) -> None:
+    def __init__(self, tau: float, eta: float, start: float | None = None) -> None:
         self._tau = tau
         self._eta = eta
+        self._start = 2.0 * tau if start is None else start
         self._trace: list[tuple[int, float]] = []  # length of the history, cut from there on
 
     @property
     def mu(self) -> float:
-        return self._trace[-1][1] if self._trace else 2.0 * self._tau
+        return self._trace[-1][1] if self._trace else self._start
 
     def accept(self, length: int, probability: float) -> None:
         """Record a token of this final probability, which made the history `length` long."""

@@ -254,6 +254,16 @@ class Sampler:
             other._mirostat = self._mirostat
         return other
 
+    @property
+    def mirostat_cut(self) -> float | None:
+        """Largest surprise in bits that the next token may have; None without mirostat."""
+        return None if self._mirostat is None else self._mirostat.mu
+
+    def start_mirostat(self, cut: float) -> None:
+        """Continue from the cut of another sampler. No effect without mirostat."""
+        if self._mirostat is not None and self.params.mirostat_tau is not None:
+            self._mirostat = Mirostat(self.params.mirostat_tau, self.params.mirostat_eta, cut)
+
     def rewind(self, length: int) -> None:
         """Record that the history was cut to `length` tokens."""
         self._edits.rewind(length)

@@ -9,29 +9,33 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import TypedDict, Unpack
-
-import torch
+from typing import Literal, TypedDict, Unpack
 
 from exl_core.arch.checks import check_config
+from exl_core.arch.experts import with_experts_per_token
 from exl_core.arch.spec import ModelConfig, RopeMethod
+from exl_core.cache.format import KVFormat
 from exl_core.cache.memory import free_memory_bytes
-from exl_core.errors import OutOfMemoryError, RequestError
+from exl_core.errors import RequestError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.source import Progress
-from exl_core.model.build import build_weights, stream_weights
 from exl_core.model.sample_text import SAMPLE_TEXT
 from exl_core.model.transformer import Transformer
-from exl_core.model.weights import ModelWeights
-from exl_core.ops.backends.cuda.device import parse_device
-from exl_core.ops.open import device_failures, get_table
+from exl_core.ops.backends.cuda.device import check_head_dims, parse_device
+from exl_core.ops.open import get_table
 from exl_core.ops.table import OpTable
 from exl_core.prompt.template import ChatTemplate
 from exl_core.session.open import ModelFiles, open_model
+from exl_core.session.placement import DeviceMemory, device_memory
 from exl_core.session.request_fields import check_argument
 from exl_core.session.resolve import resolve_model
+from exl_core.session.split import Split, StagePlan, layer_sizes, parse_split, plan_split
+from exl_core.session.weights import Loading
 from exl_core.settings import read_settings
 from exl_core.tokenizer.base import Tokenizer
+
+DEFAULT_CTX_LIMIT = 8192
+"""Longest default context. The whole context of a 128k model would take gigabytes of cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +58,32 @@ class LoadOptions:
     """Compute in float32, with weights dequantized to float16 as their format defines."""
     batch_invariant: bool = False
     """Logits do not depend on which other sequences a pass computes, on the chunks of a prompt, or
-    on drafts: the same bits. CPU only, and except for LoRA deltas. Costs time only on instruction
-    sets that are not so anyway (`ops/table.py`)."""
+    on drafts: the same bits. Costs time on a GPU, and on the CPU with instruction sets that are not
+    so anyway (`ops/table.py`)."""
+    experts_per_token: int | None = None
+    """Experts that each token uses, instead of the model's own number."""
+    load_in_4bit: bool = False
+    """Round matrices of the layers that are stored as floats to 4 bits while they are read, in
+    groups of 64 (4.5 bits per weight). Memory beyond the result is bounded by a part of one
+    matrix."""
+    embeddings_on: Literal["device", "cpu"] = "device"
+    """`cpu`: on a GPU, the embedding stays in page-locked memory of the host, and the GPU reads its
+    rows over the bus. For models whose head is another matrix."""
     held_bytes: int | None = None
     """Limit on the memory for weights, in bytes. Blocks beyond it are read anew in every pass, one
     at a time. None keeps all weights in memory."""
+    split: str = "auto"
+    """Devices of the layers: `auto` (one GPU if the model fits there, then more of them, then the
+    CPU for the first layers), `none` (one device), GB of weights for each GPU (`20,24`), or layers
+    for each device (`cpu=8,cuda:0=24`)."""
+    cpu_layers: int | None = None
+    """Layers on the CPU, from the first one on; None: as many as the GPUs cannot hold."""
+    cache_tokens: int | None = None
+    """Tokens of cache that a split leaves memory for; None: one default context."""
+    kv_format: KVFormat = KVFormat.FP16
+    """Precision of that cache."""
+    reserved_bytes: int = 0
+    """Memory that a split leaves free on `device`, for a draft model."""
 
 
 class LoadFields(TypedDict, total=False):
@@ -73,7 +98,15 @@ class LoadFields(TypedDict, total=False):
     yarn_factor: float | None
     exact: bool
     batch_invariant: bool
+    experts_per_token: int | None
+    load_in_4bit: bool
+    embeddings_on: Literal["device", "cpu"]
     held_bytes: int | None
+    split: str
+    cpu_layers: int | None
+    cache_tokens: int | None
+    kv_format: KVFormat
+    reserved_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +122,19 @@ class LoadedModel:
     weights_bytes: int
     load_s: float
     exact: bool = False
+    changes: str = ""
+    """Options that change the model's results, for records of measurements."""
+    plan: tuple[StagePlan, ...] = ()
+    """Stages of a model that is split over several devices."""
+
+    @property
+    def label(self) -> str:
+        """The name, and in brackets what the options changed."""
+        return f"{self.name} ({self.changes})" if self.changes else self.name
+
+    def unload(self) -> None:
+        """Frees the weights (`Transformer.unload`)."""
+        self.model.unload()
 
 
 def load_model(
@@ -105,52 +151,129 @@ def load_model(
     """
     started = time.perf_counter()
     options = _checked_options(options, changes)
+    split = parse_split(options.split)
     settings = read_settings()
     threads = options.threads or settings.threads
     device = resolve_device(options.device, is_exact=options.exact)
-    isa = options.isa or (settings.isa if device == "cpu" else None)
+    device = split.stages[-1][0] if split.stages else device
     path = None if isinstance(model, ModelFiles) else resolve_model(model)
-    make_table = partial(
-        get_table, device, isa=isa, threads=threads, batch_invariant=options.batch_invariant
-    )
-    opening = _start_device(make_table) if device.startswith("cuda") else None
+
+    def make_table(name: str) -> OpTable:
+        isa = options.isa or (settings.isa if name == "cpu" else None)
+        return get_table(name, isa=isa, threads=threads, batch_invariant=options.batch_invariant)
+
+    opening = _start_device(partial(make_table, device)) if device.startswith("cuda") else None
     files = model if isinstance(model, ModelFiles) else open_model(path)
-    config = _with_options(files.config, options)
-    checkpoint = Checkpoint(files.source, config, files.quantization, is_exact=options.exact)
-    tokenizer = files.tokenizer
-    at_once, needed, held = checkpoint.bytes_at_once, checkpoint.packed_bytes, options.held_bytes
+    config = _config_on(device, files, options)
+    checkpoint = checkpoint_of(files, config, options)
     if opening is None:
-        ops = make_table()
+        ops = make_table(device)
     else:
         checkpoint.open_ahead(until=opening.done)
         ops = opening.result()
-    is_streamed = held is not None and held < needed
-    if held is not None:
-        needed = min(needed, max(at_once, held))
-    check_memory(needed, free_memory_bytes(ops.device), files.path)
-    with device_failures(ops.device, "loading the weights"):
-        if is_streamed:
-            weights: ModelWeights = stream_weights(
-                config, checkpoint, ops, threads=threads, held_bytes=needed - at_once
-            )
-        else:
-            weights = build_weights(config, checkpoint, ops, threads=threads, progress=progress)
-        if ops.device.type == "cuda":
-            # Kernels may read weights before earlier work on the stream has ended.
-            torch.cuda.synchronize(ops.device)
-    sample_ids = tuple(tokenizer.encode(SAMPLE_TEXT, add_bos=False))
-    transformer = Transformer(config, weights, ops, sample_ids)
+    plan = _plan(options, split, config, checkpoint, ops)
+    on_host = options.embeddings_on == "cpu"
+    loading = Loading(config, checkpoint, files.path, threads, progress, on_host)
+    if plan:
+        names = dict.fromkeys(stage.device for stage in plan)
+        own = str(ops.device) if opening is not None else device
+        tables = {name: ops if name == own else make_table(name) for name in names}
+        weights, stages = loading.split(plan, tables)
+        ops = stages[-1].ops
+    else:
+        weights, stages = loading.whole(ops, options.held_bytes), ()
+    sample_ids = tuple(files.tokenizer.encode(SAMPLE_TEXT, add_bos=False))
+    transformer = Transformer(config, weights, ops, sample_ids, split=stages)
     return LoadedModel(
         name=files.name,
         path=files.path,
         config=config,
         model=transformer,
-        tokenizer=tokenizer,
+        tokenizer=files.tokenizer,
         template=files.template,
         weights_bytes=transformer.weights_bytes,
         load_s=time.perf_counter() - started,
         exact=options.exact,
+        changes=changes_of(options),
+        plan=plan,
     )
+
+
+def _config_on(device: str, files: ModelFiles, options: LoadOptions) -> ModelConfig:
+    """The model's numbers with `options`. DeviceError for heads that a GPU cannot run."""
+    config = with_options(files.config, options)
+    if device.startswith("cuda"):
+        heads = (shape.head_dim for shape in config.kv_shapes if shape is not None)
+        check_head_dims(heads, files.path)
+    return config
+
+
+def _plan(
+    options: LoadOptions,
+    split: Split,
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    ops: OpTable,
+) -> tuple[StagePlan, ...]:
+    """Stages of the model; () for all layers on the device of `ops`."""
+    is_default = split.is_auto and options.cpu_layers is None
+    if options.held_bytes is not None:
+        if not is_default:
+            raise RequestError(
+                "a model whose layers are read in every pass is on one device",
+                got="--held-memory with --split or --cpu-layers",
+            )
+        return ()
+    if not (split.is_auto or split.gigabytes or split.stages or options.cpu_layers):
+        return ()
+    if ops.device.type != "cuda" and not split.stages:
+        if is_default:
+            return ()
+        raise RequestError("no GPU to split the model over", got=f"--device {options.device}")
+    tokens = options.cache_tokens or min(config.max_seq_len, DEFAULT_CTX_LIMIT)
+    sizes = layer_sizes(checkpoint.bytes_by_part, config, options.kv_format, tokens)
+    if options.embeddings_on == "cpu" and not sizes.is_tied:
+        sizes = replace(sizes, embedding=0)
+    own = DeviceMemory(str(ops.device), "", free_memory_bytes(ops.device))
+    own = own.without(options.reserved_bytes)
+    needed = sizes.total_bytes + own.overhead_bytes
+    if is_default and own.free_bytes is not None and needed <= own.free_bytes:
+        return ()  # without a question to the other GPUs, which would start them
+    cpu, *gpus = device_memory()
+    devices = [own if one.device == own.device else one for one in gpus]
+    if options.device.startswith("cuda:"):
+        devices = [own]
+    plan = plan_split(sizes, split, devices, cpu, options.cpu_layers)
+    is_whole = len(plan) == 1 and plan[0].device == str(ops.device)
+    return () if is_whole else plan
+
+
+def checkpoint_of(files: ModelFiles, config: ModelConfig, options: LoadOptions) -> Checkpoint:
+    """The tensors of opened files, as `options` load them. Reads headers only.
+
+    RequestError for options that this model contradicts.
+    """
+    if options.load_in_4bit and options.exact:
+        raise RequestError(
+            "--exact computes with the weights as they are stored",
+            expected="--exact or --load-in-4bit",
+            got="both",
+        )
+    checkpoint = Checkpoint(
+        files.source,
+        config,
+        files.quantization,
+        is_exact=options.exact,
+        in_4bit=options.load_in_4bit,
+    )
+    if options.load_in_4bit and not any(map(checkpoint.is_rounded, checkpoint.stored)):
+        raise RequestError(
+            "the weights are quantized already",
+            where=files.path,
+            expected="float weights with --load-in-4bit",
+            next_step="Leave the option out.",
+        )
+    return checkpoint
 
 
 def _checked_options(options: LoadOptions | None, changes: LoadFields) -> LoadOptions:
@@ -195,20 +318,28 @@ def _start_device(make: Callable[[], OpTable]) -> Future[OpTable]:
     return table
 
 
-def check_memory(needed: int, available: int | None, where: object) -> None:
-    """Raises `OutOfMemoryError` if `needed` bytes exceed the `available` ones (None: unknown)."""
-    if available is not None and needed > available:
-        raise OutOfMemoryError(
-            "the weights do not fit into memory",
-            where=where,
-            expected=f"{needed / 2**20:.0f} MiB",
-            got=f"{available / 2**20:.0f} MiB free",
-            next_step="Free some memory, or take a smaller model.",
-        )
+def changes_of(options: LoadOptions) -> str:
+    """The options that change a model's results, in words; empty if there are none."""
+    given = {
+        "rope-scale": options.rope_factor,
+        "rope-alpha": options.rope_alpha,
+        "rope-yarn": options.yarn_factor,
+        "experts-per-token": options.experts_per_token,
+    }
+    said = [f"{name} {value:g}" for name, value in given.items() if value is not None]
+    return ", ".join([*said, *["rounded to 4 bits"] * options.load_in_4bit])
 
 
-def _with_options(config: ModelConfig, options: LoadOptions) -> ModelConfig:
+def with_options(config: ModelConfig, options: LoadOptions) -> ModelConfig:
+    """The model's numbers as `options` change them: context size, RoPE of the first table, and
+    experts per token."""
     rope = config.ropes[0]
+    stretched = options.rope_factor is not None or options.yarn_factor is not None
+    if stretched and rope.method is RopeMethod.PROPORTIONAL:
+        raise RequestError(
+            "this model rotates only a part of each pair of a head, which cannot be stretched",
+            expected="no --rope-scale and no --rope-yarn, or --rope-alpha",
+        )
     for name, value in (
         ("RoPE factor", options.rope_factor),
         ("RoPE alpha", options.rope_alpha),
@@ -232,6 +363,9 @@ def _with_options(config: ModelConfig, options: LoadOptions) -> ModelConfig:
     if length < 1:
         raise RequestError("the context size must be at least 1 token", got=length)
     ropes = tuple(one.fitted(length) for one in (rope, *config.ropes[1:]))
-    config = replace(config, ropes=ropes, max_seq_len=length)
+    layers = config.layers
+    if options.experts_per_token is not None:
+        layers = with_experts_per_token(layers, options.experts_per_token)
+    config = replace(config, ropes=ropes, max_seq_len=length, layers=layers)
     check_config(config, "load options")
     return config

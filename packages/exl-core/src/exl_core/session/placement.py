@@ -7,7 +7,7 @@ placed on one device as a whole.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from exl_core.arch.layers import KVShape
 from exl_core.cache.format import PAGE_SIZE, KVFormat, kv_bytes_per_token, pages_for
 from exl_core.cache.memory import free_memory_bytes
-from exl_core.errors import RequestError
+from exl_core.errors import OutOfMemoryError, RequestError
 
 GPU_OVERHEAD = 600 << 20
 """Upper bound in bytes of all else on a GPU: dequantized slices, activations, graphs, logits."""
@@ -39,6 +39,12 @@ class DeviceMemory:
     device: str
     name: str
     free_bytes: int | None
+
+    def without(self, size_bytes: int) -> DeviceMemory:
+        """The device with less free memory."""
+        if self.free_bytes is None:
+            return self
+        return replace(self, free_bytes=max(0, self.free_bytes - size_bytes))
 
     @property
     def overhead_bytes(self) -> int:
@@ -86,6 +92,38 @@ def device_memory() -> list[DeviceMemory]:
         name = torch.cuda.get_device_name(device)
         found.append(DeviceMemory(f"cuda:{index}", name, free_memory_bytes(device)))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Memory that one model needs on a device: its weights and its cache, in bytes."""
+
+    name: str
+    weights_bytes: int
+    cache_bytes: int
+
+
+def check_together(needs: Sequence[Need], free_bytes: int | None, where: object) -> None:
+    """Raises OutOfMemoryError if the models do not fit together, before any of them is read.
+
+    `free_bytes` None: unknown, nothing is checked.
+    """
+    needed = sum(need.weights_bytes + need.cache_bytes for need in needs)
+    if free_bytes is None or needed <= free_bytes:
+        return
+    parts = (
+        f"{need.name} {need.weights_bytes / 2**20:.0f} MiB and a cache of "
+        f"{need.cache_bytes / 2**20:.0f} MiB"
+        for need in needs
+    )
+    raise OutOfMemoryError(
+        "the model and its draft model do not fit into memory together",
+        where=where,
+        expected=f"{needed / 2**20:.0f} MiB: {', '.join(parts)}",
+        got=f"{free_bytes / 2**20:.0f} MiB free",
+        next_step="A shorter --ctx-size, a smaller --cache-type, --ngram instead of --draft-model, "
+        "or a smaller model would need less.",
+    )
 
 
 def fit_all(

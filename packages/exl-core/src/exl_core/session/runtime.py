@@ -11,7 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Unpack
 
+import torch
+
 from exl_core.arch.layers import KVShape
+from exl_core.arch.modules import module_table
+from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import PAGE_SIZE, KVFormat, kv_bytes_per_token, pages_for
 from exl_core.cache.memory import free_memory_bytes
 from exl_core.engine.engine import Engine, EngineOptions
@@ -20,17 +24,23 @@ from exl_core.errors import ContextLengthError, OutOfMemoryError, RequestError
 from exl_core.lora.adapter import load_adapter
 from exl_core.lora.config import read_adapter_config
 from exl_core.model.adapters import AdapterUse
-from exl_core.session.load import LoadedModel, LoadOptions, load_model
+from exl_core.session.load import (
+    DEFAULT_CTX_LIMIT,
+    LoadedModel,
+    LoadOptions,
+    checkpoint_of,
+    load_model,
+    resolve_device,
+    with_options,
+)
 from exl_core.session.open import ModelFiles, open_model, stop_ids
+from exl_core.session.placement import Need, check_together
 from exl_core.session.request_fields import RequestFields, Stops, build_request, split_stops
 from exl_core.speculate.compatible import check_same_vocabulary, draft_rope_alpha
 from exl_core.speculate.controller import DEFAULT_DRAFT_TOKENS, DEFAULT_NGRAM_TOKENS
 from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.ngram import NgramDrafter
-
-DEFAULT_CTX_LIMIT = 8192
-"""Longest default context. The whole context of a 128k model would take gigabytes of cache."""
 
 Loader = Callable[[ModelFiles | str | Path | None, LoadOptions], LoadedModel]
 
@@ -63,12 +73,16 @@ class RuntimeOptions:
 
 @dataclass(slots=True)
 class Runtime:
-    """A loaded model with an engine. `ctx_size` limits prompt and reply together."""
+    """A loaded model with an engine. `ctx_size` limits prompt and reply together.
+
+    `warnings` are sentences about the options for the user.
+    """
 
     loaded: LoadedModel
     engine: Engine
     ctx_size: int
     adapters: tuple[AdapterUse, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -88,6 +102,23 @@ class Runtime:
         return self.loaded.tokenizer.encode(
             text, allow_special=parse_special, add_bos=None, max_tokens=self.max_prompt_tokens
         )
+
+    def encode_end(self, text: str, *, parse_special: bool, reply: int) -> tuple[list[int], int]:
+        """Token ids of the end of a prompt that leaves room for `reply` tokens, and the number of
+        tokens dropped before it. BOS is kept where the tokenizer adds it."""
+        capacity = self.ctx_size - reply
+        if capacity < 1:
+            raise RequestError(
+                "the reply leaves no room for a prompt",
+                expected=f"at most {self.ctx_size - 1} tokens of reply in a context of "
+                f"{self.ctx_size}",
+                got=reply,
+            )
+        tokenizer = self.loaded.tokenizer
+        ids = tokenizer.encode(text, allow_special=parse_special, add_bos=None)
+        kept = 1 if ids[:1] == [tokenizer.bos_id] and capacity > 1 else 0
+        dropped = max(0, len(ids) - capacity)
+        return [*ids[:kept], *ids[kept + dropped :]], dropped
 
     def request(
         self,
@@ -138,13 +169,23 @@ def open_runtime(
     for folder, _ in options.adapters:
         read_adapter_config(folder)
     ctx = settle_ctx_size(options.ctx_size, files.config.max_seq_len)
-    loaded = load(files, _fitted_to(ctx, files, options.load))
-    adapters = tuple(
-        AdapterUse(load_adapter(folder, loaded.model), scale) for folder, scale in options.adapters
-    )
     cache_tokens, max_batch = max(ctx, PAGE_SIZE, options.cache_tokens or 0), options.max_batch
     if options.has_guidance:
         cache_tokens, max_batch = 2 * pages_for(cache_tokens) * PAGE_SIZE, 2 * max_batch
+    reserved_bytes = 0
+    if draft_files is not None:
+        reserved_bytes = _check_both(files, draft_files, options, ctx, cache_tokens)
+    warning = context_warning(ctx, files.config, options.load)
+    how = replace(
+        options.load,
+        cache_tokens=cache_tokens,
+        kv_format=options.kv_format,
+        reserved_bytes=reserved_bytes,
+    )
+    loaded = load(files, fitted_to(ctx, files.config, how))
+    adapters = tuple(
+        AdapterUse(load_adapter(folder, loaded.model), scale) for folder, scale in options.adapters
+    )
     drafter = None
     if options.draft is not None:
         draft = None if draft_files is None else load_draft(draft_files, ctx, options.load, load)
@@ -160,14 +201,61 @@ def open_runtime(
             ),
             drafter=drafter,
         )
-    return Runtime(loaded, engine, ctx, adapters)
+    return Runtime(loaded, engine, ctx, adapters, () if warning is None else (warning,))
 
 
-def _fitted_to(ctx: int, files: ModelFiles, options: LoadOptions) -> LoadOptions:
-    """Options for a context of `ctx` tokens, which chooses the RoPE table of some models."""
-    has_choice = any(rope.long_divisors for rope in files.config.ropes)
-    is_open = has_choice and options.max_seq_len is None
-    return replace(options, max_seq_len=ctx) if is_open else options
+def _check_both(
+    files: ModelFiles, draft: ModelFiles, options: RuntimeOptions, ctx: int, cache_tokens: int
+) -> int:
+    """Raises OutOfMemoryError if a model, its draft model and both caches do not fit together, and
+    no layers may move to other devices. Returns the bytes of the draft model and its cache.
+
+    Reads headers only.
+    """
+    device = resolve_device(options.load.device, is_exact=options.load.exact)
+    where = torch.device("cpu" if device == "reference" else device)
+    slots = pages_for(cache_tokens) * PAGE_SIZE
+    needs = []
+    for one, how in (
+        (files, fitted_to(ctx, files.config, options.load)),
+        (draft, draft_options(draft, ctx, options.load)),
+    ):
+        config = with_options(one.config, how)
+        each = kv_bytes_per_token(config.kv_shapes, options.kv_format)
+        checkpoint, table = checkpoint_of(one, config, how), module_table(config)
+        weights = checkpoint.packed_bytes
+        if how.embeddings_on == "cpu" and where.type == "cuda" and not table.is_tied:
+            weights -= checkpoint.packed_bytes_of(table.embed)
+        needs.append(Need(one.name, weights, each * slots))
+    if where.type == "cpu" or options.load.split == "none":
+        check_together(needs, free_memory_bytes(where), files.path)
+    return needs[1].weights_bytes + needs[1].cache_bytes
+
+
+def fitted_to(ctx: int, config: ModelConfig, options: LoadOptions) -> LoadOptions:
+    """Options for a context of `ctx` tokens.
+
+    The context may be longer than the model's. It chooses the RoPE table of some models.
+    """
+    has_choice = any(rope.long_divisors for rope in config.ropes)
+    is_open = has_choice or ctx > config.max_seq_len
+    if is_open and options.max_seq_len is None:
+        return replace(options, max_seq_len=ctx)
+    return options
+
+
+def context_warning(ctx: int, config: ModelConfig, options: LoadOptions) -> str | None:
+    """Sentence about a context that is longer than the model's; None if it is not.
+
+    RoPE options say that the user knows. With a factor, the stretched context must suffice.
+    """
+    factor = options.yarn_factor or options.rope_factor or 1.0
+    if ctx <= config.max_seq_len * factor or options.rope_alpha is not None:
+        return None
+    return (
+        f"a context of {ctx} tokens is longer than the model's {config.max_seq_len}; replies may "
+        "become incoherent beyond it. --rope-yarn or --rope-alpha stretches the model's positions."
+    )
 
 
 def open_draft(spec: str, target: ModelFiles) -> ModelFiles:
@@ -181,26 +269,23 @@ def load_draft(
     files: ModelFiles, ctx: int, options: LoadOptions, load: Loader = load_model
 ) -> LoadedModel:
     """Loads a draft model. If its own context is shorter than `ctx`, its RoPE is stretched."""
+    return load(files, draft_options(files, ctx, options))
+
+
+def draft_options(files: ModelFiles, ctx: int, options: LoadOptions) -> LoadOptions:
+    """Options for a draft model of a model that is loaded with `options`."""
     chosen = LoadOptions(
         device=options.device, threads=options.threads, batch_invariant=options.batch_invariant
     )
     if files.config.max_seq_len < ctx:
         alpha = draft_rope_alpha(ctx, files.config.max_seq_len)
         chosen = replace(chosen, max_seq_len=ctx, rope_alpha=alpha)
-    return load(files, chosen)
+    return chosen
 
 
 def settle_ctx_size(wanted: int | None, model_max: int) -> int:
-    """The context size: `wanted`, or the default for a model whose maximum is `model_max`."""
-    if wanted is None:
-        return min(model_max, DEFAULT_CTX_LIMIT)
-    if wanted > model_max:
-        raise RequestError(
-            "the context is longer than the model was made for",
-            expected=f"--ctx-size of at most {model_max}",
-            got=wanted,
-        )
-    return wanted
+    """The context size: `wanted`, or the default for a model whose own context is `model_max`."""
+    return min(model_max, DEFAULT_CTX_LIMIT) if wanted is None else wanted
 
 
 def _drafter(

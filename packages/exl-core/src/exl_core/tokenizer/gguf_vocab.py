@@ -1,24 +1,34 @@
 """Builds the tokenizer of a GGUF file from its metadata.
 
-Owns the meaning of the `tokenizer.ggml.*` keys. There are two kinds. "gpt2" is byte-level BPE with
-merges and uses the tokenizers library. "llama" is SentencePiece with scores and uses the
-sentencepiece library. Reading the metadata belongs to `gguf_fields.py`.
+Owns the meaning of the `tokenizer.ggml.*` keys. There are three kinds. "gpt2" is byte-level BPE
+with merges, "gemma4" is BPE of characters with merges and tokens of bytes. Both use the tokenizers
+library. "llama" is SentencePiece with scores and uses the sentencepiece library. Reading the
+metadata belongs to `gguf_fields.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from exl_core.errors import TokenizerError
 from exl_core.tokenizer.base import ControlIds, Tokenizer
 from exl_core.tokenizer.check import check_control_ids
-from exl_core.tokenizer.decoders import BYTE_LEVEL, META_SPACE, byte_of_token
+from exl_core.tokenizer.decoders import (
+    BYTE_LEVEL,
+    META_SPACE,
+    PieceRule,
+    byte_of_token,
+    piece_rule,
+)
 from exl_core.tokenizer.hf_json import LibraryTokenizer
 from exl_core.tokenizer.library import library_errors
 from exl_core.tokenizer.pre_tokenizers import find_pre_tokenizer, install
 from exl_core.tokenizer.spm import SentencePieceTokenizer, open_processor
 from exl_core.tokenizer.spm_proto import PieceType, bpe_model
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
 
 # Tokens that end a turn in the chat formats of common families. A file names at most three of a
 # model's end tokens, and often only the one that ends a document.
@@ -28,6 +38,7 @@ END_OF_TURN = (
     "<end_of_turn>",
     "<|end|>",
     "<|end_of_turn|>",
+    "<turn|>",
     "<|eom_id|>",
     "<end_of_utterance>",
 )
@@ -42,6 +53,7 @@ def tokenizer_from_gguf_fields(fields: Mapping[str, object], where: str) -> Toke
     builders: dict[str | None, Callable[[_Vocab], Tokenizer]] = {
         "gpt2": _byte_level_bpe,
         "llama": _sentencepiece,
+        "gemma4": _character_bpe,
     }
     builder = builders.get(model)
     if builder is None:
@@ -93,6 +105,13 @@ class _Vocab:
             raise self.error(f"'{_PREFIX}{key}' is not a list of the right type", None, None)
         return values
 
+    def merges(self) -> list[tuple[str, str]]:
+        found: list[tuple[str, str]] = []
+        for merge in self.texts("merges"):
+            left, _, right = merge.partition(" ")
+            found.append((left, right))
+        return found
+
     def error(self, what: str, expected: object, got: object) -> TokenizerError:
         return TokenizerError(
             what,
@@ -130,28 +149,70 @@ class _Vocab:
 
 
 def _byte_level_bpe(vocab: _Vocab) -> Tokenizer:
-    from tokenizers import AddedToken, models
     from tokenizers import Tokenizer as Backend
+    from tokenizers import models
 
     pre = find_pre_tokenizer(vocab.get("pre", str) or "default", vocab.where)
-    merges: list[tuple[str, str]] = []
-    for merge in vocab.texts("merges"):
-        left, _, right = merge.partition(" ")
-        merges.append((left, right))
+    merges = vocab.merges()
     ids = {text: number for number, text in enumerate(vocab.tokens)}
     if len(ids) != len(vocab.tokens):
         raise vocab.error("the vocabulary holds a token twice", len(vocab.tokens), len(ids))
     with library_errors("the merges do not fit the tokens", vocab.where):
         model = models.BPE(vocab=ids, merges=merges, ignore_merges=pre.whole_words)
-    special = vocab.special()
-    ordinary = [vocab.tokens[number] for number in vocab.of_type(PieceType.USER_DEFINED)]
     with library_errors("the tokenizer cannot be built from the metadata", vocab.where):
         backend = Backend(model)
         install(pre, backend)
+    return _library_tokenizer(vocab, backend, BYTE_LEVEL, adds_bos=pre.adds_bos)
+
+
+def _library_tokenizer(
+    vocab: _Vocab, backend: Backend, rule: PieceRule, *, adds_bos: bool
+) -> Tokenizer:
+    """The tokenizer, after control tokens and tokens defined by the user are added to `backend`."""
+    from tokenizers import AddedToken
+
+    special = vocab.special()
+    ordinary = [vocab.tokens[number] for number in vocab.of_type(PieceType.USER_DEFINED)]
+    with library_errors("the tokenizer cannot be built from the metadata", vocab.where):
         backend.add_special_tokens([AddedToken(text, normalized=False) for text in special if text])
         backend.add_tokens([AddedToken(text, normalized=False) for text in ordinary if text])
-    control = vocab.control_ids(special, adds_bos=pre.adds_bos)
-    return LibraryTokenizer(backend, BYTE_LEVEL, control, vocab.where)
+    control = vocab.control_ids(special, adds_bos=adds_bos)
+    return LibraryTokenizer(backend, rule, control, vocab.where)
+
+
+_MARKED_SPACES: dict[str, object] = {
+    "type": "Sequence",
+    "decoders": [
+        {"type": "Replace", "pattern": {"String": META_SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ],
+}
+
+
+def _character_bpe(vocab: _Vocab) -> Tokenizer:
+    """Merges of characters, with a mark in place of each space. Line breaks merge only with each
+    other. Characters without a token become tokens of their bytes.
+
+    Published files have a few tokens twice. The later ones are used.
+    """
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    ids = {text: number for number, text in enumerate(vocab.tokens)}
+    unknown = vocab.of_type(PieceType.UNKNOWN)
+    unk = vocab.tokens[unknown[0]] if unknown else None
+    with library_errors("the merges do not fit the tokens", vocab.where):
+        model = models.BPE(
+            vocab=ids, merges=vocab.merges(), unk_token=unk, fuse_unk=True, byte_fallback=True
+        )
+    backend = Backend(model)
+    backend.normalizer = normalizers.Replace(" ", META_SPACE)
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), behavior="isolated")
+    steps = [decoders.Replace(META_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps)
+    rule = piece_rule(_MARKED_SPACES, vocab.where)
+    return _library_tokenizer(vocab, backend, rule, adds_bos=True)
 
 
 def _sentencepiece(vocab: _Vocab) -> Tokenizer:

@@ -199,6 +199,7 @@ def open_processor(model: bytes, where: object) -> Any:
     processor = SentencePieceProcessor()
     try:
         is_loaded = processor.LoadFromSerializedProto(model)
+        processor.id_to_piece(list(range(processor.get_piece_size())))  # are they all UTF-8?
     except Exception as error:  # the library raises nothing more specific
         raise TokenizerError(
             "not a model that the sentencepiece library can read",

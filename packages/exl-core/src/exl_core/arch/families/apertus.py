@@ -1,5 +1,8 @@
 """Apertus: Llama's architecture with norms of the heads, and an MLP without a gate whose activation
-has two learned numbers in each layer."""
+has two learned numbers in each layer.
+
+GGUF files have these numbers in their metadata.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from exl_core.arch.spec import ArchSpec
 APERTUS = ArchSpec(
     name="apertus",
     hf_names=("ApertusForCausalLM",),
-    gguf_names=(),
+    gguf_names=("apertus",),
     activation=Activation.XIELU,
     has_gated_mlp=False,
     head_norm=HeadNorm.RMS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from exl_core.arch.layers import NormKind, NormPlacement
+from exl_core.arch.layers import HeadNorm, NormKind, NormPlacement
 from exl_core.arch.names import GGUF, HF
 from exl_core.arch.spec import ArchSpec, NoRope, Window
 
@@ -19,7 +19,7 @@ COHERE = ArchSpec(
     gguf_names=("command-r",),
     norm_placement=NormPlacement.PARALLEL,
     norm_kind=NormKind.LAYER,
-    may_have_head_norm=True,
+    optional_head_norm=HeadNorm.LAYER,
     logit_scale_default=0.0625,
     norm_eps_keys=("layer_norm_eps",),
     norm_eps_default=1e-5,
@@ -34,7 +34,7 @@ COHERE2 = replace(
     name="cohere2",
     hf_names=("Cohere2ForCausalLM",),
     gguf_names=("cohere2",),
-    may_have_head_norm=False,
+    optional_head_norm=None,
     window_pattern=(*(Window.LOCAL,) * 3, Window.GLOBAL),
     sliding_window_default=4096,
     no_rope=NoRope.GLOBAL,

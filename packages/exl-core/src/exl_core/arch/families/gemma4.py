@@ -21,7 +21,7 @@ GEMMA4 = ArchSpec(
         "Gemma4UnifiedForCausalLM",
         "Gemma4UnifiedForConditionalGeneration",
     ),
-    gguf_names=(),
+    gguf_names=("gemma4",),
     norm_placement=NormPlacement.SANDWICH,
     activation=Activation.GELU_TANH,
     head_norm=HeadNorm.RMS,

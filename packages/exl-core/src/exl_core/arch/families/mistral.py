@@ -1,4 +1,5 @@
-"""Mistral: Llama's architecture, with a window in every layer if the checkpoint has a window size.
+"""Mistral and Mixtral: Llama's architecture, with a window in every layer if the checkpoint has a
+window size. Mixtral has experts.
 
 GGUF files of text models use the architecture name `llama`, those of multimodal models `mistral3`.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from exl_core.arch.names import GGUF, HF, MULTIMODAL_ROOTS
-from exl_core.arch.spec import ArchSpec, Window
+from exl_core.arch.spec import ArchSpec, ExpertForm, Window
 
 MISTRAL = ArchSpec(
     name="mistral",
@@ -44,3 +45,29 @@ MINISTRAL3 = replace(
     norm_eps_default=1e-5,
 )
 """Ministral 3 and Devstral Small 2: queries grow with the logarithm of their position."""
+
+_EXPERT_NAMES = {
+    "router": "block_sparse_moe.gate",
+    "expert_gate": "block_sparse_moe.experts.{}.w1",
+    "expert_up": "block_sparse_moe.experts.{}.w3",
+    "expert_down": "block_sparse_moe.experts.{}.w2",
+}
+
+MIXTRAL = ArchSpec(
+    name="mixtral",
+    hf_names=("MixtralForCausalLM",),
+    gguf_names=("llama",),
+    window_pattern=(Window.LOCAL,),
+    norm_eps_default=1e-5,
+    rope_base_default=1_000_000.0,
+    experts=ExpertForm(size_key="intermediate_size", top_k_default=2),
+    safetensors=replace(
+        HF,
+        names={**HF.names, **_EXPERT_NAMES},
+        aliases={
+            role: (name.replace("block_sparse_moe", "mlp"),) for role, name in _EXPERT_NAMES.items()
+        },
+    ),
+    gguf=replace(GGUF, is_interleaved=True),
+)
+"""Router: softmax over all experts, normalized over those chosen."""

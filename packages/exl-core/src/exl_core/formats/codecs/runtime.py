@@ -1,8 +1,7 @@
-"""Interface of a validated quantized matrix: codes for the op table, and exact values.
+"""Interface of a validated stored matrix: columns for the op table, and exact values.
 
-The two are separate. The codes stay as the file stores them, and the op table repacks them. The
-exact dequantization is the format's own definition, roundings included; the codes are tested
-against it.
+The two are separate. Codes stay as the file stores them, and the op table repacks them. The exact
+dequantization is the format's own definition, roundings included; the codes are tested against it.
 """
 
 from __future__ import annotations
@@ -15,11 +14,7 @@ import torch
 from torch import Tensor
 
 from exl_core.errors import WeightValueError
-from exl_core.ops.quantized import QuantColumns, QuantLayout
-
-BLOCK_ROWS = 32  # op tables round groups up to a multiple of this many rows
-PANEL_COLUMNS = 16  # op tables round matrices up to a multiple of this many columns
-
+from exl_core.ops.weights import WeightColumns, WeightLayout
 
 Move = Callable[[Tensor], Tensor]
 """Copies a stored tensor to the device on which it is unpacked."""
@@ -31,16 +26,16 @@ def stay(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class ColumnOrder:
-    """Stored columns of a matrix: consecutive from `first` on, or in any order as `stored` lists
-    them (int64)."""
+class StoredColumns:
+    """Columns of a stored matrix that make up a matrix: consecutive ones from `first` on, or those
+    that `stored` lists (int64)."""
 
     first: int
     stored: Tensor | None = None
 
-    def place(self, first: int, last: int, step: int) -> tuple[slice, slice | Tensor]:
+    def span(self, first: int, last: int, step: int) -> tuple[slice, slice | Tensor]:
         """The range of stored columns, in whole steps, with the matrix's columns first .. last - 1,
-        and the places of these columns in it."""
+        and the indices of these columns in it."""
         if self.stored is None:
             low, high = self.first + first, self.first + last
         else:
@@ -57,10 +52,10 @@ class RuntimeMatrix(Protocol):
     """A matrix [in_features, out_features] without padding, read in ranges of columns."""
 
     @property
-    def layout(self) -> QuantLayout: ...
+    def layout(self) -> WeightLayout: ...
 
-    def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
-        """Codes and scales of columns first .. last - 1; `first` is a multiple of 16.
+    def columns(self, first: int, last: int, move: Move = stay) -> WeightColumns:
+        """Stored weights of columns first .. last - 1; `first` is a multiple of 16.
 
         Large tensors are moved in their stored form, before they are unpacked.
         """
@@ -69,17 +64,6 @@ class RuntimeMatrix(Protocol):
     def dense(self, first: int, last: int) -> Tensor:
         """Exact values of these columns, [last - first, in_features]."""
         ...
-
-
-def packed_bytes(layout: QuantLayout) -> int:
-    """Bytes that a matrix of this layout takes in an op table's memory."""
-    columns = -(-layout.out_features // PANEL_COLUMNS) * PANEL_COLUMNS
-    code_bits = sum(
-        run.groups * -(-run.rows // BLOCK_ROWS) * BLOCK_ROWS * run.bits for run in layout.runs
-    )
-    scale_bytes = layout.scale_dtype.itemsize
-    offset_bytes = {"middle": 0, "zeros": 1, "minimums": scale_bytes}[layout.offset]
-    return columns * (code_bits // 8 + layout.num_groups * (scale_bytes + offset_bytes))
 
 
 def check_scales(scales: Tensor, name: str, where: object) -> None:

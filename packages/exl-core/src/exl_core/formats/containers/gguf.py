@@ -18,7 +18,7 @@ from torch import Tensor
 from exl_core.arch.fields import MAX_HEAD_DIM
 from exl_core.arch.gguf_config import ROPE_FACTORS
 from exl_core.errors import UnsupportedModelError, WeightFileError, WeightShapeError
-from exl_core.formats.codecs.ggml.layout import PLAIN_DTYPES, decode, row_bytes
+from exl_core.formats.codecs.ggml.layout import PLAIN_DTYPES, REMOVED_TYPES, decode, row_bytes
 from exl_core.formats.containers.mapped import MappedFile
 from exl_core.formats.containers.source import StoredTensor, TensorSource
 from exl_core.tokenizer.gguf_fields import GgufHeader, GgufTensorInfo, read_gguf_header
@@ -84,7 +84,7 @@ class GgufSource(TensorSource):
         )  # a vector may be one row of blocks, so it is decoded before it is indexed
         values = decode(raw if is_vector else raw[rows], GGMLQuantizationType[tensor.storage])
         assert values is not None, "the caller must call check_readable first"
-        return values.view(-1)[rows] if is_vector else values.view(-1, *tensor.shape[1:])
+        return values.view(-1)[rows] if is_vector else values.view(-1, tensor.shape[-1])
 
     def _location(self, name: str) -> tuple[MappedFile, int]:
         return self._files[name], self._infos[name].offset
@@ -116,8 +116,11 @@ def _declared(path: Path, header: GgufHeader, info: GgufTensorInfo) -> StoredTen
     try:
         kind = GGMLQuantizationType(info.type_id)
     except ValueError as error:
+        removed = REMOVED_TYPES.get(info.type_id)
         raise UnsupportedModelError(
-            f"tensor {info.name!r} has an unknown element type",
+            f"tensor {info.name!r} has an unknown element type"
+            if removed is None
+            else f"tensor {info.name!r} is stored as {removed}, which llama.cpp has given up",
             where=path,
             got=info.type_id,
             next_step="Convert the model to another quantization, such as Q4_K_M or Q8_0.",

@@ -19,7 +19,12 @@ from exl_core.arch.hf_config import directory_advice
 from exl_core.errors import ModelNotFoundError, UnsupportedModelError, WeightFileError
 from exl_core.files import open_regular, parse_json_object, read_json_object
 from exl_core.formats.containers.mapped import MappedFile
-from exl_core.formats.containers.source import PLAIN_TYPES, StoredTensor, TensorSource
+from exl_core.formats.containers.source import (
+    PLAIN_TYPES,
+    STACKED,
+    StoredTensor,
+    TensorSource,
+)
 
 HEADER_LIMIT_BYTES = 100_000_000  # the library's own limit
 INDEX_NAME = "model.safetensors.index.json"
@@ -83,13 +88,15 @@ class SafetensorsSource(TensorSource):
         return raw.view(tensor.shape) if tensor.num_values == raw.numel() else raw
 
     def read(self, name: str, rows: slice | Tensor) -> Tensor:
-        if isinstance(rows, Tensor):
-            return self.read_raw(name)[rows]
         tensor = self.tensors[name]
+        is_stacked = len(tensor.shape) > STACKED
+        columns = tensor.shape[-1:] if is_stacked else tensor.shape[1:]
+        if isinstance(rows, Tensor):
+            return self.read_raw(name).view(tensor.num_rows, *columns)[rows]
         # Views only the bytes of these rows: an unaligned view is copied, so it must be small.
         file, offset, size = self._span(name, rows)
         values = file.view(offset, size, ELEMENT_TYPES[tensor.storage])
-        return values.view(len(range(tensor.shape[0])[rows]), *tensor.shape[1:])
+        return values.view(len(range(tensor.num_rows)[rows]), *columns)
 
     def _location(self, name: str) -> tuple[MappedFile, int]:
         return self._files[self.tensors[name].file], self._offsets[name]

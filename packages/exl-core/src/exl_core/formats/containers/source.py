@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from exl_core.formats.containers.mapped import MappedFile
 
 Progress = Callable[[int, int], None]  # called with (bytes read, total bytes)
 
+STACKED = 2  # dimensions of a matrix; a tensor with more holds several
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -37,6 +39,11 @@ class StoredTensor:
         for size in self.shape:
             count *= size
         return count
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a matrix, or values of a vector. The rows of stacked matrices are counted on."""
+        return prod(self.shape[:-1] if len(self.shape) > STACKED else self.shape[:1])
 
 
 class TensorSource(ABC):
@@ -59,16 +66,18 @@ class TensorSource(ABC):
 
     @abstractmethod
     def read(self, name: str, rows: slice | Tensor) -> Tensor:
-        """Rows of the first dimension (a range, or an int64 index) as a contiguous tensor.
+        """Rows (a range, or an int64 index) as a contiguous tensor. The rows of stacked matrices
+        are counted on: all but the last dimension are one.
 
         float32, float16 or bfloat16 as stored; quantized storage is dequantized to float32 exactly
         as the format defines. It may be a view of the file: do not write to it.
         """
 
-    def prefetch(self, name: str) -> None:
-        """Starts reading a tensor ahead, because all of it will be read soon, once."""
-        file, offset = self._location(name)
-        file.prefetch(offset, self.tensors[name].size_bytes)
+    def prefetch(self, name: str, rows: slice | None = None) -> None:
+        """Starts reading rows of a tensor (None: all) ahead, because all of them will be read soon,
+        once."""
+        file, offset, size = self._span(name, rows or slice(None))
+        file.prefetch(offset, size)
 
     def release(self, name: str, rows: slice | None = None) -> None:
         """Releases the process's memory for these rows (None: all), after they have been read."""
@@ -82,6 +91,6 @@ class TensorSource(ABC):
     def _span(self, name: str, rows: slice) -> tuple[MappedFile, int, int]:
         """File, offset and size in bytes of consecutive rows. The tensor must not be a scalar."""
         tensor, (file, offset) = self.tensors[name], self._location(name)
-        start, stop, _ = rows.indices(tensor.shape[0])
-        bytes_of_row = tensor.size_bytes // max(1, tensor.shape[0])
+        start, stop, _ = rows.indices(tensor.num_rows)
+        bytes_of_row = tensor.size_bytes // max(1, tensor.num_rows)
         return file, offset + start * bytes_of_row, max(0, stop - start) * bytes_of_row

@@ -53,9 +53,14 @@ def attention(
     step: AttentionStep, ops: LayerOps, x: Tensor, block: BlockWeights, state: PassState
 ) -> Tensor:
     """x [R, hidden] plus attention of each row to its sequence."""
+    h = attended(step, ops, x, block, state, norm=block.attention.norm)  # [R, H * D]
+    return add_attended(ops, x, h, block)  # [R, hidden]
+
+
+def add_attended(ops: LayerOps, x: Tensor, h: Inputs, block: BlockWeights) -> Tensor:
+    """x [R, hidden] plus the output of attention, for inputs h [R, H * D] of its last matrix."""
     weights = block.attention
-    h = attended(step, ops, x, block, state, norm=weights.norm)
-    return add_output(ops, x, h, weights.output, weights.post_norm)  # [R, hidden]
+    return add_output(ops, x, h, weights.output, weights.post_norm)
 
 
 def attended(
@@ -123,7 +128,7 @@ def _normed_heads(step: AttentionStep, ops: LayerOps, x: Tensor, norm: Norm) -> 
     """x [R, heads * D] with an RMSNorm over all heads or of each head, or a LayerNorm of each head
     with factors for all heads."""
     if not isinstance(norm, LayerNorm):
-        rows = x if len(norm.weight) == x.shape[1] else x.reshape(-1, step.head_dim)
+        rows = x if len(norm.weight) == x.shape[-1] else x.reshape(-1, step.head_dim)
         return normed(ops, rows, norm).view(x.shape)
     heads = x.reshape(-1, step.head_dim)  # [R * heads, D]
     plain = LayerNorm(torch.ones(step.head_dim, device=x.device), None, norm.eps)
@@ -133,8 +138,9 @@ def _normed_heads(step: AttentionStep, ops: LayerOps, x: Tensor, norm: Norm) -> 
 def _rotated(step: AttentionStep, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """qkv [R, (H + 2K) * D] with RoPE on queries and keys; cos, sin [R, rotary_dim / 2]."""
     last, half = step.q_size + step.kv_size, cos.shape[1]
-    heads = qkv[:, :last].reshape(len(qkv), -1, step.head_dim).to(cos.dtype)  # [R, H + K, D]
-    a, b, rest = heads.split_with_sizes([half, half, step.head_dim - 2 * half], 2)
+    shape = (*qkv.shape[:-1], -1, step.head_dim)
+    heads = qkv[..., :last].reshape(shape).to(cos.dtype)  # [R, H + K, D]
+    a, b, rest = heads.split_with_sizes([half, half, step.head_dim - 2 * half], -1)
     cos, sin = cos[:, None], sin[:, None]
-    rotated = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], 2).view(len(qkv), -1)
-    return torch.cat([rotated.to(qkv.dtype), qkv[:, last:]], 1)
+    rotated = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).flatten(-2)
+    return torch.cat([rotated.to(qkv.dtype), qkv[..., last:]], -1)

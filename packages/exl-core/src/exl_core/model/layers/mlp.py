@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from exl_core.model.layers.residual import (
     read_linear,
 )
 from exl_core.model.layers.state import PassState
-from exl_core.model.weights import BlockWeights
+from exl_core.model.weights import BlockWeights, MlpWeights
 from exl_core.ops.elementwise import ActivationKind, GateKind, Norm
 from exl_core.ops.linear import Inputs
 from exl_core.ops.table import LayerOps
@@ -46,9 +46,15 @@ class MlpStep(NamedTuple):
 
 def mlp(step: MlpStep, ops: LayerOps, x: Tensor, block: BlockWeights, state: PassState) -> Tensor:
     """x [R, hidden] plus down(activation(gate) * up), times the factor of the layer."""
-    weights = block.mlp
-    h = widened(step, ops, x, block, state, norm=weights.norm)
-    x = add_output(ops, x, h, weights.down, weights.post_norm)  # [R, hidden]
+    weights = cast(MlpWeights, block.mlp)
+    h = widened(step, ops, x, block, state, norm=weights.norm)  # [R, intermediate]
+    return add_widened(ops, x, h, block)  # [R, hidden]
+
+
+def add_widened(ops: LayerOps, x: Tensor, h: Inputs, block: BlockWeights) -> Tensor:
+    """The states after the MLP, for those before it and inputs h [R, intermediate] of `down`."""
+    weights = cast(MlpWeights, block.mlp)
+    x = add_output(ops, x, h, weights.down, weights.post_norm)
     return x if block.scalar is None else x * block.scalar
 
 
@@ -62,7 +68,7 @@ def widened(
     norm: Norm | None,
 ) -> Inputs:
     """Inputs of the matrix `down` [R, intermediate], for states x [R, hidden] before `norm`."""
-    weights = block.mlp
+    weights = cast(MlpWeights, block.mlp)
     if step.gate is None:
         kind = step.activation or weights.xielu
         assert kind is not None, "an activation with numbers of its own has them"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor
 
 from exl_core.model.layers.attention import AttentionStep, attended
 from exl_core.model.layers.mlp import MlpStep, widened
 from exl_core.model.layers.residual import add_output, normed
 from exl_core.model.layers.state import PassState
-from exl_core.model.weights import BlockWeights
+from exl_core.model.weights import BlockWeights, MlpWeights
 from exl_core.ops.table import LayerOps
 
 
@@ -26,4 +28,4 @@ def parallel(
     h = attended(steps[0], ops, states, block, state, norm=None)
     x = add_output(ops, x, h, block.attention.output, None)
     h = widened(steps[1], ops, states, block, state, norm=None)
-    return add_output(ops, x, h, block.mlp.down, None)
+    return add_output(ops, x, h, cast(MlpWeights, block.mlp).down, None)

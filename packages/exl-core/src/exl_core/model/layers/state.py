@@ -33,7 +33,7 @@ class Buffers:
 
     qkv: Tensor  # [R, (H + 2K) * D]
     queries: Tensor  # [R, H * D], a view of qkv: attention's result overwrites the queries
-    gated: Tensor  # [R, intermediate]
+    gated: Tensor  # [R, inner_size of the feed-forward part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +43,25 @@ class PassState:
     caches: LayerCaches
     rows: Mapping[int | None, AttentionBatch]  # by RoPE table; None: layers without RoPE
     smoothing: Sequence[KeySmoothing | None]  # by layer
-    buffers: Sequence[Buffers]  # by layer
+    buffers: Mapping[int, Buffers]  # by layer
     temperatures: Mapping[QueryTemperature | None, Tensor] = field(default_factory=dict)
     """Factors on the queries [R]; no entry where all are 1."""
     angles: Mapping[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """cos and sin [R, rotary_dim / 2] by RoPE table, for layers that rotate by themselves."""
 
 
-def make_buffers(ops: Activations, layers: Sequence[LayerSpec], rows: int) -> tuple[Buffers, ...]:
+def make_buffers(
+    ops: Activations, layers: Mapping[int, LayerSpec], rows: int
+) -> dict[int, Buffers]:
     """Buffers by layer. Layers of the same sizes share theirs."""
     made: dict[tuple[int, int, int], Buffers] = {}
-    found = []
-    for layer in layers:
+    found = {}
+    for index, layer in layers.items():
         attention = layer.attention
-        sizes = attention.projected_size, attention.q_size, layer.dense.intermediate_size
+        sizes = attention.projected_size, attention.q_size, layer.feed_forward.inner_size
         if sizes not in made:
             qkv = ops.activations(rows, attention.projected_size)
-            gated = ops.activations(rows, layer.dense.intermediate_size)
+            gated = ops.activations(rows, layer.feed_forward.inner_size)
             made[sizes] = Buffers(qkv, qkv[:, : attention.q_size], gated)
-        found.append(made[sizes])
-    return tuple(found)
+        found[index] = made[sizes]
+    return found

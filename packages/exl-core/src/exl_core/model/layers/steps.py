@@ -13,13 +13,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from exl_core.arch.layers import Attention, Dense, LayerSpec, NormPlacement, unsupported
-from exl_core.model.layers.attention import AttentionStep, attention
-from exl_core.model.layers.mlp import MlpStep, mlp
+from exl_core.arch.layers import Attention, Dense, LayerSpec, MoE, NormPlacement, unsupported
+from exl_core.model.layers.attention import AttentionStep, add_attended, attention
+from exl_core.model.layers.mlp import MlpStep, add_widened, mlp
+from exl_core.model.layers.moe import MoeStep, moe
 from exl_core.model.layers.parallel import parallel
 from exl_core.model.layers.state import PassState
 from exl_core.model.observe import Observer, Part, checked_states
 from exl_core.model.weights import BlockWeights
+from exl_core.ops.linear import Inputs
 from exl_core.ops.table import LayerOps
 
 Run = Callable[[LayerOps, Tensor, BlockWeights, PassState], Tensor]
@@ -27,13 +29,30 @@ Run = Callable[[LayerOps, Tensor, BlockWeights, PassState], Tensor]
 the op table works in place."""
 
 
+class Finish(NamedTuple):
+    """End of a step: the product with its last matrix, and what follows.
+
+    role  the matrix, as in the module table
+    run   maps the states x [R, hidden] before the step, and the inputs of the matrix, to the states
+          after the step
+    """
+
+    role: str
+    run: Callable[[LayerOps, Tensor, Inputs, BlockWeights], Tensor]
+
+
 class Step(NamedTuple):
     """One step of a layer. It covers one part, or several that read the same states (`first` to
-    `last`)."""
+    `last`).
+
+    `finish` computes the end of `run`, for callers that know the inputs of the last matrix. It is
+    None if other products of the step are added to the states as well.
+    """
 
     first: Part
     last: Part
     run: Run
+    finish: Finish | None = None
 
 
 WrapOps = Callable[[LayerOps, int, BlockWeights], LayerOps]
@@ -65,9 +84,9 @@ def _mixer_step(index: int, layer: LayerSpec) -> Step:
     match layer.mixer:
         case Attention() as spec:
             run = partial(attention, AttentionStep.of(index, spec))
+            return Step(part, part, run, Finish("output", add_attended))
         case other:
             raise unsupported("mixer", other)
-    return Step(part, part, run)
 
 
 def _feed_forward_step(index: int, layer: LayerSpec) -> Step:
@@ -75,9 +94,11 @@ def _feed_forward_step(index: int, layer: LayerSpec) -> Step:
     match layer.feed_forward:
         case Dense() as spec:
             run = partial(mlp, MlpStep.of(index, spec))
+            return Step(part, part, run, Finish("down", add_widened))
+        case MoE() as spec:
+            return Step(part, part, partial(moe, MoeStep.of(index, spec)))
         case other:
             raise unsupported("feed-forward part", other)
-    return Step(part, part, run)
 
 
 def with_ops(steps: Steps, wrap: WrapOps) -> Steps:
@@ -87,7 +108,7 @@ def with_ops(steps: Steps, wrap: WrapOps) -> Steps:
         def run(ops: LayerOps, x: Tensor, block: BlockWeights, state: PassState) -> Tensor:
             return step.run(wrap(ops, layer, block), x, block, state)
 
-        return step._replace(run=run)
+        return step._replace(run=run, finish=None)
 
     return tuple(
         tuple(wrapped(layer, step) for step in of_layer) for layer, of_layer in enumerate(steps)
@@ -103,6 +124,6 @@ def observed(steps: Steps, observe: Observer) -> Steps:
             x = step.run(ops, x, block, state)
             return checked_states(step.last, observe.after(step.last, x), x)
 
-        return step._replace(run=run)
+        return step._replace(run=run, finish=None)
 
     return tuple(tuple(shown(step) for step in layer) for layer in steps)

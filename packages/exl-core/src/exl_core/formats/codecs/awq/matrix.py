@@ -11,15 +11,15 @@ from torch import Tensor
 
 from exl_core.formats.codecs.awq import layout as awq
 from exl_core.formats.codecs.awq.layout import PER_WORD, AwqLinear
-from exl_core.formats.codecs.runtime import ColumnOrder, Move, exact_scales, stay
-from exl_core.ops.quantized import GroupRun, Offset, QuantColumns, QuantLayout
+from exl_core.formats.codecs.runtime import Move, StoredColumns, exact_scales, stay
+from exl_core.ops.weights import Formula, GroupedColumns, GroupedLayout, GroupRun
 
 MIDDLE = 8
 
 
 class AwqMatrix:
-    """Columns of a layer: `out_features` of them, from `first_column` on or as `order` lists
-    them."""
+    """Columns of a layer: `out_features` of them, from `first_column` on, or those that
+    `stored_columns` lists."""
 
     def __init__(
         self,
@@ -27,28 +27,28 @@ class AwqMatrix:
         out_features: int,
         *,
         first_column: int = 0,
-        order: Tensor | None = None,
+        stored_columns: Tensor | None = None,
     ) -> None:
         self._linear = linear
-        self._order = ColumnOrder(first_column, order)
+        self._columns = StoredColumns(first_column, stored_columns)
         zeros = awq.unpack(linear.qzeros)
         self._zeros = None if bool((zeros == MIDDLE).all()) else zeros
         self._scales = exact_scales(linear.scales)
-        offset: Offset = "middle" if self._zeros is None else "zeros"
-        self.layout = QuantLayout(
+        formula: Formula = "middle" if self._zeros is None else "zeros"
+        self.layout = GroupedLayout(
             out_features=out_features,
             in_features=linear.in_features,
             runs=group_runs(linear.in_features, linear.group_rows),
             features=None,
             scale_dtype=self._scales.dtype,
-            offset=offset,
+            formula=formula,
         )
 
-    def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
-        stored, inner = self._order.place(first, last, PER_WORD)
+    def columns(self, first: int, last: int, move: Move = stay) -> GroupedColumns:
+        stored, inner = self._columns.span(first, last, PER_WORD)
         codes = awq.unpack(move(self._linear.qweight[:, _words(stored)].contiguous()))
         zeros = None if self._zeros is None else self._zeros[:, stored][:, inner].contiguous()
-        return QuantColumns(
+        return GroupedColumns(
             "bytes",
             codes[:, inner],
             scales=self._scales[:, stored][:, inner].contiguous(),
@@ -56,7 +56,7 @@ class AwqMatrix:
         )
 
     def dense(self, first: int, last: int) -> Tensor:
-        linear, (stored, inner) = self._linear, self._order.place(first, last, PER_WORD)
+        linear, (stored, inner) = self._linear, self._columns.span(first, last, PER_WORD)
         part = AwqLinear(
             group_rows=linear.group_rows,
             qweight=linear.qweight[:, _words(stored)],

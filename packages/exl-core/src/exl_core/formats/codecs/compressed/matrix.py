@@ -14,13 +14,13 @@ from torch import Tensor
 from exl_core.formats.codecs.compressed import layout as compressed
 from exl_core.formats.codecs.compressed.layout import CompressedLinear
 from exl_core.formats.codecs.gptq.matrix import group_runs
-from exl_core.formats.codecs.runtime import ColumnOrder, Move, exact_scales, stay
-from exl_core.ops.quantized import Offset, QuantColumns, QuantLayout
+from exl_core.formats.codecs.runtime import Move, StoredColumns, exact_scales, stay
+from exl_core.ops.weights import Formula, GroupedColumns, GroupedLayout
 
 
 class CompressedMatrix:
-    """Columns of a layer: `out_features` of them, from `first_column` on or as `order` lists
-    them."""
+    """Columns of a layer: `out_features` of them, from `first_column` on, or those that
+    `stored_columns` lists."""
 
     def __init__(
         self,
@@ -28,10 +28,10 @@ class CompressedMatrix:
         out_features: int,
         *,
         first_column: int = 0,
-        order: Tensor | None = None,
+        stored_columns: Tensor | None = None,
     ) -> None:
         self._linear = linear
-        self._order = ColumnOrder(first_column, order)
+        self._columns = StoredColumns(first_column, stored_columns)
         self._scales = exact_scales(linear.scales)
         middle = 1 << (linear.bits - 1)
         is_middle = linear.zeros is None or bool((linear.zeros == middle).all())
@@ -39,20 +39,20 @@ class CompressedMatrix:
         self._permutation = None
         if linear.g_idx is not None:
             self._permutation = linear.g_idx.argsort(stable=True).to(torch.int32)
-        offset: Offset = "middle" if self._zeros is None else "zeros"
-        self.layout = QuantLayout(
+        formula: Formula = "middle" if self._zeros is None else "zeros"
+        self.layout = GroupedLayout(
             out_features=out_features,
             in_features=linear.in_features,
             runs=group_runs(linear.bits, linear.in_features, linear.group_rows),
             features=self._permutation,
             scale_dtype=self._scales.dtype,
-            offset=offset,
+            formula=formula,
         )
 
-    def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
-        stored, inner = self._order.place(first, last, 1)
+    def columns(self, first: int, last: int, move: Move = stay) -> GroupedColumns:
+        stored, inner = self._columns.span(first, last, 1)
         zeros = None if self._zeros is None else self._zeros[stored][inner].T.contiguous()
-        return QuantColumns(
+        return GroupedColumns(
             "words",
             move(self._linear.weight_packed[stored][inner]).T.contiguous(),
             source_rows=self._permutation,
@@ -61,5 +61,5 @@ class CompressedMatrix:
         )
 
     def dense(self, first: int, last: int) -> Tensor:
-        stored, inner = self._order.place(first, last, 1)
+        stored, inner = self._columns.span(first, last, 1)
         return compressed.dequantize(self._linear, stored.start, stored.stop)[inner].contiguous()

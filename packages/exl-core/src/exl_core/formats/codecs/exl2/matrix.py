@@ -15,13 +15,13 @@ from torch import Tensor
 
 from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.formats.codecs.exl2.layout import COLUMN_STEP, Exl2Group, Exl2Linear
-from exl_core.formats.codecs.runtime import ColumnOrder, Move, stay
-from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
+from exl_core.formats.codecs.runtime import Move, StoredColumns, stay
+from exl_core.ops.weights import GroupedColumns, GroupedLayout, GroupRun
 
 
 class Exl2Matrix:
-    """Columns of a layer: `out_features` of them, from `first_column` on or as `order` lists
-    them."""
+    """Columns of a layer: `out_features` of them, from `first_column` on, or those that
+    `stored_columns` lists."""
 
     def __init__(
         self,
@@ -29,25 +29,25 @@ class Exl2Matrix:
         out_features: int,
         *,
         first_column: int = 0,
-        order: Tensor | None = None,
+        stored_columns: Tensor | None = None,
         prescale: float = 1.0,
     ) -> None:
         self._linear = linear
-        self._order = ColumnOrder(first_column, order)
+        self._columns = StoredColumns(first_column, stored_columns)
         self._prescale = prescale
-        self.layout = QuantLayout(
+        self.layout = GroupedLayout(
             out_features=out_features,
             in_features=linear.in_features,
             runs=runs_of(linear.groups),
             features=_features(linear.q_invperm),
             scale_dtype=torch.float16,
-            offset="middle",
+            formula="middle",
         )
 
-    def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
+    def columns(self, first: int, last: int, move: Move = stay) -> GroupedColumns:
         part, inner = self._part(first, last)
         scales = exl2.unpack_scales(part, prescale=self._prescale, move=move)[:, inner]
-        return QuantColumns("words", move(part.q_weight[:, inner]), scales=scales.contiguous())
+        return GroupedColumns("words", move(part.q_weight[:, inner]), scales=scales.contiguous())
 
     def dense(self, first: int, last: int) -> Tensor:
         part, inner = self._part(first, last)
@@ -55,9 +55,9 @@ class Exl2Matrix:
 
     def _part(self, first: int, last: int) -> tuple[Exl2Linear, slice | Tensor]:
         """A layer that has the columns first .. last - 1, extended to whole words of scale codes,
-        and their places in it."""
+        and their indices in it."""
         linear = self._linear
-        stored, inner = self._order.place(first, last, COLUMN_STEP)
+        stored, inner = self._columns.span(first, last, COLUMN_STEP)
         part = Exl2Linear(
             q_weight=linear.q_weight[:, stored],
             q_scale=linear.q_scale[:, stored.start // 8 : stored.stop // 8],

@@ -13,14 +13,14 @@ from exl_core.formats.codecs.fp8 import layout as fp8
 from exl_core.formats.codecs.fp8.layout import Fp8Linear
 from exl_core.formats.codecs.gptq.matrix import group_runs
 from exl_core.formats.codecs.runtime import Move, exact_scales, stay
-from exl_core.ops.quantized import QuantColumns, QuantLayout
+from exl_core.ops.weights import GroupedColumns, GroupedLayout
 
 BITS = 8
 
 
 class Fp8Matrix:
-    """Columns of a matrix: `out_features` of them, from `first_column` on or as `order` lists them.
-    `where` names the matrix in messages."""
+    """Columns of a matrix: `out_features` of them, from `first_column` on, or those that
+    `stored_columns` lists. `where` names the matrix in messages."""
 
     def __init__(
         self,
@@ -28,26 +28,25 @@ class Fp8Matrix:
         out_features: int,
         *,
         first_column: int = 0,
-        order: Tensor | None = None,
+        stored_columns: Tensor | None = None,
         where: object = None,
     ) -> None:
         self._linear = linear
         self._where = where
         self._rows = torch.arange(first_column, first_column + out_features)
-        if order is not None:
-            self._rows = order
+        if stored_columns is not None:
+            self._rows = stored_columns
         self._scale_dtype = exact_scales(linear.scales).dtype
-        self.layout = QuantLayout(
+        self.layout = GroupedLayout(
             out_features=out_features,
             in_features=linear.in_features,
             runs=group_runs(BITS, linear.in_features, linear.group_rows),
             features=None,
             scale_dtype=self._scale_dtype,
-            offset="middle",
-            values="e4m3",
+            formula="e4m3",
         )
 
-    def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
+    def columns(self, first: int, last: int, move: Move = stay) -> GroupedColumns:
         rows = self._rows[first:last]
         codes = move(self._linear.weight.view(torch.uint8)[rows])
         bad = int(((codes & 0x7F) == 0x7F).sum())
@@ -59,7 +58,7 @@ class Fp8Matrix:
                 " another source.",
             )
         scales = self._linear.row_scales(rows).T.to(self._scale_dtype)
-        return QuantColumns("bytes", codes.T.contiguous(), scales=scales.contiguous())
+        return GroupedColumns("bytes", codes.T.contiguous(), scales=scales.contiguous())
 
     def dense(self, first: int, last: int) -> Tensor:
         return fp8.dequantize(self._linear, self._rows[first:last])

@@ -21,6 +21,14 @@ PLAIN_DTYPES = {
 }
 
 
+REMOVED_TYPES = {
+    **{4: "Q4_2", 5: "Q4_3"},
+    **{31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"},
+    **{36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
+}
+"""Ids of types that llama.cpp no longer reads either."""
+
+
 class BlockGroup(NamedTuple):
     """Bit width of the codes, and number of codes that share a scale."""
 

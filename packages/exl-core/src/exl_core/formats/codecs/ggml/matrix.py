@@ -22,22 +22,21 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from exl_core.formats.codecs.ggml.layout import GROUPS
-from exl_core.ops.quantized import GroupRun, Offset, Packing, QuantColumns, QuantLayout, Values
+from exl_core.ops.weights import Formula, GroupedColumns, GroupedLayout, GroupRun, Packing
 
 GROUP_ROWS = 32
 SUPERBLOCK_GROUPS = 8  # groups per block of Q4_K and Q5_K
 
 
 class _Form(NamedTuple):
-    offset: Offset
+    formula: Formula
     packing: Packing
-    values: Values = "integers"
     has_float_scales: bool = False  # products of two numbers, as float32
 
     @property
     def scales(self) -> int:
         """Number of float16 values at the start of each block."""
-        return 2 if self.offset == "minimums" else 1
+        return 2 if self.formula == "minimums" else 1
 
 
 _FORMS = {
@@ -48,26 +47,25 @@ _FORMS = {
     GGMLQuantizationType.Q8_0: _Form("middle", "q8_0"),
     GGMLQuantizationType.Q4_K: _Form("minimums", "bytes", has_float_scales=True),
     GGMLQuantizationType.Q5_K: _Form("minimums", "bytes", has_float_scales=True),
-    GGMLQuantizationType.IQ4_NL: _Form("middle", "bytes", "iq4_nl"),
-    GGMLQuantizationType.IQ4_XS: _Form("middle", "bytes", "iq4_nl", has_float_scales=True),
+    GGMLQuantizationType.IQ4_NL: _Form("iq4_nl", "bytes"),
+    GGMLQuantizationType.IQ4_XS: _Form("iq4_nl", "bytes", has_float_scales=True),
 }
 
 
 def layout_of(
     kind: GGMLQuantizationType, out_features: int, in_features: int
-) -> QuantLayout | None:
+) -> GroupedLayout | None:
     """Run-time layout of a matrix of type `kind`; None if the type is dequantized instead."""
     form = _FORMS.get(kind)
     if form is None:
         return None
-    return QuantLayout(
+    return GroupedLayout(
         out_features=out_features,
         in_features=in_features,
         runs=(GroupRun(GROUPS[kind].bits, in_features // GROUP_ROWS, GROUP_ROWS),),
         features=None,
         scale_dtype=torch.float32 if form.has_float_scales else torch.float16,
-        offset=form.offset,
-        values=form.values,
+        formula=form.formula,
     )
 
 
@@ -79,21 +77,21 @@ def bad_blocks(raw: Tensor, kind: GGMLQuantizationType) -> int:
     return 0 if is_finite.all() else int((~is_finite).any(1).sum())
 
 
-def columns_of(raw: Tensor, kind: GGMLQuantizationType) -> QuantColumns:
+def columns_of(raw: Tensor, kind: GGMLQuantizationType) -> GroupedColumns:
     """Run-time form of the matrix columns that the file stores as rows `raw`, uint8 [columns,
     bytes]."""
     packing = _FORMS[kind].packing
     if packing != "bytes":
-        return QuantColumns(packing, raw)
+        return GroupedColumns(packing, raw)
     blocks = raw.view(raw.shape[0], -1, GGML_QUANT_SIZES[kind][1])  # [columns, blocks, bytes]
-    if _FORMS[kind].values == "iq4_nl":
+    if _FORMS[kind].formula == "iq4_nl":
         return _table_columns(blocks, kind)
     factors = blocks[:, :, :4].contiguous().view(torch.float16).float()  # d, dmin
     scale_codes, minimum_codes = _unpack_6_bits(blocks[:, :, 4:16])
     scales = factors[:, :, :1] * scale_codes
     minimums = -(factors[:, :, 1:] * minimum_codes)
     codes = _unpack_codes(blocks, kind)
-    return QuantColumns(
+    return GroupedColumns(
         "bytes",
         codes.view(raw.shape[0], -1).T.contiguous(),
         scales=scales.view(raw.shape[0], -1).T.contiguous(),
@@ -101,7 +99,7 @@ def columns_of(raw: Tensor, kind: GGMLQuantizationType) -> QuantColumns:
     )
 
 
-def _table_columns(blocks: Tensor, kind: GGMLQuantizationType) -> QuantColumns:
+def _table_columns(blocks: Tensor, kind: GGMLQuantizationType) -> GroupedColumns:
     """IQ4_NL and IQ4_XS, [columns, blocks, bytes]. A group has 16 bytes, whose low halves are the
     codes of rows 0 .. 15 and whose high halves are those of rows 16 .. 31."""
     columns = blocks.shape[0]
@@ -111,7 +109,7 @@ def _table_columns(blocks: Tensor, kind: GGMLQuantizationType) -> QuantColumns:
         scales = scales.float() * _unpack_xs_scales(blocks[:, :, 2:4], blocks[:, :, 4:8])
     nibbles = blocks[:, :, 8 if is_xs else 2 :].reshape(columns, -1, GROUP_ROWS // 2)
     codes = torch.cat([nibbles & 15, nibbles >> 4], dim=-1)  # [columns, groups, 32]
-    return QuantColumns(
+    return GroupedColumns(
         "bytes",
         codes.view(columns, -1).T.contiguous(),
         scales=scales.reshape(columns, -1).T.contiguous(),

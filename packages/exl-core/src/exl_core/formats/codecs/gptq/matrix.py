@@ -13,15 +13,15 @@ from torch import Tensor
 
 from exl_core.formats.codecs.gptq import layout as gptq
 from exl_core.formats.codecs.gptq.layout import GptqLinear
-from exl_core.formats.codecs.runtime import ColumnOrder, Move, stay
-from exl_core.ops.quantized import GroupRun, Offset, QuantColumns, QuantLayout
+from exl_core.formats.codecs.runtime import Move, StoredColumns, stay
+from exl_core.ops.weights import Formula, GroupedColumns, GroupedLayout, GroupRun
 
 COLUMN_STEP = 32  # zero points of this many columns fill whole words, at any width
 
 
 class GptqMatrix:
-    """Columns of a layer: `out_features` of them, from `first_column` on or as `order` lists
-    them."""
+    """Columns of a layer: `out_features` of them, from `first_column` on, or those that
+    `stored_columns` lists."""
 
     def __init__(
         self,
@@ -29,31 +29,31 @@ class GptqMatrix:
         out_features: int,
         *,
         first_column: int = 0,
-        order: Tensor | None = None,
+        stored_columns: Tensor | None = None,
     ) -> None:
         self._linear = linear
-        self._order = ColumnOrder(first_column, order)
+        self._columns = StoredColumns(first_column, stored_columns)
         bits = linear.settings.bits
         zeros = gptq.unpack_zero_points(linear)
         is_middle = bool((zeros == 1 << (bits - 1)).all())
         self._zeros = None if is_middle else zeros
-        offset: Offset = "middle" if is_middle else "zeros"
+        formula: Formula = "middle" if is_middle else "zeros"
         self._permutation = None
         if linear.g_idx is not None:
             self._permutation = linear.g_idx.argsort(stable=True).to(torch.int32)
-        self.layout = QuantLayout(
+        self.layout = GroupedLayout(
             out_features=out_features,
             in_features=linear.in_features,
             runs=group_runs(bits, linear.in_features, linear.group_rows),
             features=self._permutation,
             scale_dtype=torch.float16,
-            offset=offset,
+            formula=formula,
         )
 
-    def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
-        stored, inner = self._order.place(first, last, 1)
+    def columns(self, first: int, last: int, move: Move = stay) -> GroupedColumns:
+        stored, inner = self._columns.span(first, last, 1)
         zeros = None if self._zeros is None else self._zeros[:, stored][:, inner].contiguous()
-        return QuantColumns(
+        return GroupedColumns(
             "words",
             move(self._linear.qweight[:, stored][:, inner]),
             source_rows=self._permutation,
@@ -63,7 +63,7 @@ class GptqMatrix:
 
     def dense(self, first: int, last: int) -> Tensor:
         linear, bits = self._linear, self._linear.settings.bits
-        stored, inner = self._order.place(first, last, COLUMN_STEP)
+        stored, inner = self._columns.span(first, last, COLUMN_STEP)
         start, stop = stored.start, min(stored.stop, linear.out_features)
         part = GptqLinear(
             settings=linear.settings,

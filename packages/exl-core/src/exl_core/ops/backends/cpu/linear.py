@@ -6,12 +6,19 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from torch import Tensor, dtype
+from torch import Tensor
 
 from exl_core.ops.backends.cpu.library import exl_kernels
 from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
-from exl_core.ops.quantized import QuantColumns, QuantLayout
+from exl_core.ops.weights import (
+    DenseColumns,
+    DenseLayout,
+    GroupedColumns,
+    GroupedLayout,
+    WeightColumns,
+    WeightLayout,
+)
 
 
 class CpuLinearOps:
@@ -20,39 +27,42 @@ class CpuLinearOps:
     _ops: exl_kernels.Table
 
     def new_linear(
-        self, out_features: int, in_features: int, dtype: dtype, has_bias: bool = False
+        self,
+        layout: WeightLayout,
+        *,
+        on_host: bool = False,  # noqa: ARG002 - all memory is the host's
     ) -> PackedLinear:
-        return exl_kernels.PackedLinear(out_features, in_features, dtype, has_bias)
+        n, k = layout.out_features, layout.in_features
+        match layout:
+            case DenseLayout():
+                return exl_kernels.PackedLinear(n, k, layout.dtype, layout.has_bias)
+            case GroupedLayout():
+                return exl_kernels.QuantLinear(
+                    n,
+                    k,
+                    layout.runs,
+                    layout.features,
+                    layout.scale_dtype,
+                    layout.formula if layout.has_integers else "middle",
+                    layout.has_bias,
+                    values="integers" if layout.has_integers else layout.formula,
+                )
 
-    def fill_linear(
-        self, w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None
-    ) -> None:
-        cast(exl_kernels.PackedLinear, w).fill(row_offset, weight, bias)
-
-    def new_quantized(self, layout: QuantLayout) -> PackedLinear:
-        arguments = (
-            layout.out_features,
-            layout.in_features,
-            layout.runs,
-            layout.features,
-            layout.scale_dtype,
-            layout.offset,
-            layout.has_bias,
-        )
-        if layout.values == "integers":
-            return exl_kernels.QuantLinear(*arguments)
-        return exl_kernels.QuantLinear(*arguments, values=layout.values)
-
-    def fill_quantized(self, w: PackedLinear, first_column: int, columns: QuantColumns) -> None:
-        cast(exl_kernels.QuantLinear, w).fill(
-            first_column,
-            columns.packing,
-            columns.codes,
-            columns.source_rows,
-            columns.scales,
-            columns.offsets,
-            columns.bias,
-        )
+    def fill_linear(self, w: PackedLinear, first_column: int, columns: WeightColumns) -> None:
+        match columns:
+            case DenseColumns():
+                dense = cast(exl_kernels.PackedLinear, w)
+                dense.fill(first_column, columns.weight, columns.bias)
+            case GroupedColumns():
+                cast(exl_kernels.QuantLinear, w).fill(
+                    first_column,
+                    columns.packing,
+                    columns.codes,
+                    columns.source_rows,
+                    columns.scales,
+                    columns.offsets,
+                    columns.bias,
+                )
 
     def join(self, parts: Sequence[PackedLinear]) -> PackedLinear:
         return exl_kernels.JoinedLinear([cast(exl_kernels.Linear, part) for part in parts])

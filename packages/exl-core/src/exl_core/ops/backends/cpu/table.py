@@ -14,10 +14,11 @@ from exl_core.ops.backends.cpu.attention import CpuAttentionOps
 from exl_core.ops.backends.cpu.elementwise import CpuElementwiseOps
 from exl_core.ops.backends.cpu.library import exl_kernels, native_isas
 from exl_core.ops.backends.cpu.linear import CpuLinearOps
+from exl_core.ops.backends.cpu.moe import CpuMoeOps
 from exl_core.ops.backends.cpu.sampling import CpuSamplingOps
 
 
-class CpuTable(CpuLinearOps, CpuAttentionOps, CpuElementwiseOps, CpuSamplingOps):
+class CpuTable(CpuLinearOps, CpuAttentionOps, CpuElementwiseOps, CpuMoeOps, CpuSamplingOps):
     """OpTable of the CPU kernels for one instruction set, with their thread pool."""
 
     device = torch.device("cpu")
@@ -31,8 +32,7 @@ class CpuTable(CpuLinearOps, CpuAttentionOps, CpuElementwiseOps, CpuSamplingOps)
                 got=isa,
             )
         self._ops = exl_kernels.Table(isa or isas[-1], threads)
-        if batch_invariant:
-            self._ops.is_batch_invariant = True
+        self._ops.is_batch_invariant = batch_invariant
 
     @property
     def name(self) -> str:
@@ -41,6 +41,10 @@ class CpuTable(CpuLinearOps, CpuAttentionOps, CpuElementwiseOps, CpuSamplingOps)
     @property
     def threads(self) -> int:
         return self._ops.threads
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        return self._ops.is_batch_invariant
 
     @staticmethod
     def bring(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Two implementations share the work. The library's kernels read every cache format and serve
 sequences with few rows. torch's attention is faster for sequences with many rows over a float16
-cache.
+cache. The batch-invariant mode uses the library's kernels only.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ MANY_QUERIES = 256
 GATHERED_BYTES = 128 << 20
 """Limit for the copy of one sequence's keys and values that torch's attention needs, because it
 cannot read pages. Longer sequences use the library's kernel."""
+
+MAX_NARROW_HEAD = 256
+"""Larger heads have a kernel of their own, which does not write prepared inputs."""
 
 MET = 2
 """Number of times that a row count has to occur before cuDNN is used for it. cuDNN takes half the
@@ -109,7 +112,7 @@ class Attention:
             max_keys=max(lengths, default=0),
         )
         cut = next((i for i, n in enumerate(counts) if n >= MANY_QUERIES), len(counts))
-        if cut == len(counts) or min(counts[cut:]) < MANY_QUERIES:
+        if self._gpu.is_invariant or cut == len(counts) or min(counts[cut:]) < MANY_QUERIES:
             return batch
         long = []
         for i in range(cut, len(counts)):
@@ -208,12 +211,13 @@ class Attention:
         is written there as prepared inputs, and `out` is left unchanged.
         """
         rows = out.shape[0]
-        workspace = self._gpu.workspace("attention", rows, heads, head_dim_of(cache.keys))
+        is_invariant = self._gpu.is_invariant
+        workspace = self._gpu.workspace("attention", is_invariant, head_dim_of(cache.keys))
         args = cuda.Attention(
             q=q.data_ptr(),
             q_stride=q.stride(0),
             out=out.data_ptr() if to is None else to.memory.data_ptr(),
-            places=None if to is None else to.inverse_permutation,
+            inverse_permutation=None if to is None else to.inverse_permutation,
             out_stride=out.stride(0),
             dtype=TYPES[out.dtype],
             rows=rows,
@@ -230,6 +234,7 @@ class Attention:
             softcap=scoring.softcap,
             workspace=workspace.data_ptr(),
             workspace_bytes=workspace.numel(),
+            is_invariant=is_invariant,
         )
         self._gpu.call("attention", args, _pages_of(cache))
 
@@ -294,7 +299,9 @@ class CudaAttentionOps:
         if qkv.shape[0] == 0:
             return result
         to, bound = result if isinstance(result, CudaInputs) else None, cast(CudaBatch, batch)
-        writes_to_out = to is not None and bound.can_permute_output
+        is_wide = head_dim_of(cache.keys) > MAX_NARROW_HEAD
+        can_permute = bound.can_permute_output and not is_wide and qkv.dtype is torch.float16
+        writes_to_out = to is not None and can_permute
         self._attention.attend(
             qkv,
             bound,
@@ -315,6 +322,8 @@ def _can_use_torch(
     """Whether torch's attention can take the long segments of a batch within `GATHERED_BYTES`."""
     if not batch.long or key_cache.dtype is not qkv.dtype or scoring.softcap:
         return False
+    if key_cache.shape[3] > MAX_NARROW_HEAD:
+        return False  # torch would compute all scores of a head at once
     gathered = (s.last - s.first + s.past_len for s in batch.long if s.past_len)
     max_gathered = max(gathered, default=0)  # keys
     key_bytes = key_cache.shape[1] * key_cache.shape[3] * key_cache.element_size()

@@ -5,7 +5,7 @@ This module calls no kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -40,6 +40,23 @@ def parse_device(name: str) -> str:
     raise RequestError(
         "no such device", expected="auto, cpu, cuda or cuda:N", got=name or "nothing"
     )
+
+
+HEAD_STEP = 8
+MAX_HEAD_DIM = 512
+
+
+def check_head_dims(head_dims: Iterable[int], where: object) -> None:
+    """Raises DeviceError for a head size that the attention kernels do not take."""
+    for head_dim in dict.fromkeys(head_dims):
+        if head_dim % HEAD_STEP or not 0 < head_dim <= MAX_HEAD_DIM:
+            raise DeviceError(
+                "a GPU cannot run a model with heads of this size",
+                where=where,
+                expected=f"a multiple of {HEAD_STEP} of at most {MAX_HEAD_DIM}",
+                got=head_dim,
+                next_step=_USE_CPU,
+            )
 
 
 def open_device(name: str) -> torch.device:

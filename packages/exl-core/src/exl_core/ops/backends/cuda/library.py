@@ -17,26 +17,44 @@ TYPES = {
 }
 """Type numbers of `exl/cuda.h`."""
 
+FIXED_ROWS = 64
+"""Rows that torch's ops get in the batch-invariant mode; missing rows are zeros. Torch's choice of
+a kernel, and so the order of summation, depends on the number of rows."""
+
 
 class Gpu:
     """Calls the library on torch's current stream. The host does not synchronize.
 
-    `most_placed_rows` is the largest number of rows for which a kernel can write its result as
-    prepared inputs of the next linear.
+    `max_prepared_rows` is the largest number of rows for which a kernel can write its result as
+    prepared inputs of the next linear. `is_invariant` selects the batch-invariant mode.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_invariant: bool = False) -> None:
         self.device = device
+        self.is_invariant = is_invariant
         self._library = cuda.load()
+        self._is_only_gpu = torch.cuda.device_count() == 1
         with torch.cuda.device(device):
-            self.most_placed_rows = self._library.most_placed_rows()
+            self.max_prepared_rows = self._library.max_prepared_rows()
+            self._least_rows = self._library.least_rows(has_integers=True)
+            self._least_other_rows = self._library.least_rows(has_integers=False)
         self._workspaces: dict[str, Tensor] = {}
         self._retired: list[Tensor] = []
+
+    def least_rows(self, *, has_integers: bool) -> int:
+        """Rows that prepared inputs are laid out for, at least."""
+        if not self.is_invariant:
+            return 1
+        return self._least_rows if has_integers else self._least_other_rows
 
     def call(self, name: str, *operands: object) -> None:
         """Calls `exl_cuda_<name>` with the stream as its last operand."""
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        self._library.call(name, *operands, stream)
+        if self._is_only_gpu:
+            self._library.call(name, *operands, stream)
+            return
+        with torch.cuda.device(self.device):  # a kernel is launched on the current device
+            self._library.call(name, *operands, stream)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
-from exl_core.ops.backends.cuda.matmul import CudaInputs, CudaJoined, Linears, parts_of
+from exl_core.ops.backends.cuda.matmul import CudaInputs, CudaJoined, CudaLinear, Linears, parts_of
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
 from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
-from exl_core.ops.quantized import QuantColumns, QuantLayout
+from exl_core.ops.weights import DenseColumns, GroupedColumns, WeightColumns, WeightLayout
 
 
 class CudaLinearOps:
@@ -22,25 +21,15 @@ class CudaLinearOps:
     _gpu: Gpu
     _linears: Linears
 
-    def new_linear(
-        self,
-        out_features: int,
-        in_features: int,
-        dtype: torch.dtype,  # noqa: ARG002 - stored as float16
-        has_bias: bool = False,
-    ) -> PackedLinear:
-        return self._linears.new_dense(out_features, in_features, has_bias)
+    def new_linear(self, layout: WeightLayout, *, on_host: bool = False) -> PackedLinear:
+        return self._linears.new(layout, on_host)
 
-    def fill_linear(
-        self, w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None
-    ) -> None:
-        self._linears.fill_dense(w, row_offset, weight, bias)
-
-    def new_quantized(self, layout: QuantLayout) -> PackedLinear:
-        return self._linears.new_quantized(layout)
-
-    def fill_quantized(self, w: PackedLinear, first_column: int, columns: QuantColumns) -> None:
-        self._linears.fill_quantized(w, first_column, columns)
+    def fill_linear(self, w: PackedLinear, first_column: int, columns: WeightColumns) -> None:
+        match columns:
+            case DenseColumns():
+                self._linears.fill_dense(cast(CudaLinear, w), first_column, columns)
+            case GroupedColumns():
+                cast(CudaQuantLinear, w).fill(first_column, columns)
 
     def join(self, parts: Sequence[PackedLinear]) -> PackedLinear:
         return CudaJoined(tuple(part for w in parts for part in parts_of(w)))

@@ -6,6 +6,10 @@ weights in registers. For codes that are not integers (FP8, IQ4_NL) there is the
 up to 8 rows. With more rows the matrix is dequantized to float16 in slices of columns,
 which torch multiplies, so that each weight is read once for all rows. Inputs and outputs are
 float32 or float16.
+
+The batch-invariant mode has one kernel and one order of summation for every number of rows.
+Quantized matrices are multiplied in chunks of 64 rows by the small-batch kernel, or 8 rows at a
+time by the decode kernel. Dense matrices are multiplied by torch in chunks of exactly `FIXED_ROWS`.
 """
 
 from __future__ import annotations
@@ -20,18 +24,20 @@ import torch
 from torch import Tensor
 
 from exl_core.errors import BackendError
-from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.library import FIXED_ROWS, TYPES, Gpu
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
 from exl_core.ops.backends.cuda.slices import Slices
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import DenseLinear, PackedLinear
-from exl_core.ops.quantized import QuantColumns, QuantLayout
+from exl_core.ops.weights import DenseColumns, DenseLayout, GroupedLayout, WeightLayout
 from exl_kernels import cuda
 
 MAX_DIRECT_ROWS = 96
 """Largest number of rows for which kernels read the codes directly. The kernels' limit is 128."""
+
+ANY_ROWS = 1 << 20  # more than a pass has
 
 SCRATCH_HALVES = 48 << 20
 """Largest slice of dequantized weights, in float16 numbers: 96 MiB. There are two such buffers."""
@@ -106,19 +112,33 @@ class Linears:
         """Starts a pass: `CudaTable.attention_batch` calls this before its first product."""
         self._slices.begin_pass()
 
-    def new_dense(self, out_features: int, in_features: int, has_bias: bool) -> CudaLinear:
-        if out_features < 1 or in_features < 1:
-            raise OpInputError(f"PackedLinear: {out_features} x {in_features}")
+    def new(self, layout: WeightLayout, on_host: bool) -> CudaLinear | CudaQuantLinear:
+        match layout:
+            case DenseLayout():
+                return self._new_dense(layout, on_host)
+            case GroupedLayout():
+                self._max_n = max(self._max_n, layout.out_features)
+                return CudaQuantLinear(layout, self._gpu, on_host=on_host)
+
+    def _new_dense(self, layout: DenseLayout, on_host: bool) -> CudaLinear:
+        """Weights in float16, whatever the layout's dtype.
+
+        Page-locked memory of the host has one address for both: kernels read it over the bus.
+        """
+        n, k = layout.out_features, layout.in_features
+        if n < 1 or k < 1:
+            raise OpInputError(f"new_linear: {n} x {k}")
         device = self._gpu.device
-        bias = torch.zeros(out_features, device=device) if has_bias else None
-        weight = torch.zeros(out_features, in_features, dtype=torch.float16, device=device)
+        bias = torch.zeros(n, device=device) if layout.has_bias else None
+        if on_host:
+            weight = torch.zeros(n, k, dtype=torch.float16, pin_memory=True)
+        else:
+            weight = torch.zeros(n, k, dtype=torch.float16, device=device)
         return CudaLinear(weight, bias)
 
-    def fill_dense(
-        self, w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None
-    ) -> None:
-        dense = cast(CudaLinear, w)
-        rows = slice(row_offset, row_offset + weight.shape[0])
+    def fill_dense(self, w: CudaLinear, first_column: int, columns: DenseColumns) -> None:
+        weight, bias = columns.weight, columns.bias
+        rows = slice(first_column, first_column + weight.shape[0])
         halves = upload(weight, self._gpu.device).half()
         if weight.dtype is not torch.float16 and not halves.isfinite().all():
             raise BackendError(
@@ -126,24 +146,18 @@ class Linears:
                 got=float(weight.abs().amax()),
                 next_step="Take --device cpu.",
             )
-        dense.weight[rows].copy_(halves)
-        if dense.bias is not None and bias is not None:
-            dense.bias[rows].copy_(bias)
-
-    def new_quantized(self, layout: QuantLayout) -> CudaQuantLinear:
-        self._max_n = max(self._max_n, layout.out_features)
-        return CudaQuantLinear(layout, self._gpu)
-
-    @staticmethod
-    def fill_quantized(w: PackedLinear, first_column: int, columns: QuantColumns) -> None:
-        cast(CudaQuantLinear, w).fill(first_column, columns)
+        w.weight[rows].copy_(halves)
+        if w.bias is not None and bias is not None:
+            w.bias[rows].copy_(bias)
 
     def inputs_for(self, w: PackedLinear, rows: int) -> CudaInputs | None:
         """Buffer for prepared inputs of `w`, or None if kernels cannot write to it directly."""
         part, *others = parts_of(w)
         if others or not isinstance(part, CudaQuantLinear) or part.inverse_permutation is None:
             return None
-        if not 0 < rows <= min(self._gpu.most_placed_rows, _max_direct_rows((part,))):
+        least = self._gpu.least_rows(has_integers=part.has_integers)
+        most = min(self._gpu.max_prepared_rows, self._max_direct_rows((part,)))
+        if not least <= rows <= most:
             return None
         halves = cuda.prepared_halves(rows, part.num_blocks)
         return CudaInputs(part, rows, self._gpu.empty(halves, dtype=torch.float16))
@@ -168,7 +182,12 @@ class Linears:
             return
         parts = parts_of(w)
         quantized = _all_quantized(parts)
-        is_direct = x.shape[0] <= _max_direct_rows(parts)
+        most = self._max_direct_rows(parts)
+        is_direct = x.shape[0] <= most
+        if self._gpu.is_invariant and not is_direct:
+            for one, sums in zip(torch.split(x, most), torch.split(out, most), strict=True):
+                self.multiply(one, w, sums, norm=norm, is_added=is_added)
+            return
         if quantized is not None and is_direct and len(parts) <= cuda.MAX_PARTS:
             epilogue = cuda.ADD if is_added else cuda.STORE
             self._multiply_codes(x, quantized, out, norm=norm, epilogue=epilogue)
@@ -201,13 +220,18 @@ class Linears:
             return
         quantized = _all_quantized(parts_of(w))
         is_pair = quantized is not None and [p.out_features for p in quantized] == [columns] * 2
-        if quantized is not None and is_pair and rows <= _max_direct_rows(quantized):
+        if quantized is not None and is_pair and rows <= self._max_direct_rows(quantized):
             self._multiply_codes(x, quantized, out, norm=norm, epilogue=cuda.GATED, gate=kind)
             return
         if isinstance(out, CudaInputs):
             halves = self._gpu.empty(rows, columns, dtype=torch.float16)
             self.multiply_gated(x, w, halves, norm, kind)
             self.prepare_for(out, halves)
+            return
+        if self._gpu.is_invariant and quantized is not None and is_pair:
+            most = self._max_direct_rows(quantized)
+            for one, results in zip(torch.split(x, most), torch.split(out, most), strict=True):
+                self.multiply_gated(one, w, results, norm, kind)
             return
         gate_up = self._gpu.empty(rows, 2 * columns, dtype=torch.float16)
         self.multiply(x, w, gate_up, norm=norm)
@@ -234,16 +258,18 @@ class Linears:
         rows, gpu = x.shape[0], self._gpu
         if isinstance(out, CudaInputs):
             args = self._new_arguments(parts, out.memory.view(1, -1), epilogue, gate)
-            args.m, args.places = rows, out.inverse_permutation
+            args.m, args.inverse_permutation = rows, out.inverse_permutation
             out.is_by_rows = rows > cuda.TILE_ROWS
         else:
             args = self._new_arguments(parts, out, epilogue, gate)
+        least_rows = gpu.least_rows(has_integers=all(part.has_integers for part in parts))
         prepare = _prepare(x, norm)
+        prepare.least_rows = least_rows
         buffers: dict[int, Tensor] = {}  # by permutation: parts with the same one share inputs
         for i, part in enumerate(parts):
             permutation = part.permutation.data_ptr()
             if permutation not in buffers:
-                halves = cuda.prepared_halves(rows, part.num_blocks)
+                halves = cuda.prepared_halves(rows, part.num_blocks, least_rows)
                 buffers[permutation] = gpu.empty(halves, dtype=torch.float16)
                 target = cuda.Prepared(
                     permutation, buffers[permutation].data_ptr(), part.num_blocks, 0
@@ -280,15 +306,18 @@ class Linears:
             gate=cuda.GATES[gate],
             workspace=workspace.data_ptr(),
             workspace_bytes=workspace.numel(),
+            is_invariant=self._gpu.is_invariant,
         )
         for i, part in enumerate(parts):
             args.parts[i] = ctypes.pointer(part.matrix)
         return args
 
-    @staticmethod
-    def _multiply_dense(x: Tensor, parts: tuple[Part, ...], out: Tensor, is_added: bool) -> None:
+    def _multiply_dense(
+        self, x: Tensor, parts: tuple[Part, ...], out: Tensor, is_added: bool
+    ) -> None:
+        multiply = _fixed_product if self._gpu.is_invariant else _product
         for part, columns in _split(parts, out):
-            _product(x, cast(CudaLinear, part).weight.T, columns, is_added)
+            multiply(x, cast(CudaLinear, part).weight.T, columns, is_added)
             if part.bias is not None:
                 columns.add_(part.bias)
 
@@ -314,6 +343,13 @@ class Linears:
         for part, own in _split(parts, out):
             if part.bias is not None:
                 own.add_(part.bias)
+
+    def _max_direct_rows(self, parts: Sequence[Part]) -> int:
+        """Largest number of rows for which kernels read the codes of these parts directly."""
+        quantized = (part for part in parts if isinstance(part, CudaQuantLinear))
+        if not all(part.has_integers for part in quantized):
+            return cuda.TILE_ROWS
+        return ANY_ROWS if self._gpu.is_invariant else MAX_DIRECT_ROWS
 
     def _as_float16(self, x: Tensor, norm: RmsNorm | None) -> Tensor:
         """x, after the norm if there is one, as float16 [m, k] with any row stride."""
@@ -351,13 +387,6 @@ def _unpack(parts: Sequence[CudaQuantLinear], first: int, last: int, dense: Tens
         start += part.out_features
 
 
-def _max_direct_rows(parts: Sequence[Part]) -> int:
-    """Largest number of rows for which kernels read the codes of these parts directly."""
-    quantized = (part for part in parts if isinstance(part, CudaQuantLinear))
-    has_integers = all(part.layout.values == "integers" for part in quantized)
-    return MAX_DIRECT_ROWS if has_integers else cuda.TILE_ROWS
-
-
 def _all_quantized(parts: Sequence[Part]) -> tuple[CudaQuantLinear, ...] | None:
     found = tuple(part for part in parts if isinstance(part, CudaQuantLinear))
     return found if len(found) == len(parts) else None
@@ -382,3 +411,16 @@ def _product(x: Tensor, weight: Tensor, out: Tensor, is_added: bool) -> None:
         torch.mm(x, weight, out=out)
     else:
         out.copy_(torch.mm(x, weight, out_dtype=torch.float32))
+
+
+def _fixed_product(x: Tensor, weight: Tensor, out: Tensor, is_added: bool) -> None:
+    """The same as `_product`, in chunks of exactly `FIXED_ROWS` rows."""
+    chunks = torch.split(x, FIXED_ROWS), torch.split(out, FIXED_ROWS)
+    for rows, sums in zip(*chunks, strict=True):
+        padded = x.new_zeros(FIXED_ROWS, x.shape[1])
+        padded[: rows.shape[0]] = rows
+        product = torch.mm(padded, weight, out_dtype=torch.float32)[: rows.shape[0]]
+        if is_added:
+            sums.add_(product)
+        else:
+            sums.copy_(product)

@@ -2,7 +2,7 @@
 
 `exl/cuda/linear.h` defines the layout: column panels of 32 columns, all with the same layout, and
 in a panel k-tiles of up to four blocks of 32 rows of one group. This module computes the tables of
-k-tiles and runs from the `QuantLayout`, once per layout.
+k-tiles and runs from the `GroupedLayout`, once per layout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
-from exl_core.ops.quantized import FILL_STEP, GroupRun, Offset, QuantColumns, QuantLayout
+from exl_core.ops.weights import FILL_STEP, Formula, GroupedColumns, GroupedLayout, GroupRun
 from exl_kernels import cuda
 
 PANEL_COLUMNS = 32
@@ -39,13 +39,13 @@ _K_TILE = np.dtype(
         ("group", "<u4"),
     ]
 )
-assert _K_TILE.itemsize == cuda.UNIT_BYTES
+assert _K_TILE.itemsize == cuda.K_TILE_BYTES
 _RUN = np.dtype(
     [
-        ("first_unit", "<u4"),
+        ("first_k_tile", "<u4"),
         ("offset", "<u4"),
         ("first_block", "<u2"),
-        ("group_units", "<u2"),
+        ("group_k_tiles", "<u2"),
         ("bits", "u1"),
         ("last_blocks", "u1"),
         ("reserved", "<u2"),
@@ -54,14 +54,24 @@ _RUN = np.dtype(
 assert _RUN.itemsize == cuda.RUN_BYTES
 
 
+_FORMULAS: dict[Formula, tuple[int, int]] = {
+    "middle": (cuda.OFFSETS["middle"], cuda.VALUES["integers"]),
+    "zeros": (cuda.OFFSETS["zeros"], cuda.VALUES["integers"]),
+    "minimums": (cuda.OFFSETS["minimums"], cuda.VALUES["integers"]),
+    "e4m3": (cuda.OFFSETS["middle"], cuda.VALUES["e4m3"]),
+    "iq4_nl": (cuda.OFFSETS["middle"], cuda.VALUES["iq4_nl"]),
+}
+"""`offset_kind` and `values` of ExlQuantMatrix."""
+
+
 class TilePlan(NamedTuple):
     """Packed layout of one column panel; the same for all panels of a matrix."""
 
-    units: NDArray[np.void]  # k-tiles: ExlQuantUnit
+    k_tiles: NDArray[np.void]  # ExlQuantKTile
     runs: NDArray[np.void]  # ExlQuantRun
     stored_rows: NDArray[np.int32]  # stored row of each padded row, -1: padding
     bit_offsets: NDArray[np.int64]  # bit of each k-tile's first row in a column's bit stream
-    strip_bytes: int  # size of a panel
+    panel_bytes: int
     rows_digest: bytes  # of stored_rows; plans with other bit widths may have the same rows
 
     @property
@@ -70,15 +80,16 @@ class TilePlan(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def plan_tiles(runs: tuple[GroupRun, ...], offset: Offset, scale_bytes: int) -> TilePlan:
-    """Computes a plan. Matrices with the same runs share it, as most of a model's do."""
-    header_bytes = PANEL_COLUMNS * (
-        scale_bytes + {"middle": 0, "zeros": 1, "minimums": scale_bytes}[offset]
-    )
+def plan_tiles(runs: tuple[GroupRun, ...], scale_bytes: int, offset_bytes: int) -> TilePlan:
+    """Computes a plan. Matrices with the same runs share it, as most of a model's do.
+
+    `scale_bytes` and `offset_bytes` are the sizes of one scale and of one offset.
+    """
+    header_bytes = PANEL_COLUMNS * (scale_bytes + offset_bytes)
     k_tiles, rows, bits = [], [], []
     run_table = np.zeros(len(runs), _RUN)
     k_tile = block = group = row = bit = 0
-    offset_bytes = cuda.STRIP_HEAD
+    panel_bytes = cuda.PANEL_HEAD
     for i, run in enumerate(runs):
         blocks = -(-run.rows // BLOCK_ROWS)
         in_group = np.arange(0, blocks, K_TILE_BLOCKS)
@@ -91,10 +102,10 @@ def plan_tiles(runs: tuple[GroupRun, ...], offset: Offset, scale_bytes: int) -> 
             header_bytes
             + part["blocks"].astype(np.int64) * (PANEL_COLUMNS * BLOCK_ROWS * run.bits // 8)
         ).ravel()
-        part["offset"] = (offset_bytes + np.cumsum(sizes) - sizes).reshape(part.shape)
-        run_table["first_unit"][i] = k_tile
-        run_table["offset"][i], run_table["first_block"][i] = offset_bytes, block
-        run_table["bits"][i], run_table["group_units"][i] = run.bits, len(in_group)
+        part["offset"] = (panel_bytes + np.cumsum(sizes) - sizes).reshape(part.shape)
+        run_table["first_k_tile"][i] = k_tile
+        run_table["offset"][i], run_table["first_block"][i] = panel_bytes, block
+        run_table["bits"][i], run_table["group_k_tiles"][i] = run.bits, len(in_group)
         run_table["last_blocks"][i] = blocks - in_group[-1]
         k_tiles.append(part.ravel())
         k_tile += part.size
@@ -109,16 +120,16 @@ def plan_tiles(runs: tuple[GroupRun, ...], offset: Offset, scale_bytes: int) -> 
         group += run.groups
         row += run.groups * run.rows
         bit += run.groups * run.rows * run.bits
-        offset_bytes += int(sizes.sum())
+        panel_bytes += int(sizes.sum())
     if block > MAX_BLOCKS:
-        raise OpInputError(f"new_quantized: {block} blocks of rows (expected at most {MAX_BLOCKS})")
+        raise OpInputError(f"new_linear: {block} blocks of rows (expected at most {MAX_BLOCKS})")
     stored_rows = np.concatenate(rows)
     return TilePlan(
         np.concatenate(k_tiles),
         run_table,
         stored_rows,
         np.concatenate(bits).astype(np.int64),
-        offset_bytes,
+        panel_bytes,
         _digest(stored_rows),
     )
 
@@ -130,8 +141,10 @@ class CudaQuantLinear:
     with the same order of rows share one `permutation` tensor.
     """
 
-    def __init__(self, layout: QuantLayout, gpu: Gpu) -> None:
-        plan_key = (layout.runs, layout.offset, layout.scale_dtype.itemsize)
+    def __init__(self, layout: GroupedLayout, gpu: Gpu, *, on_host: bool = False) -> None:
+        offset_bytes = 0 if layout.offset_dtype is None else layout.offset_dtype.itemsize
+        plan_key = (layout.runs, layout.scale_dtype.itemsize, offset_bytes)
+        offset_kind, values = _FORMULAS[layout.formula]
         plan = plan_tiles(*plan_key)
         num_panels = -(-layout.out_features // PANEL_COLUMNS)
         device = gpu.device
@@ -152,28 +165,34 @@ class CudaQuantLinear:
                 lambda: _inverted(_permutation(plan, features)),
             )
         self.bias = torch.zeros(layout.out_features, device=device) if layout.has_bias else None
-        self._units = _shared(device, ("units", plan_key), lambda: plan.units.view(np.uint8))
+        self._k_tiles = _shared(device, ("k_tiles", plan_key), lambda: plan.k_tiles.view(np.uint8))
         self._runs = plan.runs
         self._device_runs = _shared(device, ("runs", plan_key), lambda: plan.runs.view(np.uint8))
         self._stored_rows = _shared(device, ("rows", plan.rows_digest), lambda: plan.stored_rows)
         self._bit_offsets = _shared(device, ("bits", plan_key), lambda: plan.bit_offsets)
-        self._tiles = gpu.empty(num_panels * plan.strip_bytes, dtype=torch.uint8)
+        size = num_panels * plan.panel_bytes
+        # Kernels read page-locked memory of the host over the bus, at the same address.
+        self._tiles = (
+            torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            if on_host
+            else gpu.empty(size, dtype=torch.uint8)
+        )
         self.matrix = cuda.QuantMatrix(
             tiles=self._tiles.data_ptr(),
-            units=self._units.data_ptr(),
+            k_tiles=self._k_tiles.data_ptr(),
             runs=self._runs.ctypes.data,
             device_runs=self._device_runs.data_ptr(),
-            order=self.permutation.data_ptr(),
+            permutation=self.permutation.data_ptr(),
             bias=None if self.bias is None else self.bias.data_ptr(),
-            strip_bytes=plan.strip_bytes,
+            panel_bytes=plan.panel_bytes,
             n=layout.out_features,
             k=layout.in_features,
-            num_units=len(plan.units),
+            num_k_tiles=len(plan.k_tiles),
             num_blocks=plan.num_blocks,
             num_runs=len(plan.runs),
             scale_dtype=TYPES[layout.scale_dtype],
-            offset_kind=cuda.OFFSETS[layout.offset],
-            values=cuda.VALUES[layout.values],
+            offset_kind=offset_kind,
+            values=values,
         )
 
     @property
@@ -185,11 +204,15 @@ class CudaQuantLinear:
         return self.layout.in_features
 
     @property
+    def has_integers(self) -> bool:
+        return self.layout.has_integers
+
+    @property
     def size_bytes(self) -> int:
         """Size without the tables that other matrices may share."""
         return self._tiles.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    def fill(self, first_column: int, columns: QuantColumns) -> None:
+    def fill(self, first_column: int, columns: GroupedColumns) -> None:
         """Repacks columns from first_column on. The operands may be on the CPU or the GPU."""
         is_words = columns.packing in ("words", "bytes")
         count = columns.codes.shape[1 if is_words else 0]
@@ -198,11 +221,11 @@ class CudaQuantLinear:
         is_whole = is_whole and (count % FILL_STEP == 0 or last == self.out_features)
         if not is_whole or not 0 <= first_column < last <= self.out_features:
             raise OpInputError(
-                f"fill_quantized: first_column (expected whole panels of {FILL_STEP} columns"
+                f"fill_linear: first_column (expected whole panels of {FILL_STEP} columns"
                 f" within [0, {self.out_features}), got {count} at {first_column})"
             )
         if columns.codes.stride(1) != 1:
-            raise OpInputError("fill_quantized: codes (expected rows without gaps)")
+            raise OpInputError("fill_linear: codes (expected rows without gaps)")
         device = self._gpu.device
         codes = upload(columns.codes, device)
         uploaded = [

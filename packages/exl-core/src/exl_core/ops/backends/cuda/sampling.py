@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cpu.sampling import CpuSamplingOps
-from exl_core.ops.backends.cuda.library import Gpu
+from exl_core.ops.backends.cuda.library import FIXED_ROWS, Gpu
 from exl_core.ops.sampling import NOTHING_SAMPLED, NextStep, RowSettings, Sampled, SampleSettings
 from exl_kernels import cuda
 
@@ -244,10 +244,13 @@ LOG_SUM_VALUES = 1 << 24  # number of logits that `log_sum_exp` processes at a t
 class CudaSamplingOps:
     """SamplingOps of one GPU. `sample` runs on the CPU, where its operands are."""
 
+    _gpu: Gpu
     _cpu: CpuSamplingOps
     _row_sampler: RowSampler
 
     def log_sum_exp(self, x: Tensor) -> Tensor:
+        if self._gpu.is_invariant:
+            return torch.cat([_fixed_log_sum_exp(part) for part in torch.split(x, FIXED_ROWS)])
         rows = max(1, LOG_SUM_VALUES // max(1, x.shape[1]))  # torch makes a float32 copy
         found = torch.cat([part.float().logsumexp(1) for part in torch.split(x, rows)])
         return found.masked_fill_(found.isinf(), torch.nan)
@@ -271,3 +274,12 @@ class CudaSamplingOps:
         if next_step is not None:
             next_step.launch_after(all_drawn)
         return all_drawn
+
+
+def _fixed_log_sum_exp(x: Tensor) -> Tensor:
+    """Log-sum-exp of at most `FIXED_ROWS` rows, computed with zeros for missing rows: torch's order
+    of summation may depend on the number of rows."""
+    padded = x.new_zeros(FIXED_ROWS, x.shape[1], dtype=torch.float32)
+    padded[: x.shape[0]] = x
+    found = padded.logsumexp(1)[: x.shape[0]]
+    return found.masked_fill_(found.isinf(), torch.nan)

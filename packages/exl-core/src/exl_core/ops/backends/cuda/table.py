@@ -15,17 +15,21 @@ from exl_core.ops.backends.cuda.elementwise import CudaElementwiseOps
 from exl_core.ops.backends.cuda.library import Gpu
 from exl_core.ops.backends.cuda.linear import CudaLinearOps
 from exl_core.ops.backends.cuda.matmul import Linears
+from exl_core.ops.backends.cuda.moe import CudaMoeOps
 from exl_core.ops.backends.cuda.sampling import CudaSamplingOps, RowSampler
 from exl_core.ops.backends.cuda.upload import upload
 
 
-class CudaTable(CudaLinearOps, CudaAttentionOps, CudaElementwiseOps, CudaSamplingOps):
+class CudaTable(CudaLinearOps, CudaAttentionOps, CudaElementwiseOps, CudaMoeOps, CudaSamplingOps):
     """OpTable of one GPU. `threads` is the number of threads that fill matrices."""
 
-    def __init__(self, device: torch.device, threads: int) -> None:
+    def __init__(
+        self, device: torch.device, threads: int, *, batch_invariant: bool = False
+    ) -> None:
         self.device = device
         self.threads = threads
-        self._gpu = Gpu(device)
+        self.is_batch_invariant = batch_invariant
+        self._gpu = Gpu(device, is_invariant=batch_invariant)
         self._linears = Linears(self._gpu)
         self._attention = Attention(self._gpu)
         self._row_sampler = RowSampler(self._gpu)

@@ -7,14 +7,21 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor, dtype
+from torch import Tensor
 
 from exl_core.ops.backends.reference.elementwise import ReferenceElementwiseOps, rms_norm_rows
-from exl_core.ops.backends.reference.quantized import PlainQuantized, fill_quantized, new_quantized
+from exl_core.ops.backends.reference.quantized import PlainQuantized, fill_grouped, new_grouped
 from exl_core.ops.checks import F32, OpInputError, check, check_contiguous, check_range
 from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import DenseLinear, Inputs, PackedLinear
-from exl_core.ops.quantized import QuantColumns, QuantLayout
+from exl_core.ops.weights import (
+    DenseColumns,
+    DenseLayout,
+    GroupedColumns,
+    GroupedLayout,
+    WeightColumns,
+    WeightLayout,
+)
 
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -63,42 +70,27 @@ class ReferenceLinearOps:
 
     @staticmethod
     def new_linear(
-        out_features: int, in_features: int, dtype: dtype, has_bias: bool = False
+        layout: WeightLayout,
+        *,
+        on_host: bool = False,  # noqa: ARG004 - all memory is the host's
     ) -> PackedLinear:
-        if out_features < 1 or in_features < 1 or dtype not in WEIGHT_TYPES:
-            raise OpInputError(f"PackedLinear: {out_features} x {in_features} of {dtype}")
-        bias = torch.zeros(out_features) if has_bias else None
-        return PlainLinear(torch.zeros(out_features, in_features, dtype=dtype), bias)
+        match layout:
+            case DenseLayout():
+                return _new_dense(layout)
+            case GroupedLayout():
+                return new_grouped(layout)
 
     @staticmethod
-    def fill_linear(w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None) -> None:
-        plain = _plain("fill_linear", w)
-        if not isinstance(plain, PlainLinear):
-            raise OpInputError("fill_linear: w (expected one of new_linear)")
-        check("fill_linear", "weight", weight, (plain.weight.dtype,), None, w.in_features)
-        check_contiguous("fill_linear", "weight", weight)
-        rows = slice(row_offset, row_offset + weight.shape[0])
-        if row_offset < 0 or rows.stop > w.out_features:
-            raise OpInputError(
-                f"fill_linear: row_offset (expected rows within [0, {w.out_features}), got"
-                f" {weight.shape[0]} rows at {row_offset})"
-            )
-        if (bias is None) != (plain.bias is None):
-            raise OpInputError("fill_linear: bias (expected one exactly if the linear has one)")
-        plain.weight[rows] = weight
-        if bias is not None and plain.bias is not None:
-            check("fill_linear", "bias", bias, F32, weight.shape[0])
-            plain.bias[rows] = bias
-
-    @staticmethod
-    def new_quantized(layout: QuantLayout) -> PackedLinear:
-        return new_quantized(layout)
-
-    @staticmethod
-    def fill_quantized(w: PackedLinear, first_column: int, columns: QuantColumns) -> None:
-        if not isinstance(w, PlainQuantized):
-            raise OpInputError("fill_quantized: w (expected one of new_quantized)")
-        fill_quantized(w, first_column, columns)
+    def fill_linear(w: PackedLinear, first_column: int, columns: WeightColumns) -> None:
+        match columns:
+            case DenseColumns():
+                if not isinstance(w, PlainLinear):
+                    raise OpInputError("fill_linear: w (expected one of a dense layout)")
+                _fill_dense(w, first_column, columns)
+            case GroupedColumns():
+                if not isinstance(w, PlainQuantized):
+                    raise OpInputError("fill_linear: w (expected one of a grouped layout)")
+                fill_grouped(w, first_column, columns)
 
     @staticmethod
     def join(parts: Sequence[PackedLinear]) -> PackedLinear:
@@ -147,6 +139,31 @@ class ReferenceLinearOps:
         check_contiguous("embedding", "token_ids", token_ids)
         check_range("embedding", "token_ids", token_ids, w.out_features)
         return _plain("embedding", w).matrix()[token_ids].float()
+
+
+def _new_dense(layout: DenseLayout) -> PlainLinear:
+    n, k, dtype = layout.out_features, layout.in_features, layout.dtype
+    if n < 1 or k < 1 or dtype not in WEIGHT_TYPES:
+        raise OpInputError(f"new_linear: {n} x {k} of {dtype}")
+    return PlainLinear(torch.zeros(n, k, dtype=dtype), torch.zeros(n) if layout.has_bias else None)
+
+
+def _fill_dense(w: PlainLinear, first_column: int, columns: DenseColumns) -> None:
+    weight, bias = columns.weight, columns.bias
+    check("fill_linear", "weight", weight, (w.weight.dtype,), None, w.in_features)
+    check_contiguous("fill_linear", "weight", weight)
+    rows = slice(first_column, first_column + weight.shape[0])
+    if first_column < 0 or rows.stop > w.out_features:
+        raise OpInputError(
+            f"fill_linear: first_column (expected columns within [0, {w.out_features}), got"
+            f" {weight.shape[0]} columns at {first_column})"
+        )
+    if (bias is None) != (w.bias is None):
+        raise OpInputError("fill_linear: bias (expected one exactly if the linear has one)")
+    w.weight[rows] = weight
+    if bias is not None and w.bias is not None:
+        check("fill_linear", "bias", bias, F32, weight.shape[0])
+        w.bias[rows] = bias
 
 
 def _plain(op: str, w: PackedLinear) -> PlainLinear | PlainQuantized | PlainJoined:

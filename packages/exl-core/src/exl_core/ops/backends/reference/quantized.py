@@ -7,19 +7,20 @@ that the same mistake cannot cancel on both sides.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from exl_core.ops.checks import OpInputError, check, check_contiguous, check_range
-from exl_core.ops.quantized import (
+from exl_core.ops.weights import (
     IQ4_NL,
-    VALUE_BITS,
+    NUMBER_BITS,
     WIDTHS,
+    Formula,
+    GroupedColumns,
+    GroupedLayout,
     Packing,
-    QuantColumns,
-    QuantLayout,
 )
 
 SCALE_TYPES = (torch.float16, torch.float32)
@@ -59,7 +60,7 @@ class _Parts(NamedTuple):
 class PlainQuantized:
     """A quantized matrix: codes uint8 [k, n] in stored order, scales and offsets [groups, n]."""
 
-    layout: QuantLayout
+    layout: GroupedLayout
     row_bits: Tensor  # [k]
     row_groups: Tensor  # [k]
     codes: Tensor
@@ -84,13 +85,13 @@ class PlainQuantized:
         """The weights, float64 [n, k], by the formulas of `quantized.py`."""
         codes = self.codes.double()  # [k, n]
         scales = self.scales.double()[self.row_groups]
-        if self.layout.values == "e4m3":
+        if self.layout.formula == "e4m3":
             stored = scales * self.codes.view(torch.float8_e4m3fn).double()
-        elif self.layout.values == "iq4_nl":
+        elif self.layout.formula == "iq4_nl":
             stored = scales * torch.tensor(IQ4_NL).double()[self.codes.long()]
         elif self.offsets is None:
             stored = scales * (codes - 2.0 ** (self.row_bits[:, None] - 1))
-        elif self.layout.offset == "zeros":
+        elif self.layout.formula == "zeros":
             stored = scales * (codes - self.offsets.double()[self.row_groups])
         else:
             stored = scales * codes + self.offsets.double()[self.row_groups]
@@ -101,33 +102,33 @@ class PlainQuantized:
         return weights.T
 
 
-def new_quantized(layout: QuantLayout) -> PlainQuantized:
+def new_grouped(layout: GroupedLayout) -> PlainQuantized:
     _check_layout(layout)
     n, k, groups = layout.out_features, layout.in_features, layout.num_groups
+    offset_dtype = layout.offset_dtype
     bits = [run.bits for run in layout.runs for _ in range(run.groups * run.rows)]
     sizes = [run.rows for run in layout.runs for _ in range(run.groups)]
-    offset_dtype = torch.uint8 if layout.offset == "zeros" else layout.scale_dtype
     return PlainQuantized(
         layout,
         torch.tensor(bits),
         torch.arange(groups).repeat_interleave(torch.tensor(sizes)),
         torch.zeros(k, n, dtype=torch.uint8),
         torch.zeros(groups, n, dtype=layout.scale_dtype),
-        None if layout.offset == "middle" else torch.zeros(groups, n, dtype=offset_dtype),
+        None if offset_dtype is None else torch.zeros(groups, n, dtype=offset_dtype),
         torch.zeros(n) if layout.has_bias else None,
     )
 
 
-def fill_quantized(w: PlainQuantized, first_column: int, columns: QuantColumns) -> None:
+def fill_grouped(w: PlainQuantized, first_column: int, columns: GroupedColumns) -> None:
     codes = columns.codes
     if not isinstance(codes, Tensor) or codes.ndim != 2:
-        raise OpInputError("fill_quantized: codes (expected a matrix)")
+        raise OpInputError("fill_linear: codes (expected a matrix)")
     count = codes.shape[0 if columns.packing in BLOCKS else 1]
     last = first_column + count
     is_whole = first_column % PANEL == 0 and (count % PANEL == 0 or last == w.out_features)
     if not is_whole or not 0 <= first_column < last <= w.out_features:
         raise OpInputError(
-            f"fill_quantized: first_column (expected whole panels of {PANEL} columns within"
+            f"fill_linear: first_column (expected whole panels of {PANEL} columns within"
             f" [0, {w.out_features}), got {count} at {first_column})"
         )
     _check_scales_and_bias(w, columns, count)
@@ -136,8 +137,8 @@ def fill_quantized(w: PlainQuantized, first_column: int, columns: QuantColumns) 
     )
     rows = parts.codes
     if columns.source_rows is not None:
-        check("fill_quantized", "source_rows", columns.source_rows, (torch.int32,), w.in_features)
-        check_range("fill_quantized", "source_rows", columns.source_rows, w.in_features)
+        check("fill_linear", "source_rows", columns.source_rows, (torch.int32,), w.in_features)
+        check_range("fill_linear", "source_rows", columns.source_rows, w.in_features)
         rows = rows[columns.source_rows.long()]
     w.codes[:, first_column:last] = rows
     w.scales[:, first_column:last] = parts.scales
@@ -147,8 +148,8 @@ def fill_quantized(w: PlainQuantized, first_column: int, columns: QuantColumns) 
         w.bias[first_column:last] = columns.bias
 
 
-def _check_layout(layout: QuantLayout) -> None:
-    op = "new_quantized"
+def _check_layout(layout: GroupedLayout) -> None:
+    op = "new_linear"
     if layout.out_features < 1 or layout.in_features < 1:
         raise OpInputError(f"{op}: {layout.out_features} x {layout.in_features}")
     for run in layout.runs:
@@ -159,23 +160,22 @@ def _check_layout(layout: QuantLayout) -> None:
         raise OpInputError(f"{op}: runs (expected {layout.in_features} rows, got {rows})")
     if layout.scale_dtype not in SCALE_TYPES:
         raise OpInputError(f"{op}: scale_dtype (expected {SCALE_TYPES}, got {layout.scale_dtype})")
-    if layout.offset not in ("middle", "zeros", "minimums"):
-        raise OpInputError(f"{op}: offset (got {layout.offset})")
-    if layout.values != "integers":
-        bits = VALUE_BITS.get(layout.values)
-        if layout.offset != "middle" or any(run.bits != bits for run in layout.runs):
-            raise OpInputError(f"{op}: values (a layout that {layout.values} does not fit)")
+    if layout.formula not in get_args(Formula):
+        raise OpInputError(f"{op}: formula (got {layout.formula})")
+    bits = NUMBER_BITS.get(layout.formula)
+    if bits is not None and any(run.bits != bits for run in layout.runs):
+        raise OpInputError(f"{op}: formula ({layout.formula} needs codes of {bits} bits)")
     if layout.features is not None:
         check(op, "features", layout.features, (torch.int32,), layout.in_features)
         if not torch.equal(layout.features.sort().values, torch.arange(layout.in_features).int()):
             raise OpInputError(f"{op}: features (expected every input feature once)")
 
 
-def _check_scales_and_bias(w: PlainQuantized, columns: QuantColumns, count: int) -> None:
+def _check_scales_and_bias(w: PlainQuantized, columns: GroupedColumns, count: int) -> None:
     """Checks that scales, offsets and bias are present exactly if layout and packing need them."""
-    op, groups = "fill_quantized", w.layout.num_groups
+    op, groups = "fill_linear", w.layout.num_groups
     in_blocks = columns.packing in BLOCKS
-    offset_dtype = torch.uint8 if w.layout.offset == "zeros" else w.layout.scale_dtype
+    offset_dtype = w.layout.offset_dtype or w.layout.scale_dtype
     for name, tensor, dtype, wanted in (
         ("scales", columns.scales, w.layout.scale_dtype, not in_blocks),
         ("offsets", columns.offsets, offset_dtype, w.offsets is not None and not in_blocks),
@@ -192,8 +192,8 @@ def _check_scales_and_bias(w: PlainQuantized, columns: QuantColumns, count: int)
         check_contiguous(op, "bias", columns.bias)
 
 
-def _parts_of_codes(w: PlainQuantized, columns: QuantColumns) -> _Parts:
-    op, codes, bits = "fill_quantized", columns.codes, w.row_bits
+def _parts_of_codes(w: PlainQuantized, columns: GroupedColumns) -> _Parts:
+    op, codes, bits = "fill_linear", columns.codes, w.row_bits
     if columns.packing == "bytes":
         check(op, "codes", codes, (torch.uint8,), w.in_features, None)
         rows = codes
@@ -221,16 +221,15 @@ def _codes_of_words(words: Tensor, bits: Tensor) -> Tensor:
     return ((pair >> shift[:, None]) & (2 ** bits[:, None] - 1)).to(torch.uint8)
 
 
-def _parts_of_blocks(w: PlainQuantized, columns: QuantColumns) -> _Parts:
+def _parts_of_blocks(w: PlainQuantized, columns: GroupedColumns) -> _Parts:
     """Unpacks GGML blocks of 32 rows. Low 4-bit halves hold rows 0..15, high halves rows 16..31."""
-    op, layout, block = "fill_quantized", w.layout, BLOCKS[columns.packing]
+    op, layout, block = "fill_linear", w.layout, BLOCKS[columns.packing]
     runs = {(run.bits, run.rows) for run in layout.runs}
-    offset = "minimums" if block.has_minimum else "middle"
+    formula = "minimums" if block.has_minimum else "middle"
     if (
         runs != {(block.bits, BLOCK_ROWS)}
-        or layout.offset != offset
+        or layout.formula != formula
         or layout.scale_dtype != torch.float16
-        or layout.values != "integers"
         or columns.source_rows is not None
     ):
         raise OpInputError(f"{op}: packing (a layout that {columns.packing} does not fit)")

@@ -8,11 +8,16 @@ from torch import Tensor
 from exl_core.ops.backends.reference.attention import ReferenceAttentionOps
 from exl_core.ops.backends.reference.elementwise import ReferenceElementwiseOps
 from exl_core.ops.backends.reference.linear import ReferenceLinearOps
+from exl_core.ops.backends.reference.moe import ReferenceMoeOps
 from exl_core.ops.backends.reference.sampling import ReferenceSamplingOps
 
 
 class ReferenceTable(
-    ReferenceLinearOps, ReferenceAttentionOps, ReferenceElementwiseOps, ReferenceSamplingOps
+    ReferenceLinearOps,
+    ReferenceAttentionOps,
+    ReferenceElementwiseOps,
+    ReferenceMoeOps,
+    ReferenceSamplingOps,
 ):
     """Reference implementation of OpTable.
 
@@ -21,6 +26,7 @@ class ReferenceTable(
 
     name = "reference"
     device = torch.device("cpu")
+    is_batch_invariant = False
 
     def __init__(self, threads: int) -> None:
         self.threads = threads

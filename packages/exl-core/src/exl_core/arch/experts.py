@@ -1,0 +1,180 @@
+"""Reads the experts of each layer, from `config.json` or from the metadata of a GGUF file, and
+changes the number that a token uses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from exl_core.arch.fields import MAX_EXPERTS, MAX_INTERMEDIATE_SIZE, Fields
+from exl_core.arch.layers import LayerSpec, MoE, Router, Scores, SharedExpert
+from exl_core.arch.spec import ArchSpec, ExpertForm
+from exl_core.errors import ConfigError, RequestError, UnsupportedModelError
+
+GATING_FUNCTIONS = {1: Scores.SOFTMAX, 2: Scores.SIGMOID}
+"""`expert_gating_func` of GGUF files."""
+LAYER_KINDS = {"sparse": True, "dense": False}
+"""Entries of `mlp_layer_types`."""
+
+
+def hf_experts(arch: ArchSpec, text: Fields, layers: int) -> Sequence[MoE | None]:
+    """Experts of each layer; None for a dense layer."""
+    form = arch.experts
+    if form is None:
+        return [None] * layers
+    keys = form.num_experts_keys
+    count = text.integer(next((key for key in keys if text.has(key)), keys[0]), high=MAX_EXPERTS)
+    router = Router(
+        num_experts=count,
+        top_k=text.integer(form.top_k_key, form.top_k_default, high=MAX_EXPERTS),
+        scores=form.scores,
+        bias=form.bias,
+        groups=text.integer("n_group", 1, high=MAX_EXPERTS) if form.has_groups else 1,
+        kept_groups=text.integer("topk_group", 1, high=MAX_EXPERTS) if form.has_groups else 1,
+        normalizes=_normalizes(form, text),
+        eps=form.eps,
+        factor=_factor(form, text),
+    )
+    size = text.integer(form.size_key, form.size_default, high=MAX_INTERMEDIATE_SIZE)
+    check_router(router, text.where)
+    part = MoE(router, size, arch.activation, _shared(form, _shared_size(form, text, size)))
+    return [part if is_sparse else None for is_sparse in _sparse_layers(form, text, layers)]
+
+
+def _shared(form: ExpertForm, size: int) -> SharedExpert | None:
+    return SharedExpert(size, form.has_shared_gate) if size else None
+
+
+def _shared_size(form: ExpertForm, text: Fields, size: int) -> int:
+    """Width of the shared expert; 0 if there is none."""
+    if form.shared_size_key is not None:
+        return text.integer(form.shared_size_key, low=0, high=MAX_INTERMEDIATE_SIZE)
+    if form.shared_count_key is None:
+        return 0
+    count = text.integer(form.shared_count_key, form.shared_count_default, low=0, high=MAX_EXPERTS)
+    return count * size
+
+
+def _normalizes(form: ExpertForm, text: Fields) -> bool:
+    if form.normalizes is not None:
+        return form.normalizes
+    return text.flag("norm_topk_prob", form.normalizes_default)
+
+
+def _factor(form: ExpertForm, text: Fields) -> float:
+    if form.factor_default is None:
+        return 1.0
+    return text.number("routed_scaling_factor", form.factor_default)
+
+
+def _sparse_layers(form: ExpertForm, text: Fields, layers: int) -> Sequence[bool]:
+    """Whether each layer has experts, by whichever keys the configuration has."""
+    if text.has("mlp_layer_types"):
+        kinds = text.strings("mlp_layer_types")
+        if len(kinds) != layers or set(kinds) - LAYER_KINDS.keys():
+            raise ConfigError(
+                "'mlp_layer_types' does not describe the layers",
+                where=text.where,
+                expected=f"{layers} of {', '.join(LAYER_KINDS)}",
+                got=f"{len(kinds)}, {', '.join(sorted(set(kinds)))}"[:80],
+            )
+        return [LAYER_KINDS[kind] for kind in kinds]
+    dense = text.integers("mlp_only_layers") if text.has("mlp_only_layers") else ()
+    step = text.integer("decoder_sparse_step", text.integer("moe_layer_interval", 1))
+    key = "moe_layer_start_index" if text.has("moe_layer_start_index") else "first_k_dense_replace"
+    first = text.integer(key, form.first_sparse_default, low=0)
+    last = text.integer("moe_layer_end_index", -1, low=-1)
+    end = layers if last == -1 else last + 1
+    return [
+        first <= layer < end and layer not in dense and (layer + 1) % step == 0
+        for layer in range(layers)
+    ]
+
+
+def gguf_experts(
+    arch: ArchSpec, own: Fields, tensor_names: Collection[str], layers: int
+) -> Sequence[MoE | None]:
+    """Experts of each layer; None for a layer without a router."""
+    form = arch.experts
+    if form is None:
+        return [None] * layers
+    key = "expert_feed_forward_length"
+    size = own.integer(key if own.has(key) else "feed_forward_length", high=MAX_INTERMEDIATE_SIZE)
+    router = Router(
+        num_experts=own.integer("expert_count", high=MAX_EXPERTS),
+        top_k=own.integer("expert_used_count", high=MAX_EXPERTS),
+        scores=_gguf_scores(form, own),
+        bias=form.bias,
+        groups=own.integer("expert_group_count", 1, high=MAX_EXPERTS),
+        kept_groups=own.integer("expert_group_used_count", 1, high=MAX_EXPERTS),
+        normalizes=own.flag("expert_weights_norm", form.gguf_normalizes),
+        eps=form.eps,
+        factor=own.number("expert_weights_scale", form.factor_default or 1.0),
+    )
+    check_router(router, own.where)
+    names = arch.gguf
+    shared = own.integer("expert_shared_feed_forward_length", 0, low=0, high=MAX_INTERMEDIATE_SIZE)
+    if not shared:
+        shared = size * own.integer("expert_shared_count", 0, low=0, high=MAX_EXPERTS)
+    part = MoE(router, size, arch.activation, _shared(form, shared))
+    return [
+        part if names.is_stored("router", "weight", tensor_names, layer) else None
+        for layer in range(layers)
+    ]
+
+
+def _gguf_scores(form: ExpertForm, own: Fields) -> Scores:
+    if not own.has("expert_gating_func"):
+        return form.scores
+    found = own.integer("expert_gating_func", low=0)
+    if found not in GATING_FUNCTIONS:
+        raise UnsupportedModelError(
+            "the router's scores are not supported",
+            where=own.where,
+            expected="'expert_gating_func' of 1 (softmax) or 2 (sigmoid)",
+            got=found,
+        )
+    return GATING_FUNCTIONS[found]
+
+
+def check_router(router: Router, where: object) -> None:
+    """Raises `ConfigError` for numbers that no router can have."""
+    if router.top_k > router.num_experts:
+        raise ConfigError(
+            "each token uses more experts than the model has",
+            where=where,
+            expected=f"at most {router.num_experts}",
+            got=router.top_k,
+        )
+    size, rest = divmod(router.num_experts, router.groups)
+    if rest or router.kept_groups > router.groups or router.kept_groups * size < router.top_k:
+        raise ConfigError(
+            "the experts cannot be divided into groups like this",
+            where=where,
+            expected=f"groups of equal size, with {router.top_k} experts in those that are kept",
+            got=f"{router.num_experts} experts, {router.kept_groups} of {router.groups} groups",
+        )
+
+
+def with_experts_per_token(layers: Sequence[LayerSpec], count: int) -> tuple[LayerSpec, ...]:
+    """The layers with `count` experts per token. Raises RequestError if no layer has experts, or if
+    one has too few."""
+    parts = [layer.feed_forward for layer in layers]
+    sizes = [_choosable(part.router) for part in parts if isinstance(part, MoE)]
+    if not sizes:
+        raise RequestError("the model has no experts", expected="no --experts-per-token", got=count)
+    if not 1 <= count <= min(sizes):
+        raise RequestError(
+            "a token cannot use so many experts", expected=f"1 to {min(sizes)}", got=count
+        )
+    return tuple(
+        replace(layer, feed_forward=replace(part, router=replace(part.router, top_k=count)))
+        if isinstance(part, MoE)
+        else layer
+        for layer, part in zip(layers, parts, strict=True)
+    )
+
+
+def _choosable(router: Router) -> int:
+    """Experts of the groups that are kept."""
+    return router.num_experts // router.groups * router.kept_groups

@@ -1,0 +1,62 @@
+"""Places of tensors in files: rows of a stored tensor, and their permutation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+
+@dataclass(frozen=True, slots=True)
+class RowPermutation:
+    """Rows of a matrix's heads in a file that stores them in another order than the model.
+
+    rotary_dim  rows at the start of each head that the file stores as interleaved RoPE pairs. Its
+                pairs are rows (2i, 2i + 1), the model's pairs are (i, i + rotary_dim/2). 0: none.
+    group       heads that the file stores one after the other
+    stride      heads from the first one of a group to the first one of the next group
+    """
+
+    num_heads: int
+    head_dim: int
+    rotary_dim: int
+    group: int = 1
+    stride: int = 1
+
+    def stored_rows(self) -> list[int]:
+        """Row in the file of each of the model's rows."""
+        rotated = range(self.rotary_dim)
+        head = [*rotated[::2], *rotated[1::2], *range(self.rotary_dim, self.head_dim)]
+        return [first + row for first in self._firsts() for row in head]
+
+    def model_rows(self) -> list[int]:
+        """The model's row of each row in the file: the inverse of `stored_rows`. The file must have
+        nothing between the groups."""
+        half = self.rotary_dim // 2
+        pairs = chain.from_iterable((i, i + half) for i in range(half))
+        head = [*pairs, *range(self.rotary_dim, self.head_dim)]
+        return [first + row for first in self._firsts() for row in head]
+
+    def _firsts(self) -> Iterator[int]:
+        """First row of each head in the file."""
+        for head in range(self.num_heads):
+            group, place = divmod(head, self.group)
+            yield (group * self.stride + place) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place where a file may store a tensor: rows from `first_row` on of the tensor `name`.
+
+    `num_rows` counts all rows of the stored tensor. `permutation` is that of its rows, None for the
+    model's order. `addend` is added to the stored values. A tensor that holds the matrices of
+    several experts has three dimensions, of which the first is `experts`, and its rows are those of
+    all experts.
+    """
+
+    name: str
+    first_row: int
+    num_rows: int
+    permutation: RowPermutation | None = None
+    addend: float = 0.0
+    experts: int = 0

@@ -1,0 +1,67 @@
+"""A mixture of experts, with its router, its shared expert and its norms."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from exl_core.arch.layers import MoE, Router
+from exl_core.model.layers.mlp import GATES
+from exl_core.model.layers.residual import normed, read_gated_linear
+from exl_core.model.layers.state import PassState
+from exl_core.model.weights import BlockWeights, MoeWeights
+from exl_core.ops.elementwise import GateKind
+from exl_core.ops.moe import Routing
+from exl_core.ops.table import LayerOps
+
+
+class MoeStep(NamedTuple):
+    """Choices of one layer's experts, the same in every pass."""
+
+    layer: int
+    routing: Routing
+    gate: GateKind
+
+    @classmethod
+    def of(cls, layer: int, spec: MoE) -> MoeStep:
+        return cls(layer, routing_of(spec.router), GATES[spec.activation])
+
+
+def routing_of(router: Router) -> Routing:
+    return Routing(
+        top_k=router.top_k,
+        scores=router.scores.value,
+        groups=router.groups,
+        kept_groups=router.kept_groups,
+        group_scores=router.group_scores,
+        normalizes=router.normalizes,
+        eps=router.eps,
+        factor=router.factor,
+    )
+
+
+def moe(step: MoeStep, ops: LayerOps, x: Tensor, block: BlockWeights, state: PassState) -> Tensor:  # noqa: ARG001
+    """x [R, hidden] plus the weighted outputs of each row's experts."""
+    weights = cast(MoeWeights, block.mlp)
+    h = x if weights.norm is None else normed(ops, x, weights.norm)  # [R, hidden]
+    routed = ops.route(h, weights.router, step.routing, weights.router_bias)  # [R, k] each
+    y = ops.expert_mlp(h, routed, weights.experts)  # [R, hidden]
+    if weights.shared is not None:
+        y = _add_shared(step, ops, h, y, weights)
+    if weights.post_norm is not None:
+        y = normed(ops, y, weights.post_norm)
+    return ops.add_(x, y)
+
+
+def _add_shared(step: MoeStep, ops: LayerOps, h: Tensor, y: Tensor, weights: MoeWeights) -> Tensor:
+    """y [R, hidden] plus the shared expert's outputs for h [R, hidden], each row times its score if
+    there are scores."""
+    shared = weights.shared
+    assert shared is not None, "the caller has checked it"
+    inner = read_gated_linear(ops, h, None, shared.gate_up, step.gate)  # [R, intermediate]
+    if weights.shared_router is None:
+        return ops.linear_add_(inner, shared.down, y)
+    scores = torch.sigmoid(ops.linear(h, weights.shared_router))  # [R, 1]
+    return ops.add_(y, ops.linear(cast(Tensor, inner), shared.down) * scores)

@@ -1,0 +1,135 @@
+"""Consecutive layers of a model on one device.
+
+A model on one device has one stage. A model that is split over several devices is a chain of
+stages. Each stage has the op table, the RoPE tables and the buffers of its own layers, and passes
+the states on to the next one. This module knows neither the embedding nor the head, and no device
+but its own.
+
+Dimension: R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from exl_core.arch.layers import LayerSpec, QueryTemperature
+from exl_core.arch.spec import ModelConfig
+from exl_core.cache.store import KVStore
+from exl_core.model.batch import Batch
+from exl_core.model.layers.state import PassState, make_buffers
+from exl_core.model.layers.steps import Steps
+from exl_core.model.rotation import RotationTable, query_factors
+from exl_core.model.weights import BlockWeights
+from exl_core.ops.attention import AttentionRows, KeySmoothing
+from exl_core.ops.table import OpTable
+
+PEER_TEST_VALUES = 1 << 21  # 8 MiB
+
+
+class StageTable(NamedTuple):
+    """The layers of a stage, by their indices in the model, and the op table of its device."""
+
+    layers: range
+    ops: OpTable
+
+
+class Stage:
+    """Layers on one device, ready to run."""
+
+    def __init__(self, config: ModelConfig, layers: range, ops: OpTable) -> None:
+        self.layers = layers
+        self.ops = ops
+        self.copies_through_host = False
+        """Whether states of the stage before pass through the host's memory, because a direct copy
+        between the two GPUs is not correct (`peer_copies_work`)."""
+        self._specs: Mapping[int, LayerSpec] = {i: config.layers[i] for i in layers}
+        self._ropes = {
+            index: None if index is None else RotationTable(config.ropes[index], ops.device)
+            for index in _ropes_of(self._specs.values())
+        }
+        settings = (spec.attention.temperature for spec in self._specs.values())
+        self._temperatures = tuple(dict.fromkeys(one for one in settings if one is not None))
+
+    def receive(self, x: Tensor) -> Tensor:
+        """The states x [R, hidden] of the stage before, on this stage's device."""
+        if x.device == self.ops.device:
+            return x
+        return (x.cpu() if self.copies_through_host else x).to(self.ops.device, non_blocking=True)
+
+    def reserve_positions(self, end: int) -> None:
+        """Computes the RoPE tables for positions below `end`."""
+        for rope in self._ropes.values():
+            if rope is not None:
+                rope.reserve(end)
+
+    def bind(
+        self, batch: Batch, store: KVStore, smoothing: Sequence[KeySmoothing | None]
+    ) -> PassState:
+        """Checks the batch and allocates buffers, once for all layers. `smoothing` is by layer of
+        the model."""
+        rows = AttentionRows(batch.page_table, batch.row_starts, batch.past_lens)
+        angles = {index: self.angles(index, batch.positions) for index in self._ropes}
+        bound = {
+            index: self.ops.attention_batch(
+                rows,
+                batch.slots,
+                *own,  # each [R, rotary_dim / 2]
+                num_pages=store.num_pages,
+                page_size=store.page_size,
+            )
+            for index, own in angles.items()
+        }
+        buffers = make_buffers(self.ops, self._specs, batch.token_ids.shape[0])
+        factors = self._factors(batch.positions)
+        return PassState(store, bound, smoothing, buffers, factors, angles)
+
+    def run(
+        self, x: Tensor, steps: Steps, blocks: Sequence[BlockWeights], state: PassState
+    ) -> Tensor:
+        """x [R, hidden] after the stage's layers; the memory of x is overwritten. `steps` and
+        `blocks` are by layer of the model."""
+        for layer in self.layers:
+            block = blocks[layer]
+            for step in steps[layer]:
+                x = step.run(self.ops, x, block, state)  # [R, hidden]
+            del block  # of streamed weights, only one block is in memory
+        return x
+
+    def angles(self, index: int | None, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of a RoPE table for int64 positions [R]; [R, 0] without RoPE."""
+        rope = self._ropes[index]
+        if rope is None:
+            none = torch.empty(len(positions), 0, device=self.ops.device)
+            return none, none
+        return rope.at(positions)
+
+    def _factors(self, positions: Tensor) -> dict[QueryTemperature | None, Tensor]:
+        """Factors on the queries at int64 positions [R], by the layers' settings. Positions on a
+        GPU are not read by the host."""
+        found: dict[QueryTemperature | None, Tensor] = {}
+        for setting in self._temperatures:
+            factors = query_factors(setting, positions)
+            if factors is not None:
+                found[setting] = factors.to(self.ops.device)
+        return found
+
+
+def peer_copies_work(source: torch.device, target: torch.device) -> bool:
+    """Whether a copy between two GPUs arrives as it was sent.
+
+    Drivers report peer access on some machines where copies arrive as zeros, so a pattern is sent
+    and compared.
+    """
+    pattern = torch.arange(PEER_TEST_VALUES, dtype=torch.int32)
+    arrived = pattern.to(source).to(target).cpu()
+    return torch.equal(arrived, pattern)
+
+
+def _ropes_of(specs: Iterable[LayerSpec]) -> dict[int | None, None]:
+    """RoPE tables of the layers, and those that `attend_` applies; None for no RoPE."""
+    layers = [spec.attention for spec in specs]
+    return dict.fromkeys(rope for spec in layers for rope in (spec.rope, spec.attend_rope))

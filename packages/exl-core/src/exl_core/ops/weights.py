@@ -1,0 +1,173 @@
+"""Weights of a linear as the op tables expect them: a layout, and columns to fill a matrix with.
+
+`WeightLayout` describes a whole matrix before its weights are read. `WeightColumns` holds some of
+its columns as stored in a file. Both are sum types with one member per kind of storage. The ops
+(`ops/linear.py` and its backends) tell the kinds apart; other code only passes them on.
+
+Dense weights are plain numbers.
+
+Grouped codes: EXL2, GPTQ, FP8 and GGUF blocks share one form. Rows run along the input dimension,
+in the order in which they are stored. Stored row r belongs to input feature `features[r]`.
+Consecutive rows form groups with a scale, and in some formulas an offset:
+
+    middle     w[r, n] = scales[g, n] * (code[r, n] - 2^(bits - 1))
+    zeros      w[r, n] = scales[g, n] * (code[r, n] - offsets[g, n])
+    minimums   w[r, n] = scales[g, n] * code[r, n] + offsets[g, n]
+    e4m3       w[r, n] = scales[g, n] * number(code[r, n])     8 bits: OCP FP8 E4M3, without NaN
+    iq4_nl     w[r, n] = scales[g, n] * IQ4_NL[code[r, n]]     4 bits: index into a table
+
+This module knows neither files nor the run-time form of a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Formula = Literal["middle", "zeros", "minimums", "e4m3", "iq4_nl"]
+
+IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Table of GGML's types IQ4_NL and IQ4_XS."""
+
+NUMBER_BITS: dict[Formula, int] = {"e4m3": 8, "iq4_nl": 4}
+"""Formulas whose codes stand for other numbers than integers, and their bit width."""
+
+Packing = Literal["words", "bytes", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]
+
+WIDTHS = (2, 3, 4, 5, 6, 8)
+
+FILL_STEP = 32
+"""Every table can fill ranges of columns that begin at a multiple of this (some at finer steps)."""
+
+_BLOCK_ROWS = 32  # op tables round groups up to a multiple of this many rows
+_PANEL_COLUMNS = 16  # op tables round matrices up to a multiple of this many columns
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseLayout:
+    """Layout of dense weights of `dtype`: float32, float16 or bfloat16."""
+
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+    has_bias: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in an op table's memory, without the bias."""
+        return self.out_features * self.in_features * self.dtype.itemsize
+
+
+class GroupRun(NamedTuple):
+    """Consecutive groups with the same bit width and size; a shorter last group is its own run."""
+
+    bits: int
+    groups: int
+    rows: int  # rows per group
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedLayout:
+    """Layout of a matrix [in_features, out_features] of grouped codes.
+
+    `features` is int32 [in_features]; None means that stored row r is input feature r.
+    `scale_dtype` is float16 or float32 and applies to minimums too; zeros are uint8.
+    """
+
+    out_features: int
+    in_features: int
+    runs: tuple[GroupRun, ...]
+    features: Tensor | None
+    scale_dtype: torch.dtype
+    formula: Formula
+    has_bias: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Range of the weights: no op rounds them to a smaller one before it multiplies."""
+        return torch.float32
+
+    @property
+    def num_groups(self) -> int:
+        return sum(run.groups for run in self.runs)
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether the codes stand for integers."""
+        return self.formula not in NUMBER_BITS
+
+    @property
+    def offset_dtype(self) -> torch.dtype | None:
+        """Dtype of the offsets; None if the formula has none."""
+        return {"zeros": torch.uint8, "minimums": self.scale_dtype}.get(self.formula)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in an op table's memory, without the bias and the order of the rows."""
+        columns = -(-self.out_features // _PANEL_COLUMNS) * _PANEL_COLUMNS
+        code_bits = sum(
+            run.groups * -(-run.rows // _BLOCK_ROWS) * _BLOCK_ROWS * run.bits for run in self.runs
+        )
+        offset_bytes = 0 if self.offset_dtype is None else self.offset_dtype.itemsize
+        group_bytes = self.scale_dtype.itemsize + offset_bytes
+        return columns * (code_bits // 8 + self.num_groups * group_bytes)
+
+
+WeightLayout = DenseLayout | GroupedLayout
+
+
+def fused_layout(layouts: Sequence[WeightLayout]) -> WeightLayout | None:
+    """Layout of one matrix whose outputs are those of all `layouts`; None if there is none.
+
+    Dense matrices that differ only in their number of outputs can be fused. Others are filled
+    one by one, and joined (`LinearOps.join`).
+    """
+    first, *others = layouts
+    if not others:
+        return first
+    dense = [layout for layout in layouts if isinstance(layout, DenseLayout)]
+    kinds = {(layout.in_features, layout.dtype, layout.has_bias) for layout in dense}
+    if len(dense) < len(layouts) or len(kinds) > 1:
+        return None
+    return replace(dense[0], out_features=sum(layout.out_features for layout in dense))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseColumns:
+    """Some columns of a dense matrix: `weight` [columns, in_features], contiguous, in the layout's
+    dtype. `bias` is float32 [columns]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedColumns:
+    """Some columns of a matrix of grouped codes as stored in a file.
+
+    `codes` by packing:
+
+    - words: int32 [words, columns]. Each column is a bit stream of the codes of all stored rows,
+      lowest bits first (`formats/codecs/bits.py`). Rows of the tensor may be strided.
+    - bytes: uint8 [in_features, columns], one code per byte. Rows of the tensor may be strided.
+    - q4_0 and the other GGML names: uint8 [columns, bytes per column], blocks of 32 codes that
+      contain their scales.
+
+    `source_rows`, int32 [in_features], gives the row of `codes` that holds each stored row; None
+    means the same row. `scales` and `offsets` are [groups, columns]. `offsets` is None if the
+    layout's formula has none. Both are None for GGML blocks. `bias` is float32 [columns].
+    """
+
+    packing: Packing
+    codes: Tensor
+    source_rows: Tensor | None = None
+    scales: Tensor | None = None
+    offsets: Tensor | None = None
+    bias: Tensor | None = None
+
+
+WeightColumns = DenseColumns | GroupedColumns
