@@ -64,16 +64,25 @@ Offline = Annotated[
         help="Use no network: models are files, or in the hub's cache. Also HF_HUB_OFFLINE=1.",
     ),
 ]
-Profile = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        metavar="NAME",
-        callback=_use_profile,
-        is_eager=True,
-        help="Defaults from the table profiles.NAME of the file that 'exl config' shows.",
-    ),
-]
+
+
+def _profile(*names: str) -> Any:
+    return Annotated[
+        str | None,
+        typer.Option(
+            *names,
+            metavar="NAME",
+            callback=_use_profile,
+            is_eager=True,
+            help="Defaults from a preset that '/save NAME' of a chat wrote, or from the table "
+            "profiles.NAME of the file that 'exl config' shows.",
+        ),
+    ]
+
+
+Profile = _profile("--profile", "--preset")
+ProfileAlone = _profile("--profile")
+"""For a command whose own option is `--preset`."""
 HelpAll = Annotated[
     bool,
     typer.Option(
@@ -150,6 +159,8 @@ def _with_shared_options(verb: Callable[..., None]) -> Callable[..., None]:
     if not {"model", "models"} & parameters.keys():
         return verb
     extra = dict(_SHARED)
+    if "preset" in parameters:
+        extra["profile"] = (ProfileAlone, None)
     if len(parameters) > LONG_PAGE:
         extra["help_all"] = (HelpAll, False)
 

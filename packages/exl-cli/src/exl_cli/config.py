@@ -9,20 +9,22 @@
     cache-type = "q8"
 
 A key is an option as it is written, without dashes in front. An option on the command line wins
-over a profile, a profile over the table of a command, and that over the top of the file. Reads the
-file only; writing it is the user's part.
+over a profile, a profile over the table of a command, and that over the top of the file. A preset
+that `/save NAME` of a chat wrote is a profile in a file of its own. Reads files only: the user
+writes this one, and `chat/presets.py` the presets.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from exl_core.errors import RequestError
 from exl_core.files import CONFIG_LIMIT_BYTES, decode_text, is_present, read_bytes
 from exl_core.session.names import did_you_mean, near_names
-from exl_core.settings import config_file
+from exl_core.settings import config_file, preset_file
 
 PROFILES = "profiles"
 MODEL = "model"
@@ -30,7 +32,10 @@ MODEL = "model"
 
 def read_config() -> dict[str, Any]:
     """The file's contents; {} if there is none. Raises RequestError for a damaged file."""
-    path = config_file()
+    return _read(config_file())
+
+
+def _read(path: Path) -> dict[str, Any]:
     if not is_present(path, RequestError):
         return {}
     text = decode_text(read_bytes(path, RequestError, CONFIG_LIMIT_BYTES), str(path))
@@ -40,15 +45,22 @@ def read_config() -> dict[str, Any]:
         raise RequestError("is not valid TOML", where=path, got=error) from error
 
 
+def presets() -> dict[str, dict[str, Any]]:
+    """Saved presets by name. Raises RequestError for a damaged file."""
+    folder = preset_file("any").parent
+    files = sorted(folder.glob("*.toml")) if folder.is_dir() else []
+    return {file.stem: _read(file) for file in files}
+
+
 def profile(name: str) -> Mapping[str, Any]:
-    """Settings of one profile."""
-    profiles = read_config().get(PROFILES, {})
+    """Settings of one profile, or of one preset."""
+    profiles = {**presets(), **read_config().get(PROFILES, {})}
     found = profiles.get(name)
     if not isinstance(found, dict):
         raise RequestError(
             f"there is no profile {name!r}",
             where=config_file(),
-            expected=", ".join(profiles) or "a table [profiles.NAME]",
+            expected=", ".join(profiles) or "a table [profiles.NAME], or a preset of /save NAME",
             next_step=did_you_mean(near_names(name, profiles)),
         )
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os.path
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from exl_core.speculate.controller import DEFAULT_DRAFT_TOKENS, DEFAULT_NGRAM_TO
 if TYPE_CHECKING:
     from exl_core.constrain.filter import Constraint
 
+_RULE = re.compile(r"\s*[A-Za-z_][\w-]*\s*(::=|:\s)")
 _DRAFTS = "Drafts"
 _CONSTRAINTS = "Constraints"
 
@@ -95,7 +97,8 @@ Grammar = Annotated[
     typer.Option(
         "--grammar",
         metavar="FILE",
-        help="Constrain the text to the Lark grammar in FILE. Its start rule is 'start'.",
+        help="Constrain the text to the grammar in FILE: Lark with the start rule 'start', or "
+        "llama.cpp's GBNF. A grammar itself may be given too.",
         rich_help_panel=_CONSTRAINTS,
     ),
 ]
@@ -170,7 +173,7 @@ def constraints_of(
     """Constraints on the text. This function reads the files. Checks that need a model come later,
     for example whether its tokens can form a matching text."""
     schema_text = None if json_schema is None else _schema_text(json_schema)
-    grammar_text = None if grammar is None else read_text_file(Path(grammar), CONFIG_LIMIT_BYTES)
+    grammar_text = None if grammar is None else _grammar_text(grammar)
     if schema_text is None and regex is None and grammar_text is None:
         return ()
     with exits_at_once():
@@ -184,8 +187,17 @@ def constraints_of(
         prompts.check_encodable(regex, "the regular expression")
         constraints.append(Regex(regex))
     if grammar_text is not None:
-        constraints.append(Grammar(grammar_text))
+        from exl_cli.gbnf import is_gbnf, lark_of
+
+        lark = lark_of(grammar_text) if is_gbnf(grammar_text) else grammar_text
+        constraints.append(Grammar(lark))
     return tuple(constraints)
+
+
+def _grammar_text(given: str) -> str:
+    """The grammar in a file, or `given` itself if it has a rule."""
+    is_inline = _RULE.match(given) is not None
+    return given if is_inline else read_text_file(Path(given), CONFIG_LIMIT_BYTES)
 
 
 def _schema_text(given: str) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
+from exl_cli.model_options import ModelOptions
 from exl_core.errors import RequestError
 from exl_eval.texts import KNOWN_DATASETS, Text, read_dataset, read_text
 
@@ -108,10 +109,12 @@ class Loading:
     batch_invariant: bool
     held_bytes: int | None = None
     """Limit on the memory for weights; layers beyond it are read again in every pass."""
+    changes: ModelOptions = field(default_factory=ModelOptions)
+    ctx: int | None = None
+    """Tokens per window, if the caller chose them; may exceed the model's own context."""
 
     def load(self, model: ModelFiles | str | None) -> LoadedModel:
         from exl_cli.load import load_quietly
-        from exl_core.session.load import LoadOptions
 
         return load_quietly(
             model,
@@ -120,7 +123,8 @@ class Loading:
             is_quiet=self.is_quiet,
             exact=self.exact,
             batch_invariant=self.batch_invariant,
-            options=LoadOptions(held_bytes=self.held_bytes),
+            options=replace(self.changes.load_options(), held_bytes=self.held_bytes),
+            ctx=self.ctx,
         )
 
 

@@ -5,6 +5,7 @@ Imports torch; a command imports this module when it runs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,11 +13,19 @@ from pathlib import Path
 
 import torch
 
+from exl_cli.model_options import print_warnings
 from exl_cli.render import bytes_progress
 from exl_core.errors import ContextLengthError, RequestError
 from exl_core.session.load import LoadedModel, LoadOptions, load_model, resolve_device
 from exl_core.session.open import ModelFiles, open_model
-from exl_core.session.runtime import Loader, Runtime, load_draft, open_draft
+from exl_core.session.runtime import (
+    Loader,
+    Runtime,
+    context_warning,
+    fitted_to,
+    load_draft,
+    open_draft,
+)
 
 
 def load_quietly(
@@ -28,10 +37,11 @@ def load_quietly(
     exact: bool,
     batch_invariant: bool = False,
     options: LoadOptions | None = None,
+    ctx: int | None = None,
 ) -> LoadedModel:
     """Load with a progress bar on a terminal. The keyword arguments replace fields of `options`.
 
-    `batch_invariant` applies on the CPU.
+    `batch_invariant` applies on the CPU. A context `ctx` beyond the model's own causes a warning.
     """
     chosen = replace(
         options or LoadOptions(),
@@ -40,7 +50,17 @@ def load_quietly(
         exact=exact,
         batch_invariant=batch_invariant and resolve_device(device, is_exact=exact) == "cpu",
     )
+    if ctx is not None:
+        model = model if isinstance(model, ModelFiles) else open_model(model)
+        chosen = longer_context(ctx, model, chosen)
     return loader(is_quiet=is_quiet)(model, chosen)
+
+
+def longer_context(ctx: int, files: ModelFiles, options: LoadOptions) -> LoadOptions:
+    """Options for a context of `ctx` tokens, with a warning if it exceeds the model's own."""
+    warning = context_warning(ctx, files.config, options)
+    print_warnings(() if warning is None else (warning,))
+    return fitted_to(ctx, files.config, options)
 
 
 def load_with_draft(
@@ -52,6 +72,7 @@ def load_with_draft(
     is_quiet: bool,
     exact: bool,
     batch_invariant: bool,
+    options: LoadOptions | None = None,
 ) -> tuple[LoadedModel, LoadedModel | None]:
     """A model, and the draft model if one is named. Their vocabularies are compared before."""
     files = open_model(spec)
@@ -63,6 +84,7 @@ def load_with_draft(
         is_quiet=is_quiet,
         exact=exact,
         batch_invariant=batch_invariant,
+        options=options,
     )
     if draft_files is None:
         return loaded, None
@@ -80,7 +102,10 @@ def loader(*, is_quiet: bool) -> Loader:
     def load(model: ModelFiles | str | Path | None, options: LoadOptions) -> LoadedModel:
         torch.set_num_threads(1)
         with bytes_progress("loading", is_quiet=is_quiet) as progress:
-            return load_model(model, options, progress)
+            loaded = load_model(model, options, progress)
+        if loaded.plan and not is_quiet and sys.stderr is not None:
+            print("exl: " + "; ".join(map(str, loaded.plan)), file=sys.stderr, flush=True)
+        return loaded
 
     return load
 
@@ -92,9 +117,9 @@ def explaining_long_prompts(runtime: Runtime) -> Iterator[None]:
         yield
     except ContextLengthError as error:
         longest = runtime.loaded.config.max_seq_len
-        advice = f"Shorten it, or raise --ctx-size (at most {longest})."
-        if runtime.ctx_size == longest:
-            advice = "Shorten it; this is the model's longest context."
+        advice = f"Shorten it, or raise --ctx-size (the model's own context is {longest})."
+        if runtime.ctx_size >= longest:
+            advice = "Shorten it; this is the model's own context."
         raise RequestError(
             f"the prompt has at least {error.num_tokens} tokens and leaves no room for a reply",
             expected=f"at most {runtime.max_prompt_tokens} tokens, for a context of "

@@ -176,8 +176,9 @@ def _fail(error: ExlError) -> int:
 def _usage_line(error: typer.TyperException) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "exl"
-    message = error.format_message().strip().rstrip(".")
-    return printable(f"{' '.join(message.split())}. '{command} --help' lists the options.")
+    message = " ".join(error.format_message().split()).rstrip(".")
+    end = "" if message.endswith("?") else "."
+    return printable(f"{message}{end} '{command} --help' lists the options.")
 
 
 def _complain(line: str) -> None:

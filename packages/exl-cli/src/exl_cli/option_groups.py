@@ -9,32 +9,37 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from exl_cli import engine_options, options
 from exl_cli.engine_options import EngineChoices
 from exl_cli.interrupt import exits_at_once
+from exl_cli.model_options import ModelOptions, print_warnings
 from exl_cli.prompts import check_encodable
 from exl_core.errors import RequestError, printable
 from exl_core.prompt.formats import PromptFormat, find_format
 from exl_core.session.resolve import resolve_model
+from exl_core.session.split import parse_split
 
 if TYPE_CHECKING:
     from exl_cli.chat.prompt_style import PromptStyle
-    from exl_core.session.load import LoadedModel
+    from exl_core.cache.format import KVFormat
+    from exl_core.session.load import LoadedModel, LoadOptions
     from exl_core.session.runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunningOptions:
-    """How a model is run: context size, device, cache, adapters, drafts."""
+class RunningOptions(ModelOptions):
+    """How a model is run: changes to it, context size, device, cache, adapters, drafts."""
 
     ctx_size: options.CtxSize = None
     device: options.Device = "auto"
     threads: options.Threads = None
     exact: options.Exact = False
     held_memory: options.HeldMemory = None
+    split: options.Split = "auto"
+    cpu_layers: options.CpuLayers = None
     batch_invariant: options.BatchInvariant = False
     cache_type: options.CacheType = "fp16"
     lora: engine_options.Lora = None
@@ -43,7 +48,9 @@ class RunningOptions:
     ngram: engine_options.Ngram = False
 
     def choices(self) -> EngineChoices:
-        options.held_bytes(self.held_memory)  # reports a bad value before anything is loaded
+        # Report bad values before anything is loaded.
+        options.held_bytes(self.held_memory)
+        parse_split(self.split)
         return engine_options.choices_of(
             self.cache_type, self.lora, self.draft_model, self.draft_tokens, ngram=self.ngram
         )
@@ -63,18 +70,20 @@ class RunningOptions:
         path = resolve_model(spec)  # reports an unknown name before torch is imported
         with exits_at_once():
             from exl_cli.load import loader
-            from exl_core.session.load import LoadOptions
             from exl_core.session.runtime import DraftOptions, RuntimeOptions, open_runtime
         draft = None
         if choices.ngram or choices.draft_model is not None:
             draft = DraftOptions(choices.draft_model, choices.draft_tokens)
         held_bytes = options.held_bytes(self.held_memory)
         runtime_options = RuntimeOptions(
-            load=LoadOptions(
+            load=replace(
+                self.load_options(),
                 device=self.device,
                 threads=self.threads,
                 exact=self.exact,
                 held_bytes=held_bytes,
+                split=self.split,
+                cpu_layers=self.cpu_layers,
                 batch_invariant=self.batch_invariant,
             ),
             ctx_size=self.ctx_size,
@@ -85,7 +94,35 @@ class RunningOptions:
             draft=draft,
             has_guidance=has_guidance,
         )
-        return open_runtime(path, runtime_options, loader(is_quiet=is_quiet))
+        runtime = open_runtime(path, runtime_options, loader(is_quiet=is_quiet))
+        print_warnings(runtime.warnings)
+        return runtime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOptions:
+    """Where and how a model computes."""
+
+    device: options.Device = "auto"
+    threads: options.Threads = None
+    exact: options.Exact = False
+    batch_invariant: options.BatchInvariant = False
+    split: options.Split = "auto"
+    cpu_layers: options.CpuLayers = None
+
+    def applied(self, to: LoadOptions, cache_tokens: int, kv_format: KVFormat) -> LoadOptions:
+        """`to` with these devices. A split leaves memory for a cache of `cache_tokens` tokens."""
+        return replace(
+            to,
+            device=self.device,
+            threads=self.threads,
+            exact=self.exact,
+            batch_invariant=self.batch_invariant,
+            split=self.split,
+            cpu_layers=self.cpu_layers,
+            cache_tokens=cache_tokens,
+            kv_format=kv_format,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,11 +31,24 @@ MODEL_HELP = (
 
 
 def complete_pulled(incomplete: str) -> list[str]:
-    """Names of models in the hub's cache, for the shell's completion."""
+    """Names of models in the hub's cache, for the shell's completion, as the user began them: with
+    their owner or without."""
     from exl_core.session.names import unique_prefix
     from exl_core.session.pulled import pulled_models
 
-    return unique_prefix(incomplete, {model.name: model for model in pulled_models()})
+    found = unique_prefix(incomplete, {model.name: model for model in pulled_models()})
+    return [
+        name if name.lower().startswith(incomplete.lower()) else name.partition("/")[2]
+        for name in found
+    ]
+
+
+def complete_formats(incomplete: str) -> list[str]:
+    """Names of prompt formats, for the shell's completion."""
+    from exl_core.prompt.formats import all_formats
+
+    names = [name for one in all_formats().values() for name in (one.name, *one.also)]
+    return [name for name in names if name.startswith(incomplete)]
 
 
 ModelArgument = Annotated[
@@ -123,12 +136,33 @@ HeldMemory = Annotated[
         rich_help_panel=_RUNNING,
     ),
 ]
+Split = Annotated[
+    str,
+    typer.Option(
+        "--split",
+        metavar="HOW",
+        help="Devices of the layers. 'auto': one GPU if the model fits there, then more GPUs, then "
+        "the CPU for the first layers. 'none': one device. '20,24': GB of weights for each GPU. "
+        "'cpu=8,cuda:0=24': layers for each device.",
+        rich_help_panel=_RUNNING,
+    ),
+]
+CpuLayers = Annotated[
+    int | None,
+    typer.Option(
+        "--cpu-layers",
+        metavar="N",
+        min=0,
+        help="Keep the first N layers on the CPU, and the others on the GPU.",
+        rich_help_panel=_RUNNING,
+    ),
+]
 BatchInvariant = Annotated[
     bool,
     typer.Option(
         "--batch-invariant",
         help="Make logits independent of other requests, of prompt chunks and of drafts, to the "
-        "last bit. On the CPU; slower prefill with AMX and without VNNI.",
+        "last bit. Slower on a GPU, and in prefill with AMX and without VNNI.",
         rich_help_panel=_RUNNING,
     ),
 ]
@@ -163,6 +197,7 @@ Format = Annotated[
         metavar="NAME",
         help="Prompt format to use instead of the model's chat template. "
         "'exl chat --list-formats' lists them.",
+        autocompletion=complete_formats,
     ),
 ]
 AllowSpecial = Annotated[

@@ -1,25 +1,72 @@
-"""Output of `exl inspect model --fit`: for each device, whether the model and which context fit."""
+"""Output of `exl inspect model --fit`: for each device, whether the model and which context fit,
+and the devices that a run would divide its layers among.
+"""
 
 from __future__ import annotations
 
 from exl_cli import output
 from exl_cli.render import columns_table, format_bytes, print_answer
+from exl_core.cache.format import KVFormat
+from exl_core.errors import OutOfMemoryError
 from exl_core.session.describe import ModelDescription
-from exl_core.session.placement import Fit, fit_all
+from exl_core.session.placement import DeviceMemory, Fit, device_memory, fit_all
 from exl_core.session.runtime import settle_ctx_size
+from exl_core.session.split import StagePlan, layer_sizes, parse_split, plan_split
 
 SCHEMA_VERSION = 1
 
 
-def run(model: ModelDescription, ctx: int | None, *, is_json: bool) -> None:
-    """Print the memory needed at `ctx` tokens. None: the default context size of the commands."""
+def run(
+    model: ModelDescription,
+    ctx: int | None,
+    *,
+    split: str = "auto",
+    cpu_layers: int | None = None,
+    is_json: bool,
+) -> None:
+    """Print the memory needed at `ctx` tokens (None: the default context size of the commands),
+    and the plan of a split."""
     at = settle_ctx_size(ctx, model.config.max_seq_len)
-    fits = fit_all(model.weights_bytes_in_memory, model.config, at)
+    devices = device_memory()
+    fits = fit_all(model.weights_bytes_in_memory, model.config, at, devices)
+    try:
+        plan, refusal = _plan(model, at, split, cpu_layers, devices), ""
+    except OutOfMemoryError as error:
+        if split != "auto" or cpu_layers is not None:
+            raise
+        plan, refusal = (), f"No split: {error}"
     if is_json:
-        described = [as_dict(fit) for fit in fits]
-        output.write_json({"schema_version": SCHEMA_VERSION, "name": model.name, "fit": described})
+        value = {
+            "schema_version": SCHEMA_VERSION,
+            "name": model.name,
+            "fit": [as_dict(fit) for fit in fits],
+            "split": [_stage_dict(stage) for stage in plan],
+        }
+        output.write_json(value)
     else:
-        _show(model, fits)
+        _show(model, fits, [f"Layers: {'; '.join(map(str, plan))}." if plan else refusal])
+
+
+def _plan(
+    model: ModelDescription,
+    ctx: int,
+    split: str,
+    cpu_layers: int | None,
+    devices: list[DeviceMemory],
+) -> tuple[StagePlan, ...]:
+    cpu, *gpus = devices
+    sizes = layer_sizes(model.bytes_by_part, model.config, KVFormat.FP16, ctx)
+    return plan_split(sizes, parse_split(split), gpus or [cpu], cpu, cpu_layers)
+
+
+def _stage_dict(stage: StagePlan) -> dict[str, object]:
+    return {
+        "device": stage.device,
+        "first_layer": stage.layers.start,
+        "last_layer": stage.layers.stop - 1,
+        "weights_bytes": stage.weights_bytes,
+        "cache_bytes": stage.cache_bytes,
+    }
 
 
 def as_dict(fit: Fit) -> dict[str, object]:
@@ -35,7 +82,7 @@ def as_dict(fit: Fit) -> dict[str, object]:
     }
 
 
-def _show(model: ModelDescription, fits: list[Fit]) -> None:
+def _show(model: ModelDescription, fits: list[Fit], notes: list[str]) -> None:
     kinds = list(fits[0].contexts)
     table = columns_table(
         "device", "free", f"needed at {fits[0].ctx}", "fits", *(f"{k.value} up to" for k in kinds)
@@ -52,4 +99,4 @@ def _show(model: ModelDescription, fits: list[Fit]) -> None:
         )
     advice = [f"{fit.memory.device}: {fit.advice} would fit." for fit in fits if fit.advice]
     weights = format_bytes(model.weights_bytes_in_memory)
-    print_answer(f"{model.name}: weights of {weights}; contexts in tokens.", table, *advice)
+    print_answer(f"{model.name}: weights of {weights}; contexts in tokens.", table, *advice, *notes)

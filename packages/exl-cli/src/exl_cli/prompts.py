@@ -45,7 +45,9 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     return text
 
 
-def check_chat_options(is_chat: bool, given: Sequence[str], parse_special: bool) -> None:
+def check_chat_options(
+    is_chat: bool, given: Sequence[str], *, parse_special: bool, truncate_left: bool
+) -> None:
     """Refuse options that would have no effect. `given`: names of options of a conversation."""
     if given and not is_chat:
         raise RequestError(f"{given[0]} is for conversations", next_step="Add --chat.")
@@ -53,6 +55,12 @@ def check_chat_options(is_chat: bool, given: Sequence[str], parse_special: bool)
         raise RequestError(
             "--parse-special is for prompts without a template",
             next_step="Drop --chat or it; --allow-special is for messages.",
+        )
+    if truncate_left and is_chat:
+        raise RequestError(
+            "--truncate-left would cut the beginning of the chat template",
+            expected="--chat or --truncate-left",
+            got="both",
         )
 
 

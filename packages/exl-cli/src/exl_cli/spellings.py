@@ -40,8 +40,8 @@ _WITHOUT_EFFECT = {"-fa": "attention is always fused", "--flash-attn": "attentio
 _ON_OFF = ("on", "off", "auto", "0", "1")
 _LAYERS = ("-ngl", "--gpu-layers", "--n-gpu-layers")
 _ANSWERS = {
-    "-ts": "a model runs on one device; --device cuda:1 selects it",
-    "--tensor-split": "a model runs on one device; --device cuda:1 selects it",
+    "-ts": "--split has GB of weights for each GPU, as in --split 20,24",
+    "--tensor-split": "--split has GB of weights for each GPU, as in --split 20,24",
     "--dry-sequence-breaker": "--dry-breakers has all characters in one value",
 }
 _ALL_LAYERS = 99
@@ -95,5 +95,5 @@ def _device_for(name: str, layers: str) -> str:
         f"there is no option {name}",
         expected=f"0 for the CPU, or {_ALL_LAYERS} and more for all layers",
         got=layers,
-        next_step="Here all layers run on one device; --device cpu or --device cuda selects it.",
+        next_step="Here --cpu-layers has the number of layers that stay on the CPU.",
     )

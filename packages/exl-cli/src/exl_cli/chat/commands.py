@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exl_cli.chat import transcript
+from exl_cli import config
+from exl_cli.chat import presets, transcript
 from exl_core.errors import RequestError
+from exl_core.session.pulled import pulled_models
 
 if TYPE_CHECKING:
     from exl_cli.chat.session import ChatSession
@@ -55,7 +57,7 @@ def parse(text: str, *, is_piped: bool) -> tuple[str, str] | None:
     if is_piped:
         return (name, match[2] or "") if name in FOR_PIPES else None
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], n=1, cutoff=0.5)
         raise RequestError(
             f"there is no command /{name}",
             next_step=(f"The nearest is /{near[0]}. " if near else "") + "/help lists them.",
@@ -64,18 +66,50 @@ def parse(text: str, *, is_piped: bool) -> tuple[str, str] | None:
 
 
 def _help(_session: ChatSession, _argument: str) -> Outcome:
-    lines = [f"{command.usage:<20}{command.what}" for command in COMMANDS.values()]
+    lines = [f"{command.usage:<21}{command.what}" for command in COMMANDS.values()]
     return Outcome(note="\n".join([*lines, "", KEYS]))
 
 
 def _set(session: ChatSession, argument: str) -> Outcome:
+    argument = argument.removeprefix("parameter ").strip()  # as in ollama
     name, _, value = argument.partition(" ")
-    if not value.strip():
-        shown = session.settings.shown(name)
-        return Outcome(note="\n".join(f"{key:<20}{text}" for key, text in shown.items()))
-    session.settings.set(name, value.strip(), session.tokenizer)
+    name, value = SWITCHES.get(argument, (name, value.strip()))
+    if name == "system":
+        return _system(session, value)
+    if not value:
+        return Outcome(note=_shown(session, name))
+    session.settings.set(name, value, session.tokenizer)
     now = next(iter(session.settings.shown(name).values()))
     return Outcome(note=f"{name} is now {now}.")
+
+
+def _shown(session: ChatSession, name: str) -> str:
+    shown = session.settings.shown(name)
+    return "\n".join(f"{key:<20}{text}" for key, text in shown.items())
+
+
+def _show(session: ChatSession, argument: str) -> Outcome:
+    name = argument.strip()
+    if name in ("", "info"):
+        return Outcome(note=session.description())
+    if name in ("parameters", "settings"):
+        return Outcome(note=_shown(session, ""))
+    if name == "system":
+        return _system(session, "")
+    if name == "template":
+        return Outcome(note=session.style.source or "The model has no chat template.")
+    return Outcome(note=_shown(session, name))
+
+
+def _model(session: ChatSession, argument: str) -> Outcome:
+    if not argument.strip():
+        return Outcome(note=session.description())
+    return Outcome(note=session.use_model(argument.strip()))
+
+
+def _models(_session: ChatSession, _argument: str) -> Outcome:
+    names = [model.name for model in pulled_models() if model.is_complete]
+    return Outcome(note="\n".join([*names, "", "/model NAME talks to one of them, or to a path."]))
 
 
 def _system(session: ChatSession, argument: str) -> Outcome:
@@ -110,17 +144,38 @@ def _last(session: ChatSession) -> str:
 
 
 def _save(session: ChatSession, argument: str) -> Outcome:
-    path = _path(argument, "/save FILE")
+    name = argument.strip()
+    if presets.is_preset_name(name):
+        path = presets.save_preset(name, session.preset())
+        said = f"Saved model, system prompt and settings to {path}: exl chat --profile {name}."
+        return Outcome(note=f"{said} A path, as in /save {name}.json, saves the conversation.")
+    path = _path(argument, "/save NAME or /save FILE.json")
     transcript.save(session.conversation, path, session.model_name)
     return Outcome(note=f"Saved {len(session.conversation.turns) // 2} turns to {path}.")
 
 
 def _load(session: ChatSession, argument: str) -> Outcome:
-    path = _path(argument, "/load FILE")
+    name = argument.strip()
+    if presets.is_preset_name(name) and not Path(name).exists():
+        return _load_preset(session, name)
+    path = _path(argument, "/load NAME or /load FILE.json")
     system, turns = transcript.load(path)
     session.conversation.system = system
     session.conversation.replace(turns)
     return Outcome(note=f"Loaded {len(turns) // 2} turns from {path}, replacing the conversation.")
+
+
+def _load_preset(session: ChatSession, name: str) -> Outcome:
+    values = dict(config.profile(name))
+    model, system = values.pop(config.MODEL, None), values.pop("system", None)
+    notes = [] if model in (None, session.spec) else [session.use_model(str(model))]
+    if isinstance(system, str):
+        session.conversation.system = session.style.usable(system)
+    left = session.settings.apply(values, session.tokenizer)
+    notes.append(f"The preset {name} is applied.")
+    if left:
+        notes.append(f"Only 'exl chat --profile {name}' applies {', '.join(left)}.")
+    return Outcome(note="\n".join(notes))
 
 
 def _path(argument: str, usage: str) -> Path:
@@ -147,19 +202,33 @@ def _leave(_session: ChatSession, _argument: str) -> Outcome:
 COMMANDS = {
     "help": Command("/help, /?", "show this list", _help),
     "set": Command("/set [NAME [VALUE]]", "change or show a setting; alone: show all", _set),
+    "show": Command(
+        "/show [WHAT]", "the model; or: parameters, system, template, or a setting", _show
+    ),
     "system": Command(
         "/system [TEXT]", "set the system prompt ('none': off); alone: show", _system
     ),
+    "model": Command("/model [NAME]", "talk to another model; alone: show this one", _model),
+    "models": Command("/models", "list the models on this machine", _models),
     "retry": Command("/retry", "generate another reply to the last message", _retry),
     "edit": Command("/edit", "edit the last message and send it again", _edit),
     "undo": Command("/undo", "remove the last message and its reply", _undo),
-    "save": Command("/save FILE", "save the conversation to a file", _save),
-    "load": Command("/load FILE", "load a conversation and continue it", _load),
+    "save": Command("/save NAME | FILE", "save a preset, or the conversation to a file", _save),
+    "load": Command("/load NAME | FILE", "apply a preset, or continue a conversation", _load),
     "clear": Command("/clear", "clear the conversation; the system prompt stays", _clear),
     "stats": Command("/stats", "show or hide the speed after each reply", _stats),
-    "bye": Command("/bye, /exit", "exit (so does Ctrl-D)", _leave),
+    "bye": Command("/bye, /exit, /quit", "exit (so does Ctrl-D)", _leave),
 }
-ALIASES = {"?": "help", "exit": "bye", "regen": "retry", "show": "set"}
+ALIASES = {
+    **{"?": "help", "exit": "bye", "quit": "bye", "q": "bye", "regen": "retry"},
+    **{"list": "models", "ls": "models", "new": "clear", "reset": "clear"},
+}
+SWITCHES = {
+    **{"verbose": ("stats", "on"), "quiet": ("stats", "off")},
+    **{"wordwrap": ("wrap", "on"), "nowordwrap": ("wrap", "off")},
+    **{"history": ("amnesia", "off"), "nohistory": ("amnesia", "on")},
+}
+"""Settings that ollama switches by one word."""
 KEYS = (
     'Alt-Enter, or Esc then Enter, starts a new line; lines between """ and """ are one message.\n'
     "Ctrl-C stops a reply but not the chat. Tab completes commands, settings and file names."

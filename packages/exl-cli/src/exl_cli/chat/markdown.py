@@ -54,6 +54,11 @@ class MarkdownStream:
         while self._held and self._advance(is_end=True):
             pass
 
+    @property
+    def is_in_block(self) -> bool:
+        """True while lines of a fenced code block are emitted."""
+        return bool(self._fence)
+
     def _advance(self, *, is_end: bool) -> bool:
         """Show some of the held text; False if more input is needed first."""
         if self._fence:

@@ -59,6 +59,18 @@ class PromptStyle:
         else:
             self._tags = find_tags("" if loaded.template is None else loaded.template.source)
 
+    @property
+    def source(self) -> str:
+        """Source of the format or of the template."""
+        if self._format is not None:
+            return self._format.source
+        return "" if self._template is None else self._template.source
+
+    @property
+    def format_name(self) -> str | None:
+        """Name of the prompt format; None for the model's own template."""
+        return None if self._format is None else self._format.name
+
     def text(self, messages: Messages) -> TrackedText:
         """Prompt text up to the point where the reply begins."""
         if self._format is not None:

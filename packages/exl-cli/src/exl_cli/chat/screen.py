@@ -2,7 +2,8 @@
 
 stdout gets the reply and nothing else. Reasoning goes to stderr. On a terminal it is one line with
 a token counter; with `shows_reasoning` it is printed in full. Control characters other than
-newlines and tabs are removed from text that goes to a terminal.
+newlines and tabs are removed from text that goes to a terminal. Text wraps between words there, but
+code does not.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from rich.console import COLOR_SYSTEMS, Console
 from rich.style import Style
 
 from exl_cli import output
-from exl_cli.chat.markdown import MarkdownStream
+from exl_cli.chat.markdown import PLAIN, MarkdownStream
 from exl_cli.render import stderr_console
+from exl_cli.wrap import WordWrap
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _REDRAW_S = 0.1
@@ -25,12 +27,17 @@ _REDRAW_S = 0.1
 class ReplyScreen:
     """Shows one reply: call `read`, `think` and `say` as text arrives, then `close`."""
 
-    def __init__(self, *, shows_reasoning: bool, is_quiet: bool = False) -> None:
+    def __init__(
+        self, *, shows_reasoning: bool, is_quiet: bool = False, wraps: bool = True
+    ) -> None:
         stdout = Console(highlight=False)
         self._is_watched = sys.stdout is not None and sys.stdout.isatty()
         system = None if stdout.no_color else stdout.color_system
         self._colors = None if system is None else COLOR_SYSTEMS[system]
-        self._markdown = None if self._colors is None else MarkdownStream(self._emit)
+        is_wrapped = wraps and self._is_watched and not stdout.is_dumb_terminal
+        self._wrap = WordWrap(self._emit) if is_wrapped else None
+        has_markdown = self._colors is not None or is_wrapped
+        self._markdown = MarkdownStream(self._style) if has_markdown else None
         self._notes = stderr_console()
         self._can_redraw = self._notes.is_terminal and not self._notes.is_dumb_terminal
         self._shows_progress = self._can_redraw and not is_quiet
@@ -77,7 +84,7 @@ class ReplyScreen:
         if self._is_watched:
             text = _CONTROL.sub("", text)
         if self._markdown is None:
-            output.write_text(text)
+            self._style(text, PLAIN)
         else:
             self._markdown.feed(text)
 
@@ -86,6 +93,8 @@ class ReplyScreen:
         self._stop_thinking()
         if self._markdown is not None:
             self._markdown.close()
+        if self._wrap is not None:
+            self._wrap.close()
         output.write_text("\n")
 
     def _stop_reading(self) -> None:
@@ -109,6 +118,13 @@ class ReplyScreen:
         self._notes.file.write("\r\x1b[K" if self._can_redraw else "")
         self._notes.print(shown, style="dim", markup=False, end="")
         self._notes.file.flush()
+
+    def _style(self, text: str, style: Style) -> None:
+        if self._wrap is None:
+            self._emit(text, style)
+        else:
+            is_code = self._markdown is not None and self._markdown.is_in_block
+            self._wrap.feed(text, style, breaks=not is_code)
 
     def _emit(self, text: str, style: Style) -> None:
         output.write_text(style.render(text, color_system=self._colors))

@@ -5,9 +5,12 @@ One engine serves all turns, so that later prompts reuse its cache.
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+from pathlib import Path
+from typing import Any
 
 from exl_cli.chat import commands
 from exl_cli.chat.commands import Outcome
@@ -18,33 +21,46 @@ from exl_cli.chat.screen import ReplyScreen
 from exl_cli.chat.settings import ChatSettings
 from exl_cli.chat.terminal import Terminal
 from exl_cli.interrupt import Interrupt
+from exl_cli.keyboard import keys_are_held
 from exl_cli.load import explaining_long_prompts
+from exl_cli.options import pick_model
 from exl_cli.reply import stream_reply
 from exl_core.engine.events import FinishReason
-from exl_core.errors import ExlError, RequestError
+from exl_core.errors import ExlError, RequestError, TemplateError, printable
 from exl_core.files import PROMPT_LIMIT_BYTES, decode_text
+from exl_core.session.open import open_model as open_files
 from exl_core.session.runtime import Runtime
 from exl_core.tokenizer.base import Tokenizer
 
+GREETING = "{}, context of {} tokens. /help lists the commands, Ctrl-D leaves."
+OpenedModel = tuple[Runtime, PromptStyle, str | None]
+"""A model at work, its prompt style, and the system prompt that a chat with it begins with."""
+
 
 class ChatSession:
-    """A chat with one model. `terminal` None: prompts come from stdin, one per line."""
+    """A chat with one model.
+
+    open_model  opens a model by its name or path; for None, the default model
+    spec        the first model, as the user named it
+    terminal    None: prompts come from stdin, one per line
+    """
 
     def __init__(
         self,
-        runtime: Runtime,
-        style: PromptStyle,
+        open_model: Callable[[str | None], OpenedModel],
+        spec: str | None,
         settings: ChatSettings,
         *,
-        system: str | None,
         stop: Sequence[str],
         terminal: Terminal | None,
         is_quiet: bool = False,
     ) -> None:
-        self.style = style
+        self.spec = spec
         self.settings = settings
+        self._open_model = open_model
+        self._runtime, self.style, system = open_model(spec)
         self.conversation = Conversation(system)
-        self._runtime = runtime
+        self._first_system = system
         self._stop = stop
         self._terminal = terminal
         self._is_quiet = is_quiet
@@ -57,6 +73,72 @@ class ChatSession:
     @property
     def model_name(self) -> str:
         return self._runtime.name
+
+    @property
+    def ctx_size(self) -> int:
+        return self._runtime.ctx_size
+
+    def greet(self) -> None:
+        """Names the model on a terminal."""
+        if not self._is_quiet:
+            self._note(GREETING.format(printable(self.model_name), self.ctx_size))
+
+    def description(self) -> str:
+        """The model, where it is, and how prompts for it are made."""
+        loaded = self._runtime.loaded
+        how = "the model's chat template"
+        if self.style.format_name is not None:
+            how = f"the format {self.style.format_name}"
+        rows = {
+            "model": printable(loaded.name),
+            "path": printable(str(loaded.path)),
+            "context": f"{self.ctx_size} tokens",
+            "prompts by": how,
+            "system prompt": self.conversation.system or "the model's default",
+        }
+        return "\n".join(f"{name:<20}{text}" for name, text in rows.items())
+
+    def preset(self) -> dict[str, Any]:
+        """Model, system prompt and changed settings, by the names of options."""
+        values: dict[str, Any] = {}
+        if self.spec is not None:
+            is_path = Path(self.spec).exists()
+            values["model"] = str(Path(self.spec).resolve()) if is_path else self.spec
+        if self.conversation.system is not None:
+            values["system"] = self.conversation.system
+        if self.style.format_name is not None:
+            values["format"] = self.style.format_name
+        return values | self.settings.changed()
+
+    def use_model(self, spec: str) -> str:
+        """Replaces the model and keeps the conversation. Returns what changed.
+
+        The weights of the old model are freed before those of the new one are read. Where the new
+        one cannot be opened, the old one is loaded again, and the error is raised.
+        """
+        path = pick_model(spec, None)
+        open_files(path)  # reports everything that headers show before the old model goes
+        old = str(self._runtime.loaded.path)
+        has_first_system = self.conversation.system == self._first_system
+        del self._runtime
+        gc.collect()
+        try:
+            opened = self._open_model(path)
+        except BaseException:
+            self._runtime, self.style, self._first_system = self._open_model(old)
+            raise
+        self._runtime, self.style, self._first_system = opened
+        self.spec = spec
+        if has_first_system:
+            self.conversation.system = self._first_system
+        note = f"The model is now {printable(self.model_name)}, context of {self.ctx_size} tokens."
+        try:
+            self.style.usable(self.conversation.system or "")
+        except TemplateError:
+            if self.conversation.system:
+                note += " Its template has no system prompt, so there is none now."
+            self.conversation.system = None
+        return note
 
     def run(self) -> int:
         """Run until the input ends. Returns the number of piped prompts that got no answer."""
@@ -132,11 +214,14 @@ class ChatSession:
         limit, replying = self.settings.max_tokens, self.settings.replying
         params = replying.sampler(self.settings.params(tokenizer), tokenizer)
         prompt_ids = self._fit(limit)
-        screen = ReplyScreen(shows_reasoning=self.settings.chat.reasoning, is_quiet=self._is_quiet)
+        shown = self.settings.chat
+        screen = ReplyScreen(
+            shows_reasoning=shown.reasoning, is_quiet=self._is_quiet, wraps=shown.wrap
+        )
         writer = ReplyWriter(screen, self.style.splitter(self.conversation.messages))
         reply = writer.reply
         healed_id: int | None = None
-        with writer, Interrupt() as interrupt:
+        with writer, Interrupt() as interrupt, keys_are_held():
             while True:
                 remaining = None if limit is None else limit - len(reply.token_ids)
                 with explaining_long_prompts(self._runtime):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -27,6 +28,8 @@ class ChatOptions:
     """True shows reasoning in full; False shows one line with its token count."""
     stats: bool = False
     amnesia: bool = False
+    wrap: bool = True
+    """Break long lines of a reply between words, on a terminal."""
 
 
 SAMPLING = get_type_hints(SamplingOptions)
@@ -37,6 +40,25 @@ NAMES = tuple(
     for group in (ChatOptions, ReplyOptions, SamplingOptions)
     for field in fields(group)
 )
+
+
+def _spellings() -> dict[str, str]:
+    """Field of each spelling of a setting: the names of its option, and those of ollama."""
+    found = {name: name.replace("-", "_") for name in NAMES}
+    for group in (SamplingOptions, ReplyOptions):
+        for field, hint in get_type_hints(group, include_extras=True).items():
+            for option in hint.__metadata__[0].param_decls:
+                found[option.lstrip("-")] = field
+    others = {"n": "max_response_tokens", "max-tokens": "max_response_tokens"}
+    others |= {"num-predict": "max_response_tokens", "repeat-last-n": "repeat_range"}
+    return found | others | {"typical-p": "typical", "tfs-z": "tfs", "wordwrap": "wrap"}
+
+
+FIELDS = _spellings()
+SAVED_AS = {"max_response_tokens": "max-tokens"}
+"""Names in presets that differ from those in a chat: every command has these options."""
+AT_START = {"num-ctx": "-c", "ctx-size": "-c", "stop": "--stop", "device": "--device"}
+"""Settings of a chat that cannot change while it runs, with their options."""
 
 
 class ChatSettings:
@@ -80,10 +102,36 @@ class ChatSettings:
         }
         if not name:
             return values
-        key = name.replace("_", "-").lstrip("-")
-        if key not in values:
-            raise _unknown(name)
+        key = field_of(name).replace("_", "-")
         return {key: values[key]}
+
+    def changed(self) -> dict[str, Any]:
+        """Settings whose values are not the defaults, by the names of their options."""
+        pairs = (
+            (self.chat, ChatOptions()),
+            (self.replying, ReplyOptions()),
+            (self.sampling, SamplingOptions()),
+        )
+        return {
+            SAVED_AS.get(field.name, field.name.replace("_", "-")): getattr(group, field.name)
+            for group, default in pairs
+            for field in fields(group)
+            if getattr(group, field.name) not in (getattr(default, field.name), None)
+        }
+
+    def apply(self, values: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> list[str]:
+        """Sets values by the names of options, as in a profile. Returns names that are no setting
+        of a chat."""
+        left = []
+        for name, value in values.items():
+            if name not in FIELDS:
+                left.append(name)
+                continue
+            if isinstance(value, list):
+                self.set(name, "off")
+            for one in value if isinstance(value, list) else [value]:
+                self.set(name, str(one) if type(one) is float else _shown(one), tokenizer)
+        return left
 
     def set(self, name: str, text: str, tokenizer: Tokenizer | None = None) -> None:
         """Change one setting; `ban` and `bias` get one more item, and `off` clears them.
@@ -91,7 +139,7 @@ class ChatSettings:
         Raises RequestError for an unknown name or a bad value, with `tokenizer` also for a bias of
         what is not one token.
         """
-        key = name.replace("-", "_").lstrip("_")
+        key = field_of(name)
         if key in SAMPLING:
             sampling = replace(self.sampling, **{key: _parsed(name, text, SAMPLING[key])})
             sampling.params()
@@ -100,12 +148,9 @@ class ChatSettings:
         if key in REPLYING:
             self.replying = self._replying_with(key, _parsed(name, text, REPLYING[key]), tokenizer)
             return
-        if key in CHAT:
-            chat = replace(self.chat, **{key: _parsed(name, text, CHAT[key])})
-            self.replying.check(options.token_limit(chat.max_response_tokens))
-            self.chat = chat
-            return
-        raise _unknown(name)
+        chat = replace(self.chat, **{key: _parsed(name, text, CHAT[key])})
+        self.replying.check(options.token_limit(chat.max_response_tokens))
+        self.chat = chat
 
     def _replying_with(self, key: str, value: Any, tokenizer: Tokenizer | None) -> ReplyOptions:
         is_guidance = key in ("negative_prompt", "guidance_scale")
@@ -123,9 +168,19 @@ class ChatSettings:
         return replying
 
 
-def _unknown(name: str) -> RequestError:
-    near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
-    return RequestError(f"there is no setting {name!r}", next_step=f"The nearest is {near}.")
+def field_of(name: str) -> str:
+    """Field of a setting, by any of its spellings. Raises RequestError for an unknown name."""
+    key = name.replace("_", "-").lstrip("-")
+    if key in FIELDS:
+        return FIELDS[key]
+    if key in AT_START:
+        raise RequestError(
+            f"{name} is fixed when a chat starts",
+            next_step=f"Start exl chat with {AT_START[key]}.",
+        )
+    near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.5)
+    advice = f"The nearest is {near[0]}." if near else "/set alone lists them."
+    raise RequestError(f"there is no setting {name!r}", next_step=advice)
 
 
 def _parsed(name: str, text: str, hint: object) -> Any:

@@ -21,6 +21,7 @@ from prompt_toolkit.utils import is_dumb_terminal
 from exl_cli.chat.commands import COMMANDS
 from exl_cli.chat.settings import NAMES
 from exl_cli.render import stderr_console
+from exl_core.session.pulled import pulled_models
 
 FENCE = '"""'
 PROMPT = ">>> "
@@ -93,6 +94,15 @@ class Terminal:
         return FileHistory(path)
 
 
+def _arguments(command: str) -> tuple[str, ...]:
+    """Words that may follow a command."""
+    if command == "/model":
+        return tuple(model.name for model in pulled_models() if model.is_complete)
+    if command == "/show":
+        return ("info", "parameters", "system", "template", *NAMES)
+    return NAMES if command == "/set" else ()
+
+
 class CommandCompleter(Completer):
     """Tab completion of commands, setting names and file names."""
 
@@ -104,7 +114,7 @@ class CommandCompleter(Completer):
         known = tuple(f"/{name}" for name in COMMANDS)
         prefix = command
         if space:
-            known, prefix = (NAMES if command == "/set" else ()), argument
+            known, prefix = _arguments(command), argument
         if prefix:
             matches = (name for name in known if name.startswith(prefix))
             yield from (Completion(name, -len(prefix)) for name in matches)

@@ -6,12 +6,15 @@ parses the options and prints the result.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from exl_cli import options, output
 from exl_cli.interrupt import exits_at_once
+from exl_cli.model_options import ModelOptions
+from exl_cli.option_groups import DeviceOptions, spread
 from exl_core.cache.format import parse_cache_type
 from exl_core.errors import RequestError
 
@@ -71,6 +74,7 @@ Chunk = Annotated[
 ]
 
 
+@spread
 def bench(
     *,
     model: options.ModelArgument = None,
@@ -83,9 +87,8 @@ def bench(
     kernels: Kernels = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
-    device: options.Device = "auto",
-    threads: options.Threads = None,
-    exact: options.Exact = False,
+    changes: ModelOptions,
+    running: DeviceOptions,
     cache_type: options.CacheType = "fp16",
     chunk: Chunk = None,
 ) -> None:
@@ -96,41 +99,46 @@ def bench(
     repetitions, with the lowest and the highest. 'of floor' is the decode rate as a share of the
     rate at which memory bandwidth, measured in the same run, allows to read weights and cache.
 
-    With --kernels: the time of each op, the bytes that it must move, and the share of the memory
-    bandwidth that this amounts to.
+    With --kernels: the time of each op, its bytes, and their share of the memory bandwidth.
     """
     spec = options.pick_model(model, model_option)
     prompts, batches = _counts("--prefill", prefill), _counts("--batch", batch)
     kv_format = parse_cache_type(cache_type)
     with exits_at_once():
-        from exl_cli.load import load_quietly
+        from exl_cli.load import loader, longer_context
         from exl_cli.render import repeats_progress
-        from exl_core.engine.engine import PREFILL_CHUNK
-        from exl_core.session.load import resolve_device
+        from exl_core.session.load import with_options
         from exl_core.session.open import open_model
         from exl_eval.kernels import measure_kernels
         from exl_eval.machine import peak_memory_bytes
         from exl_eval.speed import SpeedOptions, check_options, measure_speed
     before = peak_memory_bytes()  # memory of the libraries; any growth after this is the model's
-    files = open_model(spec)
-    is_on_gpu = resolve_device(device, is_exact=exact).startswith("cuda")
-    rows = chunk or PREFILL_CHUNK["cuda" if is_on_gpu else "cpu"]
+    files, rows = open_model(spec), chunk or _default_chunk(running.device, exact=running.exact)
     choices = SpeedOptions(prompts, decode, batches, repeat, kv_format, depth, rows)
-    check_options(choices, files.config)  # needs headers only; loading is slow
-    loaded = load_quietly(files, device=device, threads=threads, exact=exact, is_quiet=quiet)
+    longest = max(*prompts, depth + decode)
+    how = longer_context(longest, files, changes.load_options())
+    check_options(choices, with_options(files.config, how))  # needs headers only; loading is slow
+    how = running.applied(how, max(batches) * longest, kv_format)
+    loaded = loader(is_quiet=quiet)(files, how)
+    measure = partial(measure_speed, loaded, choices, start_memory_bytes=before)
     with repeats_progress(is_quiet=quiet) as on_measured:
         if kernels:
-            found = measure_kernels(loaded, choices, on_measured=on_measured)
+            ops = measure_kernels(loaded, choices, on_measured=on_measured)
         else:
-            result = measure_speed(
-                loaded, choices, start_memory_bytes=before, on_measured=on_measured
-            )
+            passes = measure(on_measured=on_measured)
     if json:
-        output.write_json(found.as_dict() if kernels else result.as_dict())
-    elif kernels:
-        _show_kernels(found)
+        output.write_json(ops.as_dict() if kernels else passes.as_dict())
     else:
-        _show(result)
+        _show_kernels(ops) if kernels else _show(passes)
+
+
+def _default_chunk(device: str, *, exact: bool) -> int:
+    """Prompt tokens per pass in generation."""
+    from exl_core.engine.engine import PREFILL_CHUNK
+    from exl_core.session.load import resolve_device
+
+    is_on_gpu = resolve_device(device, is_exact=exact).startswith("cuda")
+    return PREFILL_CHUNK["cuda" if is_on_gpu else "cpu"]
 
 
 def _counts(option: str, text: str) -> tuple[int, ...]:

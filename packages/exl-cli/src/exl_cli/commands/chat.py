@@ -9,17 +9,18 @@ import typer
 
 from exl_cli import options, output
 from exl_cli.chat import transcript
+from exl_cli.chat.conversation import Message
 from exl_cli.interrupt import exits_at_once
 from exl_cli.option_groups import PromptOptions, RunningOptions, spread
 from exl_cli.reply_options import ReplyOptions
 from exl_cli.sampling_options import SamplingOptions
-from exl_core.errors import ExlError, RequestError, printable
+from exl_core.errors import ExlError, RequestError
 from exl_core.prompt.formats import all_formats
 from exl_core.settings import state_folder
 
 if TYPE_CHECKING:
+    from exl_cli.chat.session import ChatSession
     from exl_cli.chat.terminal import Terminal
-    from exl_core.session.runtime import Runtime
 
 EXAMPLES = (
     ("exl chat", "talk to the default model"),
@@ -31,8 +32,9 @@ EXAMPLES = (
     ),
 )
 SCHEMA_VERSION = 1
+Kept = tuple[str | None, list[Message]]
+"""System prompt and turns of a loaded conversation."""
 HISTORY_FILE = "chat-history"
-GREETING = "{}, context of {} tokens. /help lists the commands, Ctrl-D leaves."
 
 MaxResponseTokens = Annotated[
     int,
@@ -55,6 +57,16 @@ Load = Annotated[
 Amnesia = Annotated[
     bool, typer.Option("--amnesia", help="Forget each message and its reply after the reply.")
 ]
+Reasoning = Annotated[
+    bool,
+    typer.Option("--reasoning", help="Show reasoning in full, not one line with its length."),
+]
+Wrap = Annotated[
+    bool,
+    typer.Option(
+        "--wrap/--no-wrap", help="Break long lines of replies between words, on a terminal."
+    ),
+]
 Stats = Annotated[bool, typer.Option("--stats", help="Print the speed of each reply to stderr.")]
 Json = Annotated[bool, typer.Option("--json", help="With --list-formats: one JSON object.")]
 
@@ -70,6 +82,8 @@ def chat(
     load: Load = None,
     amnesia: Amnesia = False,
     stats: Stats = False,
+    reasoning: Reasoning = False,
+    wrap: Wrap = True,
     list_formats: ListFormats = False,
     json: Json = False,
     quiet: options.Quiet = False,
@@ -84,54 +98,64 @@ def chat(
     turns are dropped; the system prompt stays. Terminal input is stored in exl/chat-history under
     XDG_STATE_HOME (default ~/.local/state), readable by its owner only.
     """
-    if list_formats:
-        _show_formats(is_json=json)
+    if list_formats or json:
+        _show_formats(is_wanted=list_formats, is_json=json)
         return
-    if json:
-        raise RequestError("--json goes with --list-formats", next_step="Drop it.")
-    spec = options.pick_model(model, model_option)
+    options.pick_model(model, model_option)
+    spec = model if model_option is None else model_option
     prompt.checked_format()  # this and the next lines report bad options before anything is loaded
     sampling.params()
     replying.check(options.token_limit(max_response_tokens))
     choices = running.choices()
     kept = None if load is None else transcript.load(load)
     with exits_at_once():
-        from exl_cli.chat.session import ChatSession
+        from exl_cli.chat.session import ChatSession, OpenedModel
         from exl_cli.chat.settings import ChatOptions, ChatSettings
-    runtime = running.open(spec, choices, is_quiet=quiet, has_guidance=replying.has_guidance)
-    style, system = prompt.style(runtime.loaded)
-    if kept is not None and prompt.uses_default_system:
-        system = kept[0]
-    behaviour = ChatOptions(max_response_tokens=max_response_tokens, stats=stats, amnesia=amnesia)
+
+    def open_model(name: str | None) -> OpenedModel:
+        runtime = running.open(name, choices, is_quiet=quiet, has_guidance=replying.has_guidance)
+        return (runtime, *prompt.style(runtime.loaded))
+
+    behavior = ChatOptions(
+        max_response_tokens=max_response_tokens,
+        stats=stats,
+        amnesia=amnesia,
+        reasoning=reasoning,
+        wrap=wrap,
+    )
     session = ChatSession(
-        runtime,
-        style,
-        ChatSettings(sampling, behaviour, replying),
-        system=system,
+        open_model,
+        spec,
+        ChatSettings(sampling, behavior, replying),
         stop=stop or (),
-        terminal=_terminal(runtime, is_quiet=quiet),
+        terminal=_terminal(),
         is_quiet=quiet,
     )
+    _talk(session, kept, takes_system=prompt.uses_default_system)
+
+
+def _talk(session: ChatSession, kept: Kept | None, *, takes_system: bool) -> None:
+    """Runs the chat, from a loaded conversation on if there is one."""
+    session.greet()
     if kept is not None:
+        if takes_system:
+            session.conversation.system = kept[0]
         session.conversation.replace(kept[1])
     unanswered = session.run()
     if unanswered:
         raise ExlError(f"{unanswered} of the prompts could not be answered; see above")
 
 
-def _terminal(runtime: Runtime, *, is_quiet: bool) -> Terminal | None:
-    """The terminal, greeted; None over a pipe."""
+def _terminal() -> Terminal | None:
+    """The terminal; None over a pipe."""
     from exl_cli.chat.terminal import Terminal
 
-    if not Terminal.is_there():
-        return None
-    terminal = Terminal(state_folder() / HISTORY_FILE)
-    if not is_quiet:
-        terminal.note(GREETING.format(printable(runtime.name), runtime.ctx_size))
-    return terminal
+    return Terminal(state_folder() / HISTORY_FILE) if Terminal.is_there() else None
 
 
-def _show_formats(*, is_json: bool) -> None:
+def _show_formats(*, is_wanted: bool, is_json: bool) -> None:
+    if not is_wanted:
+        raise RequestError("--json goes with --list-formats", next_step="Drop it.")
     formats = all_formats().values()
     if is_json:
         described = [

@@ -5,13 +5,13 @@ from __future__ import annotations
 import typer
 
 from exl_cli import options, output
-from exl_cli.config import PROFILES, check_names, option_names, read_config
-from exl_core.settings import config_file
+from exl_cli.config import PROFILES, check_names, option_names, presets, read_config
+from exl_core.settings import config_file, preset_file
 
 EXAMPLES = (
     ("exl config", "the file, its settings, and whether their names are right"),
     ("exl config --json", "machine-readable output"),
-    ("exl chat --profile writer", "use the settings of [profiles.writer]"),
+    ("exl chat --profile writer", "use [profiles.writer], or the preset of '/save writer'"),
 )
 SCHEMA_VERSION = 1
 
@@ -22,7 +22,8 @@ def config(context: typer.Context, json: options.Json = False) -> None:
     The file is TOML. A key is an option without dashes: `temp = 0.7` at the top is the default of
     every command that has --temp, `[chat]` has defaults of one command, and `[profiles.writer]`
     those of `--profile writer`. `model` is the model of commands that name none. The command line
-    wins over the file. EXL_CONFIG names another file.
+    wins over the file. EXL_CONFIG names another file. `/save NAME` in a chat saves a preset, which
+    `--profile NAME` reads too.
     """
     contents = read_config()
     root = context.find_root().command
@@ -37,6 +38,9 @@ def config(context: typer.Context, json: options.Json = False) -> None:
             check_names(value, known, f"{config_file()}, [{name}]")
         else:
             check_names({name: value}, known, str(config_file()))
+    saved = presets()
+    for preset, settings in saved.items():
+        check_names(settings, known, str(preset_file(preset)))
     if json:
         output.write_json(
             {
@@ -44,9 +48,11 @@ def config(context: typer.Context, json: options.Json = False) -> None:
                 "file": str(config_file()),
                 "exists": config_file().exists(),
                 "settings": contents,
+                "presets": saved,
             }
         )
         return
     lines = [f"{config_file()}{'' if config_file().exists() else ' (does not exist)'}"]
     lines += [f"{name} = {value!r}" for name, value in contents.items()]
+    lines += [f"preset {preset} = {settings!r}" for preset, settings in saved.items()]
     output.write_text("\n".join(lines) + "\n")

@@ -9,13 +9,15 @@ import typer
 
 from exl_cli import engine_options, options, output, prompts
 from exl_cli.interrupt import Interrupt
+from exl_cli.keyboard import keys_are_held
+from exl_cli.model_options import print_warnings
 from exl_cli.option_groups import PromptOptions, RunningOptions, spread
 from exl_cli.reply_options import ReplyOptions
 from exl_cli.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
     from exl_cli.chat.prompt_style import PromptStyle
-    from exl_core.engine.events import FinishEvent, TextEvent
+    from exl_core.engine.events import FinishEvent
     from exl_core.engine.request import Request
     from exl_core.session.runtime import Runtime
 
@@ -53,6 +55,16 @@ SpecialOption = Annotated[
         help="Encode text such as <|im_start|> in the prompt as special tokens.",
     ),
 ]
+TruncateLeft = Annotated[
+    bool,
+    typer.Option(
+        "--truncate-left",
+        help="Drop the first tokens of a prompt that leaves no room for -n tokens of reply in the "
+        "context, and say how many. Not with --chat.",
+    ),
+]
+UNLIMITED_REPLY = 256
+"""Room that --truncate-left leaves for a reply without a limit, in tokens."""
 
 
 @spread
@@ -67,6 +79,7 @@ def generate(
     conversation: PromptOptions,
     stop: options.Stop = None,
     parse_special: SpecialOption = False,
+    truncate_left: TruncateLeft = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     replying: ReplyOptions,
@@ -86,7 +99,9 @@ def generate(
     choices, limit = running.choices(), options.token_limit(max_tokens)
     replying.check(limit)
     constraints = engine_options.constraints_of(json_schema, regex, grammar)
-    prompts.check_chat_options(chat, conversation.given, parse_special)
+    prompts.check_chat_options(
+        chat, conversation.given, parse_special=parse_special, truncate_left=truncate_left
+    )
     conversation.checked_format()
     text = prompts.read_prompt(prompt, file)
     runtime = running.open(spec, choices, is_quiet=quiet, has_guidance=replying.has_guidance)
@@ -95,7 +110,8 @@ def generate(
     tokenizer = runtime.loaded.tokenizer
     sampler = replying.sampler(sampling.params(tokenizer), tokenizer)
     style, system = conversation.style(runtime.loaded) if chat else (None, None)
-    encode = partial(_prompt_ids, runtime, style, parse_special=parse_special)
+    reply = (limit or UNLIMITED_REPLY) if truncate_left else None
+    encode = partial(_prompt_ids, runtime, style, parse_special=parse_special, reply=reply)
     negative, negative_ids = replying.negative_prompt, None
     with explaining_long_prompts(runtime):
         token_ids = encode(text, system)
@@ -111,9 +127,7 @@ def generate(
             negative_ids=negative_ids,
             **replying.fields(),
         )
-    if style is not None:
-        request = style.adapt(request)
-    _run(runtime, request, is_json=json, is_quiet=quiet)
+    _run(runtime, style.adapt(request) if style else request, is_json=json, is_quiet=quiet)
 
 
 def _prompt_ids(
@@ -123,8 +137,23 @@ def _prompt_ids(
     system: str | None,
     *,
     parse_special: bool,
+    reply: int | None,
 ) -> list[int]:
-    """Token ids of a plain prompt, or of a conversation of one message in `style`."""
+    """Token ids of a plain prompt, or of a conversation of one message in `style`.
+
+    `reply`: tokens of reply that a plain prompt leaves room for, by losing its first tokens.
+    """
+    if reply is not None:
+        token_ids, dropped = runtime.encode_end(text, parse_special=parse_special, reply=reply)
+        if dropped:
+            print_warnings(
+                [
+                    f"dropped {dropped} of the prompt's {len(token_ids) + dropped} tokens at its "
+                    f"start, to leave room for {reply} tokens of reply in a context of "
+                    f"{runtime.ctx_size}"
+                ]
+            )
+        return token_ids
     if style is None:
         return runtime.encode_prompt(text, parse_special=parse_special)
     messages = prompts.as_messages(text, system)
@@ -134,9 +163,11 @@ def _prompt_ids(
 def _run(runtime: Runtime, request: Request, *, is_json: bool, is_quiet: bool) -> None:
     from exl_cli.render import is_watched, print_speed
     from exl_cli.reply import note_unmet, stream_reply
+    from exl_cli.wrap import TextWriter
 
-    with Interrupt() as interrupt:
-        reply = stream_reply(runtime.engine, request, interrupt, None if is_json else _write)
+    with TextWriter() as writer, Interrupt() as interrupt, keys_are_held():
+        write = None if is_json else writer.write
+        reply = stream_reply(runtime.engine, request, interrupt, write)
     if is_json:
         output.write_json(describe_reply(runtime, reply, request.sampler.seed))
     else:
@@ -147,10 +178,6 @@ def _run(runtime: Runtime, request: Request, *, is_json: bool, is_quiet: bool) -
         print_speed(reply, runtime.load_s)
     if interrupt.is_set:
         raise KeyboardInterrupt
-
-
-def _write(event: TextEvent) -> None:
-    output.write_text(event.text)
 
 
 def describe_reply(runtime: Runtime, reply: FinishEvent, seed: int | None) -> dict[str, object]:

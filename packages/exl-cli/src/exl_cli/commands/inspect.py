@@ -12,11 +12,13 @@ import typer
 
 from exl_cli import options, output
 from exl_cli.interrupt import exits_at_once
+from exl_core.arch.layers import FeedForward, MoE
 from exl_core.errors import RequestError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from exl_core.arch.spec import ModelConfig
     from exl_core.session.describe import MatrixDescription, ModelDescription, TensorDescription
 
 EXAMPLES = (
@@ -26,6 +28,7 @@ EXAMPLES = (
     ("exl inspect model path/to/model --verify", "check all weights; exit code 3 if damaged"),
     ("exl inspect model path/to/model --ctx 32768 --json", "memory at a context, as JSON"),
     ("exl inspect model path/to/model --fit", "which devices have enough memory"),
+    ("exl inspect model path/to/model --fit --split 20,24", "the layers that each GPU would get"),
 )
 SHOW_EXAMPLES = (
     ("exl show owner/name", "a model of 'exl list', or any other model"),
@@ -54,9 +57,12 @@ def inspect_model(
         bool,
         typer.Option(
             "--fit",
-            help="Show which devices the model fits on, and the longest context by cache type.",
+            help="Show which devices the model fits on, the longest context by cache type, and "
+            "the devices of the layers.",
         ),
     ] = False,
+    split: options.Split = "auto",
+    cpu_layers: options.CpuLayers = None,
     json: options.Json = False,
 ) -> None:
     """Show architecture, sizes, bits per weight, tokenizer, memory and backends of a model.
@@ -68,6 +74,8 @@ def inspect_model(
     if verify and (tensors or fit or ctx is not None):
         other = "--tensors" if tensors else "--fit" if fit else "--ctx"
         raise RequestError("--verify stands alone", got=other)
+    if not fit and (split != "auto" or cpu_layers is not None):
+        raise RequestError("a plan of the devices needs --fit", got="--split or --cpu-layers")
     with exits_at_once():
         from exl_cli import placement, verification
         from exl_core.session.describe import describe_model
@@ -76,7 +84,7 @@ def inspect_model(
         return
     description = describe_model(spec)
     if fit:
-        placement.run(description, ctx, is_json=json)
+        placement.run(description, ctx, split=split, cpu_layers=cpu_layers, is_json=json)
     elif json:
         output.write_json(as_dict(description, ctx, with_tensors=tensors))
     else:
@@ -95,12 +103,14 @@ def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> 
         "format": model.format,
         "architecture": config.arch.name,
         "parameters": model.parameters,
+        "active_parameters": model.active_parameters,
+        "active_bytes": model.active_bytes,
         "file_bytes": model.file_bytes,
         "bits_per_weight": model.bits_per_weight,
         "config": {
             "num_layers": config.num_layers,
             "hidden_size": config.hidden_size,
-            "intermediate_size": _number(layer.dense.intermediate_size for layer in config.layers),
+            **_feed_forward(config),
             "num_q_heads": _number(one.num_q_heads for one in attention),
             "num_kv_heads": _number(one.num_kv_heads for one in attention),
             "head_dim": _number(one.head_dim for one in attention),
@@ -141,6 +151,22 @@ def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> 
         value["tensors"] = [_as_dict(tensor) for tensor in model.tensors]
         value["unused_tensors"] = [_as_dict(tensor) for tensor in model.unused_tensors]
     return value
+
+
+def _feed_forward(config: ModelConfig) -> dict[str, object]:
+    """Width of the MLPs, and numbers of the layers with experts if there are such layers."""
+    parts = [layer.feed_forward for layer in config.layers]
+    found = [part for part in parts if isinstance(part, MoE)]
+    width = {"intermediate_size": _number(part.inner_size for part in parts)}
+    if not found:
+        return dict(width)
+    return {
+        **width,
+        "num_expert_layers": len(found),
+        "num_experts": _number(part.router.num_experts for part in found),
+        "experts_per_token": _number(part.router.top_k for part in found),
+        "expert_intermediate_size": _number(part.intermediate_size for part in found),
+    }
 
 
 def _number(values: Iterable[int]) -> int | list[int]:
@@ -199,9 +225,10 @@ def _facts(model: ModelDescription) -> Table:
     if windows:
         seen = " or ".join(map(str, dict.fromkeys(windows)))
         attention += f"; {len(windows)} of {c.num_layers} layers see the last {seen} tokens"
-    widths = " or ".join(
-        map(str, dict.fromkeys(layer.dense.intermediate_size for layer in c.layers))
-    )
+    widths = " or ".join(dict.fromkeys(_width(layer.feed_forward) for layer in c.layers))
+    active = ""
+    if model.active_parameters < model.parameters:
+        active = f"{format_count(model.active_parameters)} active, "
     tokenizer = model.tokenizer
     ends = ", ".join(map(str, model.stop_ids)) or "none"
     adds = "adds" if tokenizer.adds_bos else "does not add"
@@ -211,7 +238,7 @@ def _facts(model: ModelDescription) -> Table:
             "path": str(model.path),
             "format": f"{model.format}, {format_bytes(model.file_bytes)}",
             "architecture": c.arch.name,
-            "parameters": f"{format_count(model.parameters)}, "
+            "parameters": f"{format_count(model.parameters)}, {active}"
             f"{model.bits_per_weight:.2f} bits per weight",
             "shape": f"{c.num_layers} layers, hidden {c.hidden_size}, feed-forward {widths}",
             "attention": attention,
@@ -223,6 +250,15 @@ def _facts(model: ModelDescription) -> Table:
             **{f"backend {name}": state for name, state in model.backends.items()},
         }
     )
+
+
+def _width(part: FeedForward) -> str:
+    if not isinstance(part, MoE):
+        return str(part.inner_size)
+    router = part.router
+    shared = f" and {part.inner_size} shared" if part.inner_size else ""
+    experts = f"{router.top_k} of {router.num_experts} experts"
+    return f"{experts} of {part.intermediate_size}{shared}"
 
 
 def _layers(model: ModelDescription) -> Table:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from exl_cli.engine_options import EngineChoices
     from exl_cli.server.limits import Limits
-    from exl_cli.server.models import ModelHost, Prompting
+    from exl_cli.server.models import Embedder, ModelHost, Prompting
     from exl_core.session.runtime import Runtime
 
 EXAMPLES = (
@@ -195,6 +195,24 @@ Template = Annotated[
         rich_help_panel=_SERVER,
     ),
 ]
+EmbeddingModel = Annotated[
+    str | None,
+    typer.Option(
+        "--embedding-model",
+        metavar="MODEL",
+        help="Model for /v1/embeddings and /v1/rerank. Without it, the served model.",
+        rich_help_panel=_SERVER,
+    ),
+]
+EmbeddingPooling = Annotated[
+    Literal["auto", "mean", "last"],
+    typer.Option(
+        "--embedding-pooling",
+        help="How the embedding model's states become a vector. auto: as its 1_Pooling/config.json "
+        "says, else mean.",
+        rich_help_panel=_SERVER,
+    ),
+]
 MaxBatch = Annotated[
     int,
     typer.Option(
@@ -282,6 +300,8 @@ class ServerOptions:
     preset: Preset = "model"
     chat_template: Template = None
     format: options.Format = None
+    embedding_model: EmbeddingModel = None
+    embedding_pooling: EmbeddingPooling = "auto"
 
     def prompting(self) -> Prompting:
         """Sampler defaults and prompt format. Raises RequestError for invalid ones."""
@@ -376,6 +396,7 @@ def serve_lite(
             is_strict=server.strict,
             prompting=prompting,
         )
+        host.embedder = _embedder(running, choices, server, is_quiet=quiet)
         app = _app(host, known, keys, server, log)
         _start_log(log, is_quiet=quiet)
 
@@ -410,6 +431,21 @@ def _opener(
         return runtime
 
     return opener
+
+
+def _embedder(
+    running: RunningOptions, choices: EngineChoices, server: ServerOptions, *, is_quiet: bool
+) -> Embedder | None:
+    """The embedding model, with a cache of one context."""
+    if server.embedding_model is None:
+        return None
+    from exl_cli.server.models import Embedder, Resident
+    from exl_cli.server.pooling import pooling_of
+
+    own = replace(choices, draft_model=None, draft_tokens=None, ngram=False, loras=())
+    runtime = running.open(server.embedding_model, own, is_quiet=is_quiet)
+    pooling = pooling_of(runtime.loaded, server.embedding_pooling)
+    return Embedder(Resident(runtime.name, runtime), pooling)
 
 
 def _set_template(runtime: Runtime, source: str, where: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
-from exl_cli.server.chat import Chat, Choice, Delta
+from exl_cli.server.chat import Choice, Delta, OneReplyChat
 from exl_cli.server.errors import ApiError
 from exl_cli.server.schema import ChatBody, parsed
 from exl_cli.server.service import Service
@@ -155,14 +155,12 @@ def _tool_choice(chosen: object) -> Json:
     return found
 
 
-class Messages(Chat):
+class Messages(OneReplyChat):
     """A request of Anthropic's clients: one reply, as content blocks."""
 
     def __init__(self, service: Service, body: ChatBody) -> None:
         super().__init__(service, body)
         self.id = f"msg_{uuid.uuid4().hex}"
-        if body.settings.n != 1:
-            raise ApiError(400, "n: this API has one reply", param="n")
 
     async def whole(self, stack: AsyncExitStack) -> dict[str, object]:
         (choice,) = await self.collect(stack)

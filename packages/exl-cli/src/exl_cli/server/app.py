@@ -7,17 +7,13 @@ Knows neither command-line options nor sockets (`run.py`).
 
 from __future__ import annotations
 
-import re
-from base64 import b64encode
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from hashlib import sha256
-from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 
 from exl_cli.server import metrics
 from exl_cli.server.bodies import long_body_route
@@ -26,7 +22,8 @@ from exl_cli.server.completions import Completion
 from exl_cli.server.dialects import add_dialects, add_tabby_models
 from exl_cli.server.errors import ApiError, install_handlers, json_reply
 from exl_cli.server.limits import Gate, Limits
-from exl_cli.server.models import ModelHost
+from exl_cli.server.models import ModelHost, about
+from exl_cli.server.page import add_page
 from exl_cli.server.record import RequestLog, record_of
 from exl_cli.server.schema import ChatBody, CompletionBody, GenerationBody
 from exl_cli.server.service import Service
@@ -40,7 +37,6 @@ from exl_cli.server.streaming import (
 from exl_cli.server.tokenizing import add_tokenizer
 
 _CLIENT_GONE = 499  # nginx's status for a closed connection; no client receives it
-_INLINE = re.compile(r"<(script|style)\b[^>]*>(.*?)</\1>", re.DOTALL | re.IGNORECASE)
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"description": what, "content": {"application/json": {"schema": {"type": "object"}}}}
     for status, what in (
@@ -117,7 +113,7 @@ def create_app(
     add_dialects(app, service, _answer)
     add_tabby_models(app, service, access.admin_keys)
     _add_watching(app, service)
-    _add_page(app)
+    add_page(app)
     _without_422(app)
     paths = frozenset(getattr(route, "path", "") for route in app.routes)
     app.add_middleware(
@@ -181,6 +177,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
         }
         if resident is not None and is_loaded:
             model["max_model_len"] = resident.runtime.ctx_size
+            model |= about(resident.runtime.loaded)
         return model
 
     @app.get("/models", include_in_schema=False)
@@ -241,35 +238,6 @@ def _add_watching(app: FastAPI, service: Service) -> None:
         """Metrics for Prometheus."""
         service.observe()
         return Response(service.metrics.text(), media_type=metrics.CONTENT_TYPE)
-
-
-def _add_page(app: FastAPI) -> None:
-    html = (files("exl_cli.server") / "page.html").read_text(encoding="utf-8")
-    headers = {
-        "Content-Security-Policy": content_policy(html),
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
-
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return HTMLResponse(html, headers=headers)
-
-
-def content_policy(html: str) -> str:
-    """Content-Security-Policy of the page. It allows the page's own scripts and styles, by their
-    hashes, and requests to this server."""
-    allowed: dict[str, list[str]] = {"script": [], "style": []}
-    for kind, text in _INLINE.findall(html):
-        digest = b64encode(sha256(text.encode()).digest()).decode()
-        allowed[kind.lower()].append(f"'sha256-{digest}'")
-    sources = {kind: " ".join(hashes) or "'none'" for kind, hashes in allowed.items()}
-    return (
-        f"default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; "
-        "img-src data:; connect-src 'self'; form-action 'none'; frame-ancestors 'none'; "
-        "base-uri 'none'"
-    )
 
 
 def _without_422(app: FastAPI) -> None:

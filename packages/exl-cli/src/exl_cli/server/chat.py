@@ -120,6 +120,14 @@ class Chat:
         return {"id": self._id, "object": kind, "created": self.created, "model": self.model}
 
 
+class OneReplyChat(Chat):
+    """A chat request of an API that has one reply."""
+
+    def __init__(self, service: Service, body: ChatBody) -> None:
+        super().__init__(service, body)
+        body.settings.check_one_reply()
+
+
 class _ChatStream:
     """Server-sent events of a chat request."""
 

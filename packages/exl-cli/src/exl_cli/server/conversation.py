@@ -118,9 +118,11 @@ def _rendered(style: PromptStyle, body: ChatBody, offered: Sequence[Function]) -
     settings, messages = body.settings, body.messages
     begun = settings.prefix
     is_begun = settings.continues or bool(messages[-1].prefix)
+    thought = ""
     if is_begun and messages[-1].role != "assistant":
         raise ApiError(400, "only a message of the assistant can be continued", param="messages")
     if is_begun:
+        thought = messages[-1].reasoned or ""
         messages, begun = messages[:-1], _text_of(messages[-1].content) + begun
     if not messages:
         raise ApiError(400, "there is no message before the reply", param="messages")
@@ -131,6 +133,10 @@ def _rendered(style: PromptStyle, body: ChatBody, offered: Sequence[Function]) -
         tools=tools if offered else None,
         variables=_variables(settings),
     )
+    opening, closing = style.tags
+    if begun.strip() and closing not in begun and ends_inside(text, opening):
+        # The template opens a reasoning, and the text that goes on is an answer.
+        text = text + thought + template_text(f"\n{closing}\n\n")
     joined: TrackedText = text + begun if begun else text
     return joined
 

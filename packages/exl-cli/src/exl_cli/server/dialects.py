@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Callable, Collection, Coroutine, Mapping
+from contextlib import AsyncExitStack
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
@@ -16,10 +17,10 @@ from fastapi import Body, FastAPI, Request, Response
 
 from exl_cli.server import anthropic, llama_cpp, ollama, responses
 from exl_cli.server.conversation import chat_prompt, num_chars
-from exl_cli.server.embeddings import Embeddings, embeddings_body
+from exl_cli.server.embeddings import Embeddings, RerankBody, embeddings_body, rerank
 from exl_cli.server.engine_request import refusing_long_prompts
 from exl_cli.server.errors import ApiError, json_reply
-from exl_cli.server.models import Resident
+from exl_cli.server.models import Resident, about
 from exl_cli.server.record import record_of
 from exl_cli.server.schema import ChatBody, CompletionBody, GenerationBody, parsed
 from exl_cli.server.service import Service
@@ -33,6 +34,7 @@ _TAG = "other APIs"
 def add_dialects(app: FastAPI, service: Service, answer: Answer) -> None:
     _add_anthropic(app, service, answer)
     _add_openai(app, service, answer)
+    _add_rerank(app, service)
     _add_ollama(app, service, answer)
     _add_ollama_models(app, service)
     _add_llama_cpp(app, service, answer)
@@ -75,12 +77,24 @@ def _add_openai(app: FastAPI, service: Service, answer: Answer) -> None:
         return await _embedded(service, body, request, lambda found: found)
 
 
+def _add_rerank(app: FastAPI, service: Service) -> None:
+    @app.post("/rerank", include_in_schema=False)
+    @app.post("/v1/rerank", tags=[_TAG])
+    async def reranked(body: RerankBody, request: Request) -> Response:
+        """Order documents by their similarity to a query, by the API of Jina and Cohere."""
+        service.accept(body, record_of(request.scope))
+        try:
+            return json_reply(await unless_gone(request, rerank(service, body)))
+        except ClientGoneError:
+            return Response(status_code=499)
+
+
 def _add_ollama(app: FastAPI, service: Service, answer: Answer) -> None:
     @app.post("/api/chat", tags=[_TAG])
     async def chat(body: JsonObject, request: Request) -> Response:
         """Answer a conversation, by ollama's API."""
         if body.get("messages") == []:
-            return json_reply(_loaded(service, body))
+            return await _load(service, body, request)
         made = ollama.chat_body(body)
         _accepted(service, request, made)
         return await answer(ollama.OllamaChat(service, made), made, request)
@@ -89,7 +103,7 @@ def _add_ollama(app: FastAPI, service: Service, answer: Answer) -> None:
     async def generate(body: JsonObject, request: Request) -> Response:
         """Answer a prompt, by ollama's API."""
         if not body.get("prompt"):
-            return json_reply(_loaded(service, body))
+            return await _load(service, body, request)
         resident = service.host.resident
         has_template = resident is None or resident.style.has_template
         made = ollama.generate_body(body, has_template=has_template)
@@ -140,16 +154,32 @@ async def _embedded(
     return json_reply(shape(found))
 
 
-def _loaded(service: Service, body: Mapping[str, Any]) -> dict[str, object]:
-    """ollama's clients load a model by a request without a prompt."""
-    return {
-        "model": str(body.get("model", service.host.default))[:200],
-        "created_at": ollama.created_at(),
-        "message": {"role": "assistant", "content": ""},
-        "response": "",
-        "done": True,
-        "done_reason": "load",
-    }
+async def _load(service: Service, body: Mapping[str, Any], request: Request) -> Response:
+    """Loads a model: ollama's clients send a request without a prompt for it. `keep_alive` 0, with
+    which they unload one, has no effect."""
+    name = body.get("model")
+    if not isinstance(name, str):
+        raise ApiError(400, "model: a name is expected", param="model", code="invalid_value")
+
+    async def load() -> str:
+        async with AsyncExitStack() as stack:
+            return (await service.enter(stack, name, 1)).name
+
+    is_loading = body.get("keep_alive") not in (0, "0", "0s")
+    try:
+        found = await unless_gone(request, load()) if is_loading else name[:200]
+    except ClientGoneError:
+        return Response(status_code=499)
+    return json_reply(
+        {
+            "model": found,
+            "created_at": ollama.created_at(),
+            "message": {"role": "assistant", "content": ""},
+            "response": "",
+            "done": True,
+            "done_reason": "load",
+        }
+    )
 
 
 def _add_ollama_models(app: FastAPI, service: Service) -> None:
@@ -201,9 +231,7 @@ def _add_ollama_models(app: FastAPI, service: Service) -> None:
 
 def _details(resident: Resident | None) -> dict[str, object]:
     loaded = None if resident is None else resident.runtime.loaded
-    family = (
-        "" if loaded is None else str(getattr(getattr(loaded.config, "arch", None), "name", ""))
-    )
+    family = "" if loaded is None else about(loaded)["architecture"]
     is_gguf = loaded is not None and loaded.path.suffix.lower() == ".gguf"
     return {
         "parent_model": "",
@@ -230,19 +258,19 @@ def _model_json(resident: Resident | None, name: str) -> dict[str, object]:
 
 
 def _add_llama_cpp(app: FastAPI, service: Service, answer: Answer) -> None:
+    async def completed(body: CompletionBody, request: Request) -> Response:
+        _accepted(service, request, body)
+        return await answer(llama_cpp.LlamaCompletion(service, body), body, request)
+
     @app.post("/completion", tags=[_TAG])
     async def completion(body: JsonObject, request: Request) -> Response:
         """Continue a text, by llama.cpp's API."""
-        made = llama_cpp.completion_body(body)
-        _accepted(service, request, made)
-        return await answer(llama_cpp.LlamaCompletion(service, made), made, request)
+        return await completed(llama_cpp.completion_body(body), request)
 
     @app.post("/infill", tags=[_TAG])
     async def infill(body: JsonObject, request: Request) -> Response:
         """Fill in the text between two others, by llama.cpp's API."""
-        made = llama_cpp.infill_body(body)
-        _accepted(service, request, made)
-        return await answer(llama_cpp.LlamaCompletion(service, made), made, request)
+        return await completed(llama_cpp.infill_body(body), request)
 
     @app.post("/apply-template", tags=[_TAG])
     async def apply_template(body: JsonObject, request: Request) -> Response:

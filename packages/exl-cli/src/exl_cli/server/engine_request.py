@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
+from exl_cli.gbnf import is_gbnf, lark_of
 from exl_cli.server.errors import ApiError
-from exl_cli.server.gbnf import is_gbnf, lark_of
 from exl_cli.server.models import Resident
 from exl_cli.server.settings import Settings
 from exl_core.constrain.choice import OneOf
@@ -61,7 +61,7 @@ def make_requests(
                 request = runtime.request(
                     prompt_ids,
                     max_tokens=None if limit is None or limit < 0 else limit,
-                    max_time_s=wanted.max_time_s,
+                    max_time_s=time_limit_s(settings, wanted),
                     min_tokens=settings.min_tokens,
                     sampler=sampler_of(resident, settings, len(requests)),
                     stop=(*settings.stop, *settings.stop_ids, *wanted.stop),
@@ -76,6 +76,12 @@ def make_requests(
                 )
             requests.append(request)
     return requests
+
+
+def time_limit_s(settings: Settings, wanted: Wanted) -> float:
+    """The lower one of the server's limit and the request's."""
+    own = settings.max_ms / 1000 if settings.max_ms > 0 else wanted.max_time_s
+    return min(own, wanted.max_time_s)
 
 
 @contextmanager
@@ -97,6 +103,8 @@ def sampler_of(resident: Resident, settings: Settings, number: int) -> SamplerPa
     """Sampler settings of reply `number`. Its seed is the seed of the request plus `number`."""
     tokenizer = resident.runtime.loaded.tokenizer
     values = {**resident.defaults, **settings.sampler}
+    if settings.order is not None:
+        values = settings.order.applied(values)
     if settings.seed is not None:
         values["seed"] = (settings.seed + number) % 2**63
     if uses_guidance(settings):

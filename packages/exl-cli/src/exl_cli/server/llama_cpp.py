@@ -16,19 +16,19 @@ from exl_core.generate.asynchronous import AsyncJob
 from exl_core.generate.dynamic import Result
 
 Json = dict[str, Any]
-_INERT = ("response_fields", "n_cmpl", "samplers", "id_task", "input_extra")
+_INERT = ("response_fields", "id_task")
 
 
 def completion_body(body: Mapping[str, Any]) -> CompletionBody:
     """The completion that `/completion` stands for. Its reply is not limited by default."""
-    left = {name: value for name, value in body.items() if name != "response_fields"}
+    left = _settings(body)
     return parsed(CompletionBody, {**left, **_limit(left)})
 
 
 def infill_body(body: Mapping[str, Any]) -> CompletionBody:
     """The completion that `/infill` stands for: text between `input_prefix` and `input_suffix`.
     `prompt` continues the prefix; the texts of `input_extra` come before it."""
-    left = dict(body)
+    left = _settings(body)
     extra = left.pop("input_extra", None) or []
     texts = [one.get("text") for one in extra if isinstance(one, dict)]
     parts = [*texts, left.pop("input_prefix", None), left.pop("prompt", None)]
@@ -40,6 +40,15 @@ def infill_body(body: Mapping[str, Any]) -> CompletionBody:
     return parsed(
         CompletionBody, {**left, **_limit(left), "prompt": prompt, "suffix": suffix or "\n"}
     )
+
+
+def _settings(body: Mapping[str, Any]) -> Json:
+    """The body without fields that select parts of the answer. In llama.cpp a range of 0 turns DRY
+    off; elsewhere it is the whole context."""
+    left = {name: value for name, value in body.items() if name not in _INERT}
+    if left.get("dry_penalty_last_n") in (0, "0"):
+        left["dry_multiplier"] = 0
+    return left
 
 
 def _limit(left: Mapping[str, Any]) -> Json:

@@ -6,27 +6,19 @@ glibc keeps freed memory in the arenas of its threads. After a few bodies of 8 M
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import Callable
+
+from exl_core.cache.memory import malloc_trim
 
 LONG_BYTES = 1024 * 1024
 _WAIT_S = 1.0
-
-
-def _find_trim() -> Callable[[int], object] | None:
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError):  # the C library is not glibc
-        return None
-
-
-_trim = _find_trim()
+_trim = malloc_trim()
 
 
 class MemoryReturn:
     """Calls `malloc_trim` 1 s after `schedule`, on another thread, once for all calls in between.
 
-    The trim takes 30 to 200 ms and does not hold the GIL.
+    The trim does not hold the GIL.
     """
 
     def __init__(self) -> None:

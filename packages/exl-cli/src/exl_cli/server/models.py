@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from exl_cli.server.errors import ApiError, api_error_of
+from exl_cli.server.pooling import Pooling
 from exl_cli.server.prompt_style import PromptStyle
 from exl_core.errors import ExlError, ModelNotFoundError, RequestError
 from exl_core.generate.asynchronous import AsyncGenerator
 from exl_core.generate.dynamic import DynamicGenerator
 from exl_core.model.adapters import AdapterUse
 from exl_core.prompt.formats import PromptFormat
+from exl_core.session.load import LoadedModel
 from exl_core.session.open import model_name
 from exl_core.session.runtime import Runtime
 
@@ -79,6 +81,14 @@ class Prompting:
         return Resident(name, runtime, self.defaults(runtime), self.prompt_format)
 
 
+@dataclass(frozen=True, slots=True)
+class Embedder:
+    """A model for vectors of texts, beside the model for replies."""
+
+    resident: Resident
+    pooling: Pooling
+
+
 @dataclass(eq=False)
 class _Waiter:
     name: str
@@ -91,6 +101,7 @@ class ModelHost:
     others     models by name that `opener` can load instead of the first
     aliases    further names of models
     is_strict  a server of one model refuses other names too
+    embedder   model for vectors of texts; None: the loaded one
     prompting  sampler defaults and prompt format of a loaded model
     """
 
@@ -105,6 +116,7 @@ class ModelHost:
         is_strict: bool = False,
         prompting: Prompting | None = None,
     ) -> None:
+        self.embedder: Embedder | None = None
         self._prompting = prompting or Prompting()
         self.aliases = dict(aliases or {})
         self._is_strict = is_strict
@@ -161,8 +173,9 @@ class ModelHost:
     async def close(self) -> None:
         if self._swap is not None:
             await asyncio.wait({self._swap})
-        if self._resident is not None:
-            await self._resident.jobs.close()
+        for one in (self._resident, None if self.embedder is None else self.embedder.resident):
+            if one is not None:
+                await one.jobs.close()
 
     def _known(self, name: str | None) -> str:
         """The model that a request names. A server of one model serves every name. Among several,
@@ -252,6 +265,16 @@ class ModelHost:
 def _was_granted(waiter: _Waiter) -> bool:
     granted = waiter.granted
     return granted.done() and not granted.cancelled() and granted.exception() is None
+
+
+def about(loaded: LoadedModel) -> dict[str, object]:
+    """Facts about a loaded model, for lists of models."""
+    architecture = getattr(getattr(loaded.config, "arch", None), "name", "")
+    return {
+        "architecture": str(architecture),
+        "weights_bytes": loaded.weights_bytes,
+        "device": loaded.model.ops.device.type,
+    }
 
 
 def models_in(folder: Path) -> dict[str, Path]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from typing import Any
 
-from exl_cli.server.chat import Chat, Choice, Delta
+from exl_cli.server.chat import Choice, Delta, OneReplyChat
 from exl_cli.server.completions import END_REASONS, Completion
 from exl_cli.server.errors import ApiError
 from exl_cli.server.schema import ChatBody, CompletionBody, parsed
@@ -107,14 +107,12 @@ def counts_of(end: FinishEvent) -> Json:
     }
 
 
-class OllamaChat(Chat):
+class OllamaChat(OneReplyChat):
     """`/api/chat`, or `/api/generate` with a template: one reply, whole or as lines of JSON."""
 
     def __init__(self, service: Service, body: ChatBody, *, is_generate: bool = False) -> None:
         super().__init__(service, body)
         self._is_generate = is_generate
-        if body.settings.n != 1:
-            raise ApiError(400, "n: this API has one reply", param="n")
 
     async def whole(self, stack: AsyncExitStack) -> dict[str, object]:
         (choice,) = await self.collect(stack)
@@ -125,8 +123,8 @@ class OllamaChat(Chat):
             message["tool_calls"] = [_call(call.as_json()) for call in choice.calls]
         return {**self.line(message), **self.last(choice)}
 
-    async def stream(self, stack: AsyncExitStack) -> LineEvents:
-        return LineEvents(self, await self.start(stack))
+    async def stream(self, stack: AsyncExitStack) -> ChatLines:
+        return ChatLines(self, await self.start(stack))
 
     def line(self, message: Mapping[str, Any]) -> Json:
         head = {"model": self.model, "created_at": created_at(), "done": False}
@@ -140,13 +138,12 @@ class OllamaChat(Chat):
         return _last(end)
 
 
-class LineEvents:
-    """Lines of one reply; the last one has its counts."""
+class _Lines:
+    """Lines of one reply."""
 
     framing = JSON_LINES
 
-    def __init__(self, work: OllamaChat, choices: list[Choice]) -> None:
-        self._work = work
+    def __init__(self, choices: Sequence[Any]) -> None:
         (self._choice,) = choices
 
     @property
@@ -155,6 +152,14 @@ class LineEvents:
 
     def begin(self) -> Iterable[Event]:
         return ()
+
+
+class ChatLines(_Lines):
+    """Lines of one chat reply; the last one has its counts."""
+
+    def __init__(self, work: OllamaChat, choices: Sequence[Choice]) -> None:
+        super().__init__(choices)
+        self._work = work
 
     def on_result(self, _number: int, result: Result) -> Iterable[Event]:
         return [self._work.line(_fields(delta)) for delta in self._choice.take(result)]
@@ -186,6 +191,10 @@ def _call(call: Mapping[str, Any]) -> Json:
 class OllamaCompletion(Completion):
     """`/api/generate` without a template: the prompt as it is."""
 
+    def __init__(self, service: Service, body: CompletionBody) -> None:
+        super().__init__(service, body)
+        body.settings.check_one_reply()
+
     async def whole(self, stack: AsyncExitStack) -> dict[str, object]:
         (choice,) = await self.collect(stack)
         (end,) = self.ends([choice])
@@ -199,21 +208,12 @@ class OllamaCompletion(Completion):
         return {"model": model, "created_at": created_at(), "response": text, "done": False}
 
 
-class CompletionLines:
-    """Lines of one completion."""
+class CompletionLines(_Lines):
+    """Lines of one completion; the last one has its counts."""
 
-    framing = JSON_LINES
-
-    def __init__(self, work: OllamaCompletion, choices: list[Any]) -> None:
+    def __init__(self, work: OllamaCompletion, choices: Sequence[Any]) -> None:
+        super().__init__(choices)
         self._work = work
-        (self._choice,) = choices
-
-    @property
-    def jobs(self) -> list[AsyncJob]:
-        return [self._choice.job]
-
-    def begin(self) -> Iterable[Event]:
-        return ()
 
     def on_result(self, _number: int, result: Result) -> Iterable[Event]:
         self._choice.take(result)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
-from exl_cli.server.chat import Chat, Choice, Delta
+from exl_cli.server.chat import Choice, Delta, OneReplyChat
 from exl_cli.server.errors import ApiError
 from exl_cli.server.schema import ChatBody, parsed
 from exl_cli.server.service import Service, usage_of
@@ -143,15 +143,13 @@ def _tool(tool: object) -> Json:
     return {"type": "function", "function": {name: tool.get(name) for name in named}}
 
 
-class Responses(Chat):
+class Responses(OneReplyChat):
     """A request of this API: one reply, as output items."""
 
     def __init__(self, service: Service, body: ChatBody, given: Mapping[str, Any]) -> None:
         super().__init__(service, body)
         self._given = given
         self._id = f"resp_{uuid.uuid4().hex}"
-        if body.settings.n != 1:
-            raise ApiError(400, "n: this API has one reply", param="n")
 
     async def whole(self, stack: AsyncExitStack) -> dict[str, object]:
         (choice,) = await self.collect(stack)

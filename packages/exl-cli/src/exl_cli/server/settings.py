@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from exl_cli.server.errors import ApiError
 from exl_cli.server.fields import (
     Goes,
     Table,
@@ -30,6 +31,12 @@ from exl_cli.server.fields import (
     unsupported,
     variable,
     whole,
+)
+from exl_cli.server.sampler_order import (
+    SamplerOrder,
+    read_numbers,
+    read_priority,
+    read_samplers,
 )
 
 MAX_CHOICES = 16
@@ -54,6 +61,8 @@ class Settings:
     logprobs         number of likeliest tokens to report with each token; None: no log
                      probabilities. `top_logprobs` is the same number in chat, where `logprobs` is
                      a flag
+    order            order of the samplers; None: the engine's
+    max_ms           time limit of the reply in milliseconds, if above 0
     no_eos           the reply does not end at EOS, which is never sampled
     add_bos          None: as the tokenizer does by default
     schema           JSON schema that the reply matches
@@ -65,6 +74,8 @@ class Settings:
     template: Mapping[str, Any] = field(default_factory=dict)
     n: int = 1
     max_tokens: int | None = None
+    order: SamplerOrder | None = None
+    max_ms: int = -1
     min_tokens: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
@@ -95,6 +106,11 @@ class Settings:
     continues: bool = False
     adds_turn: bool = True
     prefix: str = ""
+
+    def check_one_reply(self) -> None:
+        """Raises ApiError for several replies, in APIs that have one."""
+        if self.n != 1:
+            raise ApiError(400, "n: this API has one reply", param="n", code="invalid_value")
 
     @property
     def schemas(self) -> tuple[object, ...]:
@@ -258,6 +274,8 @@ CHOICES = texts(max_items=MAX_LISTED, max_length=64 * 1024)
 IDS = custom(_listed_ids, {"type": "array", "items": {"type": "integer"}})
 SCHEMA = custom(_schema)
 SHARE = number(0, 1)
+_DRY_MAX_NGRAM = 20  # the engine's default
+_NAMES = {"type": "array", "items": {"type": "string"}}
 
 SAMPLING = (
     sampler("temperature", number(0, 100), "temp"),
@@ -288,6 +306,7 @@ SAMPLING = (
     sampler("mirostat_tau", number(0, 100)),
     sampler("mirostat_eta", SHARE),
     sampler("smoothing_factor", number(0, 100)),
+    sampler("smoothing_curve", number(0, 100)),
     sampler("min_temp", number(0, 100)),
     sampler("max_temp", number(0, 100)),
     sampler("dynamic_temperature", flag()),
@@ -296,6 +315,9 @@ SAMPLING = (
     sampler("dynatemp_range", number(0, 100)),
     sampler("temp_exponent", number(0, 100), "dynatemp_exponent"),
     sampler("temperature_last", flag(), "temp_last"),
+    reply("samplers", custom(read_samplers, _NAMES), to="order"),
+    reply("sampler_priority", custom(read_priority, _NAMES), to="order"),
+    reply("sampler_order", custom(read_numbers, {"type": "array"}), to="order"),
     reply("seed", seed(), "sampler_seed"),
     reply(
         "logit_bias",
@@ -315,7 +337,8 @@ SAMPLING = (
 )
 
 REPLY = (
-    reply("n", whole(1, MAX_CHOICES)),
+    reply("n", whole(1, MAX_CHOICES), "n_cmpl"),
+    reply("t_max_predict_ms", whole(-1), to="max_ms"),
     reply("stop", STOPS, "stopping_strings", "stop_sequence"),
     reply("stop_token_ids", custom(_stop_ids, IDS.schema), "stop_tokens", to="stop_ids"),
     reply("min_tokens", whole(0), "min_length", "min_new_tokens"),
@@ -339,9 +362,9 @@ WITHOUT_EFFECT = (
     *inert("id_slot", "slot_id", "num_batch", "num_gpu", "num_thread", "use_mmap", "use_mlock"),
     *inert("keep_alive", "request_id", "priority", "api_type", "api_server", "cache_key"),
     *inert("spaces_between_special_tokens", "detokenize", "return_tokens", "timings_per_token"),
-    *inert("guided_decoding_backend", "speculative_ngram", "grammar_retain_state", "trim_stop"),
-    *inert("min_keep", "early_stopping", "adaptive_decay", "include_reasoning", "quiet"),
-    *inert("t_max_predict_ms", "post_sampling_probs", "return_progress", "genkey", "memory"),
+    *inert("guided_decoding_backend", "speculative_ngram"),
+    *inert("early_stopping", "adaptive_decay", "include_reasoning", "quiet"),
+    *inert("return_progress", "genkey"),
 )
 """Hints for caches, hardware and accounting, and settings of features that are refused."""
 
@@ -356,7 +379,11 @@ NOT_SUPPORTED = (
     unsupported("encoder_repetition_penalty", 1),
     unsupported("epsilon_cutoff"),
     unsupported("eta_cutoff"),
-    unsupported("smoothing_curve", 1),
+    unsupported("min_keep", 1),
+    unsupported("memory"),
+    unsupported("grammar_retain_state"),
+    unsupported("post_sampling_probs"),
+    unsupported("trim_stop", True),
     unsupported("rep_pen_slope", 1),
     unsupported("adaptive_target", -0.01, -1),
     unsupported("max_tokens_second"),
@@ -425,10 +452,34 @@ def _engine_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of SamplerParams from the fields of the table that several servers define
     differently."""
     left = dict(given)
+    _check_smoothing(left)
+    _set_dry_range(left)
     _set_mirostat(left)
     _set_penalty_range(left)
     _set_dynamic_temperature(left)
     return left
+
+
+def _check_smoothing(left: dict[str, Any]) -> None:
+    """A curve other than 1 is not supported. Without smoothing it has no effect."""
+    curve = left.pop("smoothing_curve", 1.0)
+    if curve != 1.0 and left.get("smoothing_factor") != 0.0:
+        raise ApiError(
+            400,
+            "smoothing_curve: this server does not support it; send 1, or smoothing_factor 0",
+            param="smoothing_curve",
+            code="unsupported_parameter",
+        )
+
+
+def _set_dry_range(left: dict[str, Any]) -> None:
+    """In the latest r tokens, a repetition before the newest token has at most r - 2 tokens. The
+    engine wants a smaller bound on their length (`dry_max_ngram`) than r."""
+    reach = left.get("dry_range", 0)
+    if 0 < reach < 3:
+        left |= {"dry_range": 0, "dry_multiplier": 0.0}
+    elif reach:
+        left["dry_max_ngram"] = min(reach - 1, _DRY_MAX_NGRAM)
 
 
 def _set_mirostat(left: dict[str, Any]) -> None:

@@ -11,6 +11,8 @@ import typer
 
 from exl_cli import engine_options, eval_options, options, output
 from exl_cli.interrupt import exits_at_once
+from exl_cli.model_options import ModelOptions
+from exl_cli.option_groups import spread
 from exl_core.cache.format import parse_cache_type
 from exl_core.errors import RequestError
 from exl_core.speculate.controller import DEFAULT_DRAFT_TOKENS, DEFAULT_NGRAM_TOKENS
@@ -36,6 +38,7 @@ Prompts = Annotated[
 ]
 
 
+@spread
 def acceptance(
     *,
     model: options.ModelArgument = None,
@@ -48,6 +51,7 @@ def acceptance(
     seed: eval_options.Seed = 1,
     json: options.Json = False,
     quiet: options.Quiet = False,
+    changes: ModelOptions,
     device: options.Device = "auto",
     threads: options.Threads = None,
     exact: options.Exact = False,
@@ -84,6 +88,7 @@ def acceptance(
         is_quiet=quiet,
         exact=exact,
         batch_invariant=batch_invariant,
+        options=changes.load_options(),
     )
     measured = AcceptanceOptions(
         draft_tokens or default, max_tokens, prompts, seed, choices.kv_format

@@ -8,6 +8,7 @@ import typer
 
 from exl_cli import eval_options, options, output
 from exl_cli.interrupt import exits_at_once
+from exl_cli.model_options import ModelOptions
 from exl_cli.option_groups import spread
 from exl_core.cache.format import parse_cache_type
 
@@ -41,6 +42,7 @@ def compare_layers(
     bos: eval_options.Bos = "default",
     json: options.Json = False,
     quiet: options.Quiet = False,
+    changes: ModelOptions,
     device: options.Device = "auto",
     threads: options.Threads = None,
     cache_type: options.CacheType = "fp16",
@@ -64,7 +66,9 @@ def compare_layers(
         from exl_eval.divergence import DivergenceOptions
     a, b = open_model(first), open_model(second)
     check_same_layers(a, b)
-    loading = eval_options.Loading(device, threads, quiet, exact, batch_invariant)
+    loading = eval_options.Loading(
+        device, threads, quiet, exact, batch_invariant, changes=changes, ctx=ctx
+    )
     choices = DivergenceOptions(ctx=ctx, windows=windows, bos=bos, kv_format=kv_format)
     loaded = loading.load(a), loading.load(b)
     with windows_progress("relative error", is_quiet=quiet) as on_window:

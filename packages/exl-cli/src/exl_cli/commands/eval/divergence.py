@@ -13,6 +13,7 @@ import typer
 
 from exl_cli import eval_options, options, output
 from exl_cli.interrupt import exits_at_once
+from exl_cli.model_options import ModelOptions
 from exl_cli.option_groups import spread
 from exl_core.cache.format import parse_cache_type
 
@@ -66,6 +67,7 @@ def divergence(
     resume: eval_options.Resume = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
+    changes: ModelOptions,
     device: options.Device = "auto",
     threads: options.Threads = None,
     cache_type: options.CacheType = "fp16",
@@ -86,10 +88,12 @@ def divergence(
         from exl_eval.divergence import DivergenceOptions, RunningReference, lay_out_for_both
     theirs, ours = open_model(reference), open_model(candidate)
     choices = DivergenceOptions(ctx=ctx, windows=windows, bos=bos, kv_format=kv_format)
-    longest = min(theirs.config.max_seq_len, ours.config.max_seq_len)
+    longest = max(min(theirs.config.max_seq_len, ours.config.max_seq_len), ctx or 0)
     layout = lay_out_for_both(theirs.tokenizer, ours.tokenizer, content, choices, longest)
     run = _Run(
-        eval_options.Loading(device, threads, quiet, exact, batch_invariant),
+        eval_options.Loading(
+            device, threads, quiet, exact, batch_invariant, changes=changes, ctx=ctx
+        ),
         layout,
         theirs,
         ours,

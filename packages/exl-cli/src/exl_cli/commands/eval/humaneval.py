@@ -10,6 +10,8 @@ import typer
 
 from exl_cli import eval_options, options, output
 from exl_cli.interrupt import exits_at_once
+from exl_cli.model_options import ModelOptions
+from exl_cli.option_groups import spread
 from exl_core.errors import RequestError, printable
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ MaxTokens = Annotated[
 ]
 
 
+@spread
 def humaneval(
     file: File,
     *,
@@ -70,6 +73,7 @@ def humaneval(
     seed: eval_options.Seed = 1234,
     json: options.Json = False,
     quiet: options.Quiet = False,
+    changes: ModelOptions,
     device: options.Device = "auto",
     threads: options.Threads = None,
     batch_invariant: options.EvalBatchInvariant = True,
@@ -77,9 +81,10 @@ def humaneval(
 ) -> None:
     """Measure pass@1 on HumanEval: the model completes functions, and their tests are run.
 
-    Runs code that the model writes, in a child process with limits on time, memory and files, in a
-    temporary folder, and without network where the kernel allows it. It can read your files: run
-    models that you do not trust in a container.
+    Runs code that the model writes, in a child process with limits on time, memory and files. Where
+    the kernel allows it, the code has no network and sees no files but a temporary folder and the
+    interpreter's. A warning says what the kernel does not allow: run models that you do not trust
+    in a container then.
     """
     if not allow_code_execution:
         raise RequestError(
@@ -92,9 +97,9 @@ def humaneval(
         from exl_eval.humaneval import HumanEvalOptions, read_problems, run_humaneval
         from exl_eval.sandbox import Limits
     problems = read_problems(file, limit)
-    loaded = eval_options.Loading(device, threads, quiet, exact, batch_invariant).load(
-        options.pick_model(None, model)
-    )
+    loaded = eval_options.Loading(
+        device, threads, quiet, exact, batch_invariant, changes=changes
+    ).load(options.pick_model(None, model))
     choices = HumanEvalOptions(
         samples=samples,
         temperature=temp,
@@ -103,16 +108,21 @@ def humaneval(
         limits=Limits(time_s=time_limit, memory_bytes=memory_bytes),
     )
     result = run_humaneval(loaded, problems, choices)
-    if not result.is_isolated and sys.stderr is not None:
-        print(
-            "exl: warning: the kernel gave no namespaces, so the programs could use the network",
-            file=sys.stderr,
-            flush=True,
-        )
+    _warn(result)
     if json:
         output.write_json(result.as_dict())
     else:
         _show(result)
+
+
+def _warn(result: HumanEvalResult) -> None:
+    missing = []
+    if not result.is_isolated:
+        missing.append("the kernel gave no namespaces, so the programs could use the network")
+    if not result.is_confined:
+        missing.append("the kernel has no Landlock, so the programs could use your files")
+    for what in missing if sys.stderr is not None else ():
+        print(f"exl: warning: {what}", file=sys.stderr, flush=True)
 
 
 def _show(result: HumanEvalResult) -> None:
@@ -127,6 +137,7 @@ def _show(result: HumanEvalResult) -> None:
                 f"temperature {result.temperature:g}",
                 "programs": ", ".join(f"{n} {name}" for name, n in result.verdicts.items()),
                 "network": "none" if result.is_isolated else "not confined",
+                "files": "a temporary folder" if result.is_confined else "not confined",
             }
         )
     )

@@ -12,6 +12,7 @@ import typer
 
 from exl_cli import eval_options, options, output
 from exl_cli.interrupt import exits_at_once
+from exl_cli.model_options import ModelOptions
 from exl_cli.option_groups import spread
 from exl_core.cache.format import parse_cache_type
 
@@ -98,6 +99,7 @@ def perplexity(
     resume: eval_options.Resume = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
+    changes: ModelOptions,
     device: options.Device = "auto",
     threads: options.Threads = None,
     cache_type: options.CacheType = "fp16",
@@ -124,7 +126,9 @@ def perplexity(
         style, ctx, stride, windows, bos, kv_format=kv_format, token_by_token=token_by_token
     )
     held_bytes = options.held_bytes(held_memory)
-    loading = eval_options.Loading(device, threads, quiet, exact, batch_invariant, held_bytes)
+    loading = eval_options.Loading(
+        device, threads, quiet, exact, batch_invariant, held_bytes, changes, ctx
+    )
     if compare_to is None:
         result = _scored(loading, spec, content, choices, resume).result
         _show(result, is_json=json, has_positions=by_position)
@@ -186,7 +190,8 @@ def _with_shared_windows(
     from exl_eval.divergence import lay_out_for_both
 
     first, second = open_model(spec), open_model(other)
-    longest = min(first.config.max_seq_len, second.config.max_seq_len)
+    own = min(first.config.max_seq_len, second.config.max_seq_len)
+    longest = max(own, choices.ctx or 0)
     facts = lay_out_for_both(first.tokenizer, second.tokenizer, text, choices, longest).facts
     return replace(choices, ctx=facts.ctx, bos=facts.bos)
 

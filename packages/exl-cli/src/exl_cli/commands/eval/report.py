@@ -13,6 +13,7 @@ import typer
 
 from exl_cli import eval_options, options, output
 from exl_cli.interrupt import exits_at_once
+from exl_cli.model_options import ModelOptions
 from exl_cli.option_groups import spread
 from exl_core.errors import ExlError, RequestError
 
@@ -63,6 +64,7 @@ def report(
     out: Out = Path("exl-report"),
     json: options.Json = False,
     quiet: options.Quiet = False,
+    changes: ModelOptions,
     device: options.Device = "auto",
     threads: options.Threads = None,
     exact: options.Exact = False,
@@ -88,10 +90,10 @@ def report(
         windows=windows,
         bos=bos,
         speed=SpeedOptions(prefill=(prefill,), decode=decode),
-        machine=_machine(device, threads, exact=exact, batch_invariant=batch_invariant),
+        machine=_machine(device, threads, changes, exact=exact, batch_invariant=batch_invariant),
     )
     loading = eval_options.Loading(
-        device, threads, is_quiet=True, exact=exact, batch_invariant=batch_invariant
+        device, threads, True, exact, batch_invariant, changes=changes, ctx=ctx
     )
     with repeats_progress(is_quiet=quiet) as on_step:
         found = make_report(
@@ -127,15 +129,19 @@ def _check_each_once(models: Sequence[str]) -> None:
         raise RequestError("a model is given twice", got=", ".join(repeated))
 
 
-def _machine(device: str, threads: int | None, *, exact: bool, batch_invariant: bool) -> str:
+def _machine(
+    device: str, threads: int | None, changes: ModelOptions, *, exact: bool, batch_invariant: bool
+) -> str:
     """Backend, threads and mode: speeds depend on them, and figures do slightly."""
-    from exl_core.session.load import resolve_device
+    from exl_core.session.load import changes_of, resolve_device
     from exl_core.settings import available_cpus
 
     backend = resolve_device(device, is_exact=exact)
     shown = backend if backend != "cpu" else f"cpu, {threads or available_cpus()} threads"
     is_variant = backend == "cpu" and not batch_invariant
-    return shown + ", exact" * exact + ", not batch-invariant" * is_variant
+    changed = changes_of(changes.load_options())
+    shown += ", exact" * exact + ", not batch-invariant" * is_variant
+    return f"{shown}, {changed}" if changed else shown
 
 
 def _show(found: Report, out: Path) -> None:

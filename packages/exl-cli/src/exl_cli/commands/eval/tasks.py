@@ -13,6 +13,8 @@ import typer
 
 from exl_cli import eval_options, options, output
 from exl_cli.interrupt import exits_at_once
+from exl_cli.model_options import ModelOptions
+from exl_cli.option_groups import spread
 from exl_core.cache.format import parse_cache_type
 from exl_core.errors import ExlError, RequestError
 
@@ -49,6 +51,7 @@ Limit = Annotated[
 Chat = Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")]
 
 
+@spread
 def tasks(
     *,
     model: options.ModelArgument = None,
@@ -61,6 +64,7 @@ def tasks(
     seed: eval_options.Seed = 1234,
     json: options.Json = False,
     quiet: options.Quiet = False,
+    changes: ModelOptions,
     device: options.Device = "auto",
     threads: options.Threads = None,
     exact: options.Exact = False,
@@ -98,6 +102,7 @@ def tasks(
         is_quiet=quiet,
         exact=exact,
         batch_invariant=batch_invariant,
+        options=changes.load_options(),
     )
     choices = TaskOptions(
         listed, fewshot, limit, include, chat=chat, kv_format=kv_format, seed=seed

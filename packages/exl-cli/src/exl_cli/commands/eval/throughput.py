@@ -12,6 +12,8 @@ import typer
 
 from exl_cli import eval_options, options, output
 from exl_cli.interrupt import exits_at_once
+from exl_cli.model_options import ModelOptions
+from exl_cli.option_groups import spread
 from exl_core.cache.format import parse_cache_type
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ CacheTokens = Annotated[
 ]
 
 
+@spread
 def throughput(
     *,
     workload: Workload = None,
@@ -65,6 +68,7 @@ def throughput(
     seed: eval_options.Seed = 1,
     json: options.Json = False,
     quiet: options.Quiet = False,
+    changes: ModelOptions,
     device: options.Device = "auto",
     threads: options.Threads = None,
     exact: options.Exact = False,
@@ -86,7 +90,14 @@ def throughput(
         from exl_cli.load import load_quietly
         from exl_cli.render import repeats_progress
         from exl_eval.throughput import ThroughputOptions, measure_throughput
-    loaded = load_quietly(model, device=device, threads=threads, is_quiet=quiet, exact=exact)
+    loaded = load_quietly(
+        model,
+        device=device,
+        threads=threads,
+        is_quiet=quiet,
+        exact=exact,
+        options=changes.load_options(),
+    )
     choices = ThroughputOptions(max_batch, cache_tokens, kv_format, seed)
     with repeats_progress(is_quiet=quiet) as on_tokens:
         result = measure_throughput(loaded, requests, choices, on_tokens)
