@@ -82,7 +82,7 @@ def measure_acceptance(
     )
     ops = loaded.model.ops
     return AcceptanceResult(
-        model=loaded.name,
+        model=loaded.label,
         kind="ngram" if draft is None else "model",
         draft_model=None if draft is None else draft.name,
         draft_tokens=options.draft_tokens,

@@ -112,7 +112,7 @@ def compare_layers(
         tokens=sum(len(window.token_ids) for window in layout.windows),
         text=layout.facts,
         model=model_facts(second, options.kv_format),
-        reference=first.name,
+        reference=first.label,
         seconds=time.perf_counter() - started,
     )
 

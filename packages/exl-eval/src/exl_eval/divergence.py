@@ -157,7 +157,7 @@ class RunningReference:
     """A loaded model as the reference. It runs its passes alternately with the candidate's."""
 
     def __init__(self, loaded: LoadedModel, layout: Layout, candidate_vocab_size: int) -> None:
-        self.facts = ReferenceFacts(loaded.name, loaded.exact)
+        self.facts = ReferenceFacts(loaded.label, loaded.exact)
         self.vocab_size = min(loaded.tokenizer.vocab_size, candidate_vocab_size)
         self._windows = layout.windows
         self._passes = TextPasses(loaded.model, longest_of(layout))

@@ -322,7 +322,7 @@ def run_tasks(
     with _quiet(is_watched=is_watched):
         found = _evaluate(model, options, manager)
     return TasksResult(
-        model=loaded.name,
+        model=loaded.label,
         kv_format=options.kv_format.value,
         exact=loaded.exact,
         chat=options.chat,

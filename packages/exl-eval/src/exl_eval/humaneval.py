@@ -75,6 +75,7 @@ class HumanEvalResult:
     pass_at_1: float
     stderr: float
     is_isolated: bool
+    is_confined: bool
     completions: tuple[Checked, ...]
 
     @property
@@ -146,13 +147,14 @@ def run_humaneval(
     mean = sum(rates) / len(rates)
     spread = sum((rate - mean) ** 2 for rate in rates) / max(1, len(rates) - 1)
     return HumanEvalResult(
-        model=loaded.name,
+        model=loaded.label,
         problems=len(problems),
         samples=count,
         temperature=options.temperature,
         pass_at_1=mean,
         stderr=math.sqrt(spread / len(rates)),
         is_isolated=all(outcome.is_isolated for outcome in outcomes),
+        is_confined=all(outcome.is_confined for outcome in outcomes),
         completions=tuple(checked),
     )
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat
+from exl_core.errors import RequestError
 from exl_core.model.cuda_graphs import BUCKETS
 from exl_core.model.runner import make_batch
 from exl_core.model.segment import Segment
@@ -117,6 +118,12 @@ def measure_kernels(
     `pass_rows`. `options.decode` is not used."""
     model, ops = loaded.model, loaded.model.ops
     check_options(options, loaded.config)
+    if loaded.plan:
+        raise RequestError(
+            "the ops of a pass are timed on one device",
+            got="; ".join(map(str, loaded.plan)),
+            next_step="Take --split none.",
+        )
 
     def one(batch: int, rows: int, past_len: int) -> _Pass:
         return _Pass(loaded.config, options.kv_format, batch, rows, past_len)
@@ -132,7 +139,7 @@ def measure_kernels(
             on_measured(number, len(wanted), what)
         passes.append(_measure_pass(model, each, options.repeat, bandwidth))
     return KernelResult(
-        model=loaded.name,
+        model=loaded.label,
         device=device_name(ops),
         instruction_set=ops.name.removeprefix("cpu-"),
         threads=ops.threads,
@@ -197,7 +204,10 @@ def _noted_calls(model: Transformer, segments: list[Segment], work: Workload) ->
     """Calls of one pass, in order."""
     notes = _Notes(model.ops)
     noting = copy.copy(model)
-    noting.ops = cast(OpTable, notes)
+    (stage,) = model.stages
+    stage = copy.copy(stage)
+    stage.ops = noting.ops = cast(OpTable, notes)
+    noting.stages = (stage,)
     noting.forward(make_batch(segments), work.store)
     return notes.calls
 

@@ -117,7 +117,7 @@ def model_facts(
     loaded: LoadedModel, kv_format: KVFormat, *, token_by_token: bool = False
 ) -> ModelFacts:
     return ModelFacts(
-        model=loaded.name,
+        model=loaded.label,
         weights_bytes=loaded.weights_bytes,
         kv_format=kv_format.value,
         exact=loaded.exact,

@@ -22,6 +22,9 @@ from exl_core.errors import printable
 from exl_eval.report import Report, Row, write_atomically
 from exl_eval.report_plots import Line, Point, bars, color_index, curves, scatter, steps
 
+_WILD = 1e6
+"""Values from here on, of broken models, are written as powers of ten."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plot:
@@ -145,11 +148,21 @@ def _plots(rows: Sequence[tuple[int, Row]], report: Report) -> list[Plot]:
             note = "One sequence. Longer is better."
             plots.append(Plot(f"{title} speed", Markup(svg), note))
     plots += _position_plot(rows)
-    lines = [Line(n, bits) for n, row in rows if (bits := _layer_bits(row))]
-    if lines:
-        svg = steps(lines, x_label="layer", y_label="bits per weight")
-        note = "As stored, with scales. Embedding and head are left out."
-        plots.append(Plot("Bits by layer", Markup(svg), note))
+    return plots + _layer_plots(rows)
+
+
+def _layer_plots(rows: Sequence[tuple[int, Row]]) -> list[Plot]:
+    """Plots of what the files store for each layer. Decoding reads all of it for every token."""
+    plots = []
+    note = "As stored, with scales. Embedding and head are left out."
+    for key, unit, title, label in (
+        ("bits_per_weight", 1.0, "Bits by layer", "bits per weight"),
+        ("bytes", 1e6, "Size by layer", "size, MB"),
+    ):
+        lines = [Line(n, values) for n, row in rows if (values := _by_layer(row, key, unit))]
+        if lines:
+            svg = steps(lines, x_label="layer", y_label=label)
+            plots.append(Plot(title, Markup(svg), note))
     return plots
 
 
@@ -175,11 +188,12 @@ def _kld(row: Row) -> Mapping[str, object] | None:
     return None if found is None else dict(found)
 
 
-def _layer_bits(row: Row) -> tuple[float, ...]:
+def _by_layer(row: Row, key: str, unit: float) -> tuple[float, ...]:
+    """A figure of each layer, in units; empty if the record does not have it."""
     layers: Any = row.parts.get("description", {}).get("layers", ())
-    blocks = [layer for layer in layers if layer["name"].startswith("layer ")]
+    blocks = [one for one in layers if one["name"].startswith("layer ") and key in one]
     ordered = sorted(blocks, key=lambda layer: int(layer["name"].removeprefix("layer ")))
-    return tuple(float(layer["bits_per_weight"]) for layer in ordered)
+    return tuple(float(layer[key]) / unit for layer in ordered)
 
 
 def _size(row: Row) -> float:
@@ -196,7 +210,8 @@ def _figure(value: object, digits: int) -> str | None:
 
 
 def _with_error(value: object, error: object, digits: int) -> str:
-    return f"{_float(value):.{digits}f} ± {_float(error):.{digits}f}"
+    kind = f".{digits}f" if abs(_float(value)) < _WILD else ".3g"
+    return f"{_float(value):{kind}} ± {_float(error):{kind}}"
 
 
 def _bytes(value: object) -> str | None:

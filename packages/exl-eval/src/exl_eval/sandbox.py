@@ -1,9 +1,11 @@
 """Runs a Python program that a model wrote, in a child process with limits.
 
-The child has its own temporary folder, a bare environment, no input, and limits on processor time,
-memory, file size and open files. Where the kernel allows it, it runs in namespaces of its own:
-without network, and with all processes that it starts ending with it. It can still read, and as far
-as permissions go write, other files of the user: run untrusted models in a container.
+The child (`sandbox_child.py`) has its own temporary folder, a bare environment, no input, and
+limits on processor time, memory, file size and open files. Where the kernel allows it, it runs in
+namespaces of its own: without network, and with all processes that it starts ending with it. Where
+the kernel has Landlock, it can write to its folder only, and reads no files but those and the
+interpreter's. Elsewhere it can read, and as far as permissions go write, other files of the user:
+run untrusted models in a container there.
 
 A program passes if it runs to its end. Leaving early, with whatever exit code, is no pass: the end
 of the program writes a random token to a pipe.
@@ -23,24 +25,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-_CHILD = """
-import ctypes, json, os, resource, signal, sys
-settings = json.loads(sys.argv[1])
-USER, PID, NET = 0x10000000, 0x20000000, 0x40000000  # CLONE_NEW... of sched.h
-libc = ctypes.CDLL(None, use_errno=True)
-is_isolated = libc.unshare(USER | PID | NET) == 0
-os.write(settings["pipe"], b"isolated " if is_isolated else b"shared ")
-child = os.fork()  # the first process of the new namespace: all others end with it
-if child:
-    _, status = os.waitpid(child, 0)
-    os._exit(os.waitstatus_to_exitcode(status) & 255)
-libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the process that is waited for
-for name, value in settings["limits"].items():
-    resource.setrlimit(getattr(resource, name), (value, value))
-source = sys.stdin.read()
-source += "\\n__import__('os').write(%d, b'%s')\\n" % (settings["pipe"], settings["token"])
-exec(compile(source, "program", "exec"), {"__name__": "__main__"})
-"""
+_CHILD = Path(__file__).with_name("sandbox_child.py")
 _ERROR_BYTES = 4096
 
 
@@ -62,11 +47,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`error`: last line of the program's errors. `is_isolated`: it had no network."""
+    """`error`: last line of the program's errors. `is_isolated`: it had no network. `is_confined`:
+    it had no files but its own and the interpreter's."""
 
     verdict: Verdict
     error: str
     is_isolated: bool
+    is_confined: bool
 
 
 def run_program(source: str, limits: Limits | None = None) -> Outcome:
@@ -74,7 +61,7 @@ def run_program(source: str, limits: Limits | None = None) -> Outcome:
     limits = limits or Limits()
     token = secrets.token_hex(16)
     reader, writer = os.pipe()
-    settings = {
+    settings: dict[str, object] = {
         "pipe": writer,
         "token": token,
         "limits": {
@@ -87,6 +74,7 @@ def run_program(source: str, limits: Limits | None = None) -> Outcome:
     }
     with tempfile.TemporaryDirectory(prefix="exl-program-", ignore_cleanup_errors=True) as folder:
         errors = Path(folder) / "stderr"
+        settings["folder"] = folder
         try:
             code = _wait(settings, source, errors, writer, limits.time_s)
             os.set_blocking(reader, False)  # a process that was left behind may hold the other end
@@ -97,10 +85,11 @@ def run_program(source: str, limits: Limits | None = None) -> Outcome:
         with errors.open("rb") as file:
             file.seek(max(0, errors.stat().st_size - _ERROR_BYTES))
             lines = file.read().decode("utf-8", "replace").strip().splitlines()
-    verdict = Verdict.PASSED if code == 0 and said[1:] == [token] else Verdict.FAILED
+    verdict = Verdict.PASSED if code == 0 and said[2:] == [token] else Verdict.FAILED
     if code is None:
         verdict = Verdict.TIMED_OUT
-    return Outcome(verdict, lines[-1] if lines else "", said[:1] == ["isolated"])
+    error = lines[-1] if lines else ""
+    return Outcome(verdict, error, "isolated" in said[:1], "confined" in said[1:2])
 
 
 def _read(pipe: int) -> str:
@@ -118,7 +107,7 @@ def _wait(
     folder = str(errors.parent)
     with errors.open("wb") as stderr:
         child = subprocess.Popen(
-            [sys.executable, "-I", "-B", "-c", _CHILD, json.dumps(settings)],
+            [sys.executable, "-I", "-B", str(_CHILD), json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=stderr,

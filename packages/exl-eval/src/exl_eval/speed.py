@@ -112,7 +112,7 @@ def measure_speed(
     cache_bytes = kv_read_bytes(config, options)
     runs = []
     for prompt, size, prefill in grid:
-        step_bytes = weights + size * cache_bytes
+        step_bytes = loaded.model.pass_weight_bytes(size) + size * cache_bytes
         floor = bandwidth / (step_bytes / size)
         runs.append(
             SpeedRun(
@@ -128,7 +128,7 @@ def measure_speed(
             )
         )
     return SpeedResult(
-        model=loaded.name,
+        model=loaded.label,
         device=device_name(ops),
         instruction_set=ops.name.removeprefix("cpu-"),
         threads=ops.threads,

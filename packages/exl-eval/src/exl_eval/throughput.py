@@ -143,7 +143,7 @@ def measure_throughput(
     generated = sum(one.tokens for one in listed)
     last_arrival = max(one.arrival_s for one in listed)
     return ThroughputResult(
-        model=loaded.name,
+        model=loaded.label,
         device=device_name(ops),
         threads=ops.threads,
         kv_format=options.kv_format.value,

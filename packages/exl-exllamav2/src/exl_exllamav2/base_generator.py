@@ -15,11 +15,12 @@ from exl_core.generate.driver import generate
 from exl_core.model.embedded import EmbeddedSpan
 from exl_exllamav2.cache import ExLlamaV2CacheBase
 from exl_exllamav2.engines import hooks_of, make_engine, random_seed
-from exl_exllamav2.errors import OldAssertionError, old_types
+from exl_exllamav2.errors import old_types
 from exl_exllamav2.filters import constraints_of
 from exl_exllamav2.forward import ForwardOwner
 from exl_exllamav2.lora import adapters_of
 from exl_exllamav2.model import ExLlamaV2
+from exl_exllamav2.notices import warn_once
 from exl_exllamav2.settings import Settings, sampler_params
 from exl_exllamav2.tokenizer import ExLlamaV2Tokenizer
 
@@ -45,7 +46,10 @@ class EngineOwner:
 
 
 class ExLlamaV2BaseGenerator:
-    """Synchronous generator for a batch of prompts, up to the batch size of the cache."""
+    """Synchronous generator for one prompt or a batch.
+
+    A batch larger than that of the cache prints a warning: its rows share the cache's memory.
+    """
 
     def __init__(
         self, model: ExLlamaV2, cache: ExLlamaV2CacheBase, tokenizer: ExLlamaV2Tokenizer
@@ -89,8 +93,10 @@ class ExLlamaV2BaseGenerator:
         """Text, or a list of texts for a list of prompts; see exl's `BaseGenerator`."""
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         if len(prompts) > self.cache.batch_size:
-            raise OldAssertionError(
-                "the cache has too few rows", expected=len(prompts), got=self.cache.batch_size
+            warn_once(
+                "generate_simple",
+                f"{len(prompts)} prompts share the memory of a cache of batch_size "
+                f"{self.cache.batch_size}, which exllamav2 refused",
             )
         if seed is not None:
             random.seed(seed)

@@ -211,17 +211,21 @@ class ExLlamaV2Cache_8bit(ExLlamaV2CacheBase):  # noqa: N801 - the old name
     kv_format = KVFormat.FP8
 
 
-class ExLlamaV2Cache_Q4(ExLlamaV2CacheBase):  # noqa: N801 - the old name
+class ExLlamaV2Cache_Q(ExLlamaV2CacheBase):  # noqa: N801 - the old name
+    """Base of the caches with integer codes."""
+
+
+class ExLlamaV2Cache_Q4(ExLlamaV2Cache_Q):  # noqa: N801 - the old name
     kv_format = KVFormat.Q4
     wbits = 4
 
 
-class ExLlamaV2Cache_Q6(ExLlamaV2CacheBase):  # noqa: N801 - the old name
+class ExLlamaV2Cache_Q6(ExLlamaV2Cache_Q):  # noqa: N801 - the old name
     kv_format = KVFormat.Q6
     wbits = 6
 
 
-class ExLlamaV2Cache_Q8(ExLlamaV2CacheBase):  # noqa: N801 - the old name
+class ExLlamaV2Cache_Q8(ExLlamaV2Cache_Q):  # noqa: N801 - the old name
     kv_format = KVFormat.Q8
     wbits = 8
 

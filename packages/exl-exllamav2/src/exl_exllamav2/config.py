@@ -18,7 +18,6 @@ from exl_core.session.open import ModelFiles, open_model
 from exl_core.session.resolve import resolve_model
 from exl_exllamav2 import environment
 from exl_exllamav2.errors import OldAssertionError, OldModelPathError, old_types
-from exl_exllamav2.notices import warn_once
 
 
 class ExLlamaV2Config:
@@ -88,8 +87,6 @@ class ExLlamaV2Config:
 
     def load_options(self) -> LoadOptions:
         """Options of exl for the settings as they are now."""
-        if self.load_in_q4:
-            warn_once("config.load_in_q4", "has no effect; 'exl convert' writes 4-bit models")
         factor = self.scale_pos_emb if self.scale_pos_emb != self._native_scale else None
         alpha = self.scale_alpha_value if self.scale_alpha_value != 1.0 else None
         yarn = self.yarn_rope_factor if self.alt_rope_method == "yarn" else None
@@ -101,6 +98,7 @@ class ExLlamaV2Config:
             rope_factor=None if factor is None else float(factor),
             rope_alpha=None if alpha is None else float(alpha),
             yarn_factor=None if yarn is None else float(yarn),
+            load_in_4bit=bool(self.load_in_q4),
         )
 
     def _is_on_gpu(self) -> bool:
@@ -131,7 +129,7 @@ class ExLlamaV2Config:
         self.num_key_value_heads = attention.num_kv_heads
         self.num_key_value_groups = attention.num_q_heads // attention.num_kv_heads
         self.head_dim = attention.head_dim
-        self.intermediate_size = config.layers[0].dense.intermediate_size
+        self.intermediate_size = config.layers[0].feed_forward.inner_size
         self.norm_eps = config.norm_eps
         self.rotary_embedding_base = rope.base
         self.sliding_window = max(layer.attention.window for layer in config.layers)

@@ -192,6 +192,8 @@ class ExLlamaV2DynamicGenerator:
         for event in events:
             by_job.setdefault(event.request_id, []).append(event)
         for request_id, job in list(self._jobs.items()):
+            assert job.reader is not None, "jobs are enqueued with a reader"
+            job.reader.store_cut(self.engine, request_id)
             error = self._collect(job, by_job.get(request_id, ()), results)
             failure = failure or error
         if failure is not None:

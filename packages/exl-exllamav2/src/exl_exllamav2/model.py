@@ -77,7 +77,11 @@ class ExLlamaV2:
         callback_gen: Progress | None = None,
         progress: bool = False,
     ) -> None:
-        """Load all weights on one device, the first one of `gpu_split` with a size above 0."""
+        """Load all weights on one device.
+
+        A `gpu_split` [GB by device] over several devices prints a warning. It is refused if its
+        first device has no room for the weights, because the program counts on a second one then.
+        """
         self._drain(self.load_gen(gpu_split, lazy, False, callback, callback_gen), progress)
 
     def load_gen(
@@ -94,8 +98,7 @@ class ExLlamaV2:
                 "layers are not loaded one by one",
                 "LoadOptions.held_bytes of exl_core keeps a part of the weights in memory.",
             )
-        if sum(size > 0 for size in gpu_split or ()) > 1:
-            warn_once("gpu_split", "is not used: the model runs on one device")
+        self._check_split(gpu_split)
         yield from self._load(callback, callback_gen)
 
     def load_autosplit(
@@ -145,10 +148,26 @@ class ExLlamaV2:
         expect_cache_tokens: int = 0,
         expect_cache_base: type[ExLlamaV2CacheBase] | None = None,
     ) -> Iterator[Any]:
+        self._check_split(gpu_split)
         warn_once("load_tp", "runs on one device: tensor parallelism is not available")
         self.config.no_graphs = True
         yield from self._load(callback, callback_gen)
         self.tp_context = SimpleNamespace(device=str(self.weights.ops.device), num_devices=1)
+
+    def _check_split(self, gpu_split: Sequence[float] | None) -> None:
+        sizes = [size for size in gpu_split or () if size > 0]
+        if len(sizes) < 2:
+            return
+        tensors = self.config.opened().source.tensors.values()
+        needed = sum(tensor.size_bytes for tensor in tensors) / 2**30
+        if needed > sizes[0]:
+            refuse(
+                f"gpu_split={list(gpu_split or ())}",
+                f"the weights need {needed:.3g} GB, more than its first device has, and exl runs "
+                "a model on one device",
+                "Leave out gpu_split, or take a model of fewer bits.",
+            )
+        warn_once("gpu_split", "is not used: the model runs on one device")
 
     def _load(self, callback: Progress | None, callback_gen: Progress | None) -> Iterator[Any]:
         """Read the weights on a thread, and report progress in steps of one module."""

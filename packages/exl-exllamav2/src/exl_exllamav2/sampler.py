@@ -71,9 +71,14 @@ class ExLlamaV2Sampler:
         tops: list[tuple[tuple[int, float], ...]] = []
         with old_types():
             params = sampler_params(settings, tokenizer, seed=None)
+            cuts = settings.mirostat_mu if isinstance(settings.mirostat_mu, list) else []
+            left: list[float] = []
             for row, values in enumerate(rows):
                 allowed = _healing(permitted, prefix_token, row, tokenizer)
-                sampled = Sampler(params, _table()).sample(
+                sampler = Sampler(params, _table())
+                if row < len(cuts):
+                    sampler.start_mirostat(cuts[row])
+                sampled = sampler.sample(
                     values.contiguous(),
                     histories[min(row, len(histories) - 1)],
                     banned=list(blocked_tokens or ()),
@@ -82,9 +87,13 @@ class ExLlamaV2Sampler:
                     want_probability=True,
                     uniform=(random + row * _NEXT_ROW) % 1.0,
                 )
+                sampler.accept(sampled)
+                left += [] if sampler.mirostat_cut is None else [sampler.mirostat_cut]
                 ids.append(sampled.token_id)
                 probabilities.append(sampled.probability or 0.0)
                 tops.append(sampled.top)
+            if left:
+                settings.mirostat_mu = left
         top_ids, top_probs = _top_tensors(tops, return_top_tokens)
         tokens = torch.tensor(ids, dtype=torch.long).view(-1, 1)
         return tokens, top_ids, top_probs, torch.tensor(probabilities).view(-1, 1), ids[0] in ends

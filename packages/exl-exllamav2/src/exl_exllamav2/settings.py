@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exl_core.engine.engine import Engine
 from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams
 from exl_exllamav2.errors import OldValueError
@@ -126,7 +127,9 @@ class SettingsReader:
         seen, bias = self._seen
         values = self.settings.__dict__
         same_bias = self.settings.token_bias is None or self.settings.token_bias._version == bias
-        if same_bias and all(seen.get(name) is value for name, value in values.items()):
+        if same_bias and all(
+            seen.get(name) is value for name, value in values.items() if name != "mirostat_mu"
+        ):
             return None
         self._seen = self._snapshot()
         params = sampler_params(self.settings, self._tokenizer, self._seed)
@@ -134,6 +137,12 @@ class SettingsReader:
             return None
         self.params = params
         return params
+
+    def store_cut(self, engine: Engine, request_id: str) -> None:
+        """Write mirostat's cut of a live request to the program's object, as a list of one."""
+        if self.settings.mirostat and request_id in engine.live_requests:
+            cut = engine.mirostat_cut(request_id)
+            self.settings.mirostat_mu = None if cut is None else [cut]
 
     def _snapshot(self) -> tuple[dict[str, Any], int]:
         bias = self.settings.token_bias

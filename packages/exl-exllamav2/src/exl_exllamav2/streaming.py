@@ -212,12 +212,12 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         reader = SettingsReader(gen_settings, self.tokenizer, random_seed())
         report = Report(return_probabilities, return_top_tokens, return_logits)
         stops = frozenset(self.stop_tokens), tuple(self.stop_strings)
-        room = self.model.config.max_seq_len - max(map(len, rows))
+        capacity = self.model.config.max_seq_len - max(map(len, rows))
         with old_types():
             request = build_request(
                 rows[0],
                 negative_ids=rows[1] if len(rows) == 2 else None,
-                max_tokens=max(1, room),
+                max_tokens=max(1, capacity),
                 sampler=reader.params,
                 settings=gen_settings,
                 stops=stops,
@@ -344,6 +344,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             self._change_settings(begun, owner)
             banned = [] if ban_tokens is None else ban_tokens
             found = owner.inner.step(banned if isinstance(banned, int) else list(banned))
+            begun.reader.store_cut(owner.engine, begun.request.request_id)
         return self._finish(begun, owner, found)
 
     def _change_settings(self, begun: _Begun, owner: StreamOwner) -> None:

@@ -33,8 +33,8 @@ class InnerTokenizer:
     def vocab_size(self) -> int:
         return self._tokenizer.base_size
 
-    def id_to_piece(self, token_id: int) -> str:
-        return self._tokenizer.raw_token(int(token_id)) or ""
+    def id_to_piece(self, idx: int) -> str:
+        return self._tokenizer.raw_token(int(idx)) or ""
 
     def piece_to_id(self, text: str) -> int | None:
         return self.vocab.get(text)
@@ -103,6 +103,10 @@ class ExLlamaV2Tokenizer:
             self.tokenizer_config_dict: dict[str, Any] | None = (
                 dict(read_optional_json_object(path, TokenizerError)) or None if is_dir else None
             )
+            template = files.path / "chat_template.jinja"
+            if self.tokenizer_config_dict and template.is_file():  # where newer models have it
+                text = template.read_text(encoding="utf-8")
+                self.tokenizer_config_dict.setdefault("chat_template", text)
         self.tokenizer_model = self.tokenizer = InnerTokenizer(self.exl)
         self.pieces = Pieces(self.exl)
         self.extended_piece_to_id = dict(self.exl.special_tokens)
@@ -175,8 +179,8 @@ class ExLlamaV2Tokenizer:
         known = [i for i in ids if 0 <= i < self.actual_vocab_size and i != dropped]
         return self.exl.decode(known, skip_special=not shows_special)
 
-    def single_id(self, piece: str) -> int | None:
-        return self.pieces.single_id(piece)
+    def single_id(self, token: str) -> int | None:
+        return self.pieces.single_id(token)
 
     def single_token(self, token_id: int) -> Tensor:
         return torch.tensor([[token_id]], dtype=torch.long)

@@ -1,0 +1,1 @@
+from exllamav2.server.websocket import ExLlamaV2WebSocketServer

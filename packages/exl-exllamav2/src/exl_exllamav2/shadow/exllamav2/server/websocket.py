@@ -1,0 +1,3 @@
+"""WebSocket server."""
+
+from exl_exllamav2.websocket import ExLlamaV2WebSocketServer
