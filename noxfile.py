@@ -82,6 +82,14 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Read a million corrupt files and operands; arguments after -- go to tests/fuzz/run.py."""
+    install_exl(session, *TEST_TOOLS)
+    session.chdir("tests")
+    session.run("python", "-m", "fuzz.run", *session.posargs)
+
+
+@nox.session
 def coverage(session: nox.Session) -> None:
     """Measure the line coverage of the packages by the default and the thorough tests."""
     session.install("-c", "constraints.txt", "pytest-cov")
@@ -157,6 +165,15 @@ def docs(session: nox.Session) -> None:
     session.run("python", "scripts/write_cli_docs.py", "docs/cli.md")
     session.run("python", "scripts/write_tree.py", "docs/tree.md")
     session.run("mkdocs", "build", "--strict", *session.posargs)
+
+
+@nox.session
+def page(session: nox.Session) -> None:
+    """Test the sources of the chat page and build its one file; needs Node.js with npm."""
+    with session.chdir("packages/exl-cli/page"):
+        session.run("npm", "ci", external=True)
+        session.run("node", "--test", "test/", external=True)
+        session.run("node", "build.mjs", external=True)
 
 
 @nox.session

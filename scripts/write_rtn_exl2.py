@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 from exl_core.arch.modules import Kind, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.convert import side_files
-from exl_core.convert.layers import stored_norm
+from exl_core.convert.layers import stored_vector
 from exl_core.errors import ExlError, RequestError, UnsupportedModelError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.codecs.exl2 import layout as exl2
@@ -119,7 +119,7 @@ def model_tensors(
             bias = checkpoint.vector(name)
             yield name, pad(bias, (0, -len(bias) % exl2.COLUMN_STEP)).half()
         elif table[name].is_norm:
-            yield name, stored_norm(table[name], checkpoint.norm(name))
+            yield name, stored_vector(table[name], checkpoint.norm(name))
         elif not table[name].is_converted:
             yield name, matrix(checkpoint, name).half()
         else:

@@ -182,3 +182,69 @@ def test_a_full_context_is_no_end_of_the_stream(parts: tuple[Any, Any, Any]) -> 
     assert not any(result["eos"] for result in results)
     with pytest.raises(AssertionError, match="the context is full"):
         generator.stream_ex()
+
+
+def test_a_split_that_needs_a_second_device_is_refused(old: Any) -> None:
+    model = old.ExLlamaV2(old.ExLlamaV2Config("/mnt/models/some-model"))
+    with pytest.raises(NotImplementedError, match=r"gpu_split=\[1e-06, 20\] is not available"):
+        model.load([1e-6, 20])
+    with pytest.raises(NotImplementedError, match="gpu_split"):
+        model.load_tp([1e-6, 20])
+    assert not model.loaded
+    model.load([0, 20])
+    assert model.loaded
+
+
+def test_a_batch_shares_the_memory_of_a_smaller_cache(
+    parts: tuple[Any, Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from exllamav2.generator import ExLlamaV2BaseGenerator
+
+    model, cache, tokenizer = parts
+    generator = ExLlamaV2BaseGenerator(model, cache, tokenizer)
+    prompts = ["one", "two and", "three"]
+    each = [generator.generate_simple(prompt, Settings.greedy(), 8) for prompt in prompts]
+    assert generator.generate_simple(prompts, Settings.greedy(), 8) == each
+    err = capsys.readouterr().err
+    assert err.count("generate_simple") == len(err.splitlines()) == 1
+
+
+def test_the_cut_of_mirostat_is_written_to_the_settings(parts: tuple[Any, Any, Any]) -> None:
+    from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+
+    model, cache, tokenizer = parts
+    settings = Settings(temperature=1.0, top_k=0, top_p=0, mirostat=True, mirostat_tau=3.0)
+    generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+    generator.enqueue(ExLlamaV2DynamicJob(tokenizer.encode("x"), 6, gen_settings=settings, seed=1))
+    cuts: list[Any] = []
+    while generator.num_remaining_jobs():
+        generator.iterate()
+        cuts.append(settings.mirostat_mu)
+    written = [cut[0] for cut in cuts if cut is not None]
+    assert len(set(written)) >= 4
+    assert all(cut < 60 for cut in written)
+    settings.mirostat_mu = None
+    logits = model.forward(tokenizer.encode("x"))[:, -1:].float()
+    ids = tokenizer.encode("x")
+    ExLlamaV2Sampler.sample(logits, settings, ids, 0.5, tokenizer)
+    first = settings.mirostat_mu
+    ExLlamaV2Sampler.sample(logits, settings, ids, 0.5, tokenizer)
+    assert first is not None
+    assert settings.mirostat_mu != first
+
+
+def test_a_model_loaded_in_inference_mode_is_used_outside_of_it(old: Any) -> None:
+    """Servers load in torch.inference_mode, and generate on other threads."""
+    from exllamav2.generator import ExLlamaV2DynamicGenerator
+
+    with torch.inference_mode():
+        model = old.ExLlamaV2(old.ExLlamaV2Config("/mnt/models/some-model"))
+        cache = old.ExLlamaV2Cache(model, max_seq_len=1024, lazy=True)
+        model.load_autosplit(cache)
+        tokenizer = old.ExLlamaV2Tokenizer(model.config)
+        model.forward(torch.zeros(1, 300, dtype=torch.long), cache=cache, preprocess_only=True)
+    generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+    texts = [generator.generate("a" * n, 4, gen_settings=Settings.greedy()) for n in (300, 5, 300)]
+    assert texts[0] == texts[2]
+    generator.defrag_cache()
+    assert generator.generate("a" * 300, 4, gen_settings=Settings.greedy()) == texts[0]

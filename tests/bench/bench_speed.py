@@ -19,6 +19,7 @@ from exl_core.cache.format import KVFormat
 from exl_core.convert.gptq import Variant, factorize, quantize_columns
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Request
+from exl_core.model.weights import MlpWeights
 from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.open import available_isas
 from exl_core.sampling.params import SamplerParams
@@ -55,9 +56,9 @@ def test_gated_linear_of_all_layers(benchmark: BenchmarkFixture, ready: Ready, r
 
     def run() -> None:
         for block in blocks:
-            matrix, norm = block.mlp.gate_up, block.mlp.norm
-            assert isinstance(norm, RmsNorm)
-            model.ops.norm_gated_linear(x, norm, matrix, "silu")
+            assert isinstance(block.mlp, MlpWeights)
+            assert isinstance(block.mlp.norm, RmsNorm)
+            model.ops.norm_gated_linear(x, block.mlp.norm, block.mlp.gate_up, "silu")
 
     benchmark(run)
 

@@ -81,11 +81,11 @@ class Chat:
         known = None if prompt_format is None else find_format(prompt_format)
         self.typist: Any = Typist(lines)
         self.style = PromptStyle(loaded, known, allow_special=allow_special)
+        first_system = self.style.no_system() if no_system else system
         self.session = ChatSession(
-            Runtime(loaded, engine, ctx_size),
-            self.style,
+            lambda _: (Runtime(loaded, engine, ctx_size), self.style, first_system),
+            None,
             ChatSettings(SamplingOptions(temp=0), ChatOptions(**chat)),
-            system=self.style.no_system() if no_system else system,
             stop=(),
             terminal=cast(Any, self.typist),
         )

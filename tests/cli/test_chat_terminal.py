@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import stat
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,8 +28,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Terminal] = []
 
     def chat(*args: str, **env: str) -> Terminal:
+        temperature = () if "--profile" in args else ("--temp", "0")
         terminal = Terminal(
-            "chat", "--temp", "0", *args, env={"XDG_STATE_HOME": str(tmp_path), **env}
+            "chat", *temperature, *args, env={"XDG_STATE_HOME": str(tmp_path), **env}
         )
         started.append(terminal)
         terminal.expect("Ctrl-D leaves")
@@ -149,6 +151,98 @@ def test_a_full_context_keeps_the_system_prompt(start: Start, tmp_path: Path) ->
     assert max(int(size) for size in re.findall(r"context (\d+) tokens", seen)) <= 128
 
 
+def test_a_reply_wraps_at_words_in_a_window_that_changes(start: Start) -> None:
+    chat = start("-n", "120", "--seed", "1", **{"NO_COLOR": "1"})
+    chat.resize(24, 40)
+    chat.type("A tale of a dragon.\r")
+    chat.expect(r"dragon\.[^\n]*\n")
+    wide = chat.expect(r"(?:[^\n]+\n){4}")
+    chat.resize(24, 25)
+    chat.expect(r"\n")  # the line that the resize met
+    narrow = chat.expect(r"(?:[^\n]+\n){4}")
+    rest = chat.expect(r"Cut off")
+    leave(chat)
+    assert 25 < max(len(line) for line in lines_of(wide)) <= 40
+    assert max(len(line) for line in lines_of(narrow)) <= 25
+
+    chat = start("-n", "120", "--seed", "1", "--no-wrap", **{"NO_COLOR": "1"})
+    chat.resize(24, 40)
+    chat.type("A tale of a dragon.\r")
+    chat.expect(r"dragon\.[^\n]*\n")
+    unwrapped = without_colors(chat.expect("Cut off")).split()
+    leave(chat)
+    words = without_colors(f"{wide} {narrow} {rest}").split()
+    assert set(words) <= set(unwrapped)  # no word is cut in two
+    assert len(words) > 60
+
+
+def lines_of(seen: str) -> list[str]:
+    return without_colors(seen).splitlines()
+
+
+def test_keys_during_a_reply_wait_for_the_next_message(start: Start) -> None:
+    chat = start("-n", "60")
+    chat.type(TALE + "\r")
+    chat.expect(r"dragon\.[^\n]*\n")
+    chat.expect(r"[A-Za-z]{3}")
+    chat.type("QXQX")
+    reply = chat.expect(r"Cut off[^\n]*\n")
+    assert "QXQX" not in reply
+    chat.expect(">>>")
+    chat.expect("QXQX")  # the line editor shows what was typed ahead
+    chat.type("\x15")
+    chat.type("\x04")
+    assert chat.wait() == 0
+
+
+def test_commands_as_people_of_ollama_type_them(start: Start, tmp_path: Path) -> None:
+    chat = start(EXL_CONFIG=str(tmp_path / "config.toml"), HF_HOME=str(tmp_path / "hub"))
+    for typed, answer in (
+        ("/set temperature 0.2", "temperature is now 0.2"),
+        ("/set parameter top_k 7", "top_k is now 7"),
+        ("/set parameter num_predict 5", "num_predict is now 5"),
+        ("/set num_ctx 4096", "fixed when a chat starts.*Start exl chat with -c"),
+        ("/set temprature 1", "The nearest is temperature"),
+        ("/set verbose", "stats is now on"),
+        ("/set nowordwrap", "wrap is now off"),
+        ("/set system Speak like a pirate.", "The system prompt is changed"),
+        ("/show", "SmolLM2-135M-Instruct"),
+        ("/show parameters", r"temp +0\.2"),
+        ("/show system", "Speak like a pirate"),
+        ("/show template", "im_start"),
+        ("/models", "/model NAME"),
+        ("/modle", "The nearest is /model"),
+        ("/model no-such-model", "no such model"),
+        ("/model smollm2", "The model is now SmolLM2-135M-Instruct"),
+        ("/save pirate", "exl chat --profile pirate"),
+        ("/set temp 1.5", "temp is now 1.5"),
+        ("/load pirate", "The preset pirate is applied"),
+        ("/show temp", r"temp +0\.2"),
+        ("Hello", "tok/s"),
+    ):
+        chat.type(typed + "\r")
+        chat.expect(f"(?s){answer}")
+        chat.expect(">>>")
+    chat.type("/quit\r")
+    assert chat.wait() == 0
+    assert "Traceback" not in chat.seen
+    preset = tomllib.loads((tmp_path / "presets" / "pirate.toml").read_text(encoding="utf-8"))
+    assert preset == {
+        "model": "smollm2",
+        "system": "Speak like a pirate.",
+        "max-tokens": 5,
+        "stats": True,
+        "wrap": False,
+        "temp": 0.2,
+        "top-k": 7,
+    }
+
+    chat = start("--profile", "pirate", EXL_CONFIG=str(tmp_path / "config.toml"))
+    chat.type("/show system\r")
+    chat.expect("Speak like a pirate")
+    leave(chat)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=lambda env: next(iter(env))
@@ -170,5 +264,6 @@ def test_terminal_shows_the_text_that_a_pipe_gets(start: Start, exl_process: Com
     chat = start()
     chat.type(question + "\r")
     chat.expect(r"```[^`]*```")
-    assert piped.out in leave(chat)  # without colors
+    # Without colors. The words are the same; long lines are broken between them.
+    assert " ".join(piped.out.split()) in " ".join(leave(chat).split())
     assert "\x1b[94mdef" in chat.seen

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from exl_cli.chat.presets import is_preset_name, save_preset
+from exl_cli.config import profile
 from support.commands import Command
 
 SETTINGS = """
@@ -55,6 +57,25 @@ def test_the_file_names_the_model_of_commands_that_name_none(
     monkeypatch.delenv("EXL_MODEL")
     file.write_text('model = "no-such-model-here"', encoding="utf-8")
     assert "no-such-model-here: no such model" in exl("generate", "-p", "x").error_line(3)
+
+
+def test_a_saved_preset_is_a_profile_and_is_shown(
+    exl: Command, file: Path, smollm2_path: Path
+) -> None:
+    values = {"temp": 0.0, "stop": ["5"], "max-tokens": 6, "system": 'a "b"\n\x1b\x7fé'}
+    save_preset("short", values)
+    assert profile("short") == values
+    assert json.loads(exl("config", "--json").out)["presets"] == {"short": values}
+    save_preset("short", {"temp": 0.0, "stop": ["5"], "max-tokens": 6})
+    found = reply(exl, smollm2_path, "--preset", "short")
+    assert (found["text"], found["stopped_by"]) == (" 4, ", "5")
+    (file.parent / "presets" / "bad.toml").write_text("tempp = 1", encoding="utf-8")
+    assert "bad.toml: there is no option --tempp" in exl("config").error_line(2)
+
+
+@pytest.mark.parametrize("text", ["notes.json", "a/b", "~/x", "", ".", "-a", "two words"])
+def test_the_name_of_a_preset_is_no_path(text: str) -> None:
+    assert not is_preset_name(text)
 
 
 def test_config_shows_the_file(exl: Command, file: Path) -> None:

@@ -67,6 +67,17 @@ def test_regex_constrains_the_text(answer: JsonCommand) -> None:
     assert re.fullmatch("[0-9]{3}-[a-f]{2}", answer("--regex", "[0-9]{3}-[a-f]{2}")["text"])
 
 
+def test_grammars_of_llama_cpp_are_translated(
+    answer: JsonCommand, file: Callable[..., Path]
+) -> None:
+    gbnf = 'root ::= item (", " item)*\nitem ::= "yes" | "no"\n'
+    for given in (file(gbnf), gbnf):
+        text = answer("--grammar", given, "--regex", ".{8,12}")["text"]
+        assert re.fullmatch("(yes|no)(, (yes|no))*", str(text))
+    inline = answer("--grammar", 'start: "yes" | "no"')["text"]
+    assert inline in ("yes", "no")
+
+
 def test_grammar_constrains_the_text(answer: JsonCommand, file: Callable[..., Path]) -> None:
     grammar = file('start: item (", " item)*\nitem: "yes" | "no"\n')
     text = answer("--grammar", grammar, "--regex", ".{8,12}")["text"]

@@ -166,16 +166,45 @@ def test_special_text_in_a_message_is_text_unless_allowed(
     assert "Add --chat" in generate("-p", "x", "--allow-special").error_line(2)
 
 
-def test_a_context_beyond_the_model_is_refused_before_loading(
-    generate: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(*_args: object) -> None:
-        pytest.fail("the weights were loaded")
+def test_a_context_beyond_the_model_is_a_warning(generate: Command) -> None:
+    done = generate("-p", "x" * 600, "-n", 4, "-c", 1024, *GREEDY, "-q")
+    assert done.code == 0
+    assert "warning: a context of 1024 tokens is longer than the model's 512" in done.err
+    assert done.out
 
-    monkeypatch.setattr("exl_cli.load.load_model", load)
-    line = generate("-p", "Hello", "-c", 513).error_line(2)
-    assert "at most 512" in line
-    assert "513" in line
+
+def test_rope_options_change_the_reply_and_stretch_the_context(
+    generate: Command, generate_json: JsonCommand
+) -> None:
+    args = ("-p", "Hello there, you", "-n", 24, *GREEDY)
+    plain = generate_json(*args)["token_ids"]
+    for option in ("--rope-scale", "--rope-alpha", "--rope-yarn"):
+        stretched = generate_json(*args, option, 4, "-c", 1024)  # no warning: stderr is empty
+        assert stretched["token_ids"] != plain, option
+    assert "longer than" in generate(*args, "--rope-yarn", 2, "-c", 2048).err
+    assert "--rope-scale or --rope-yarn" in generate(
+        *args, "--rope-scale", 2, "--rope-yarn", 2
+    ).error_line(2)
+    assert "above 0" in generate(*args, "--rope-alpha", 0).error_line(2)
+
+
+def test_truncate_left_keeps_the_end_of_the_prompt(
+    generate: Command, generate_json: JsonCommand
+) -> None:
+    text = "".join(chr(97 + i % 26) for i in range(600))
+    args = ("-n", 12, "-c", 64, *GREEDY)
+    assert "leaves no room" in generate("-p", text, *args).error_line(2)
+    done = generate("-p", text, *args, "--truncate-left", "-q")
+    assert done.code == 0
+    kept = 64 - 12
+    assert f"dropped {600 - kept} of the prompt's 600 tokens" in done.err
+    assert done.out == generate("-p", text[-kept:], *args).out != ""
+    fitting = generate("-p", text[:40], *args, "--truncate-left")
+    assert (fitting.code, fitting.err) == (0, ""), "nothing dropped, nothing said"
+    assert "no room for a prompt" in generate(
+        "-p", text, "-n", 64, "-c", 64, "--truncate-left"
+    ).error_line(2)
+    assert "--chat or" in generate("-p", text, "--chat", "--truncate-left").error_line(2)
 
 
 def test_prompt_longer_than_the_context_is_refused_with_counts(generate: Command) -> None:
@@ -184,7 +213,7 @@ def test_prompt_longer_than_the_context_is_refused_with_counts(generate: Command
     assert "512" in line
     line = generate("-p", "x" * 64, "-c", 64).error_line(2)
     assert "at most 63 tokens" in line
-    assert "at most 512" in line
+    assert "own context is 512" in line
 
 
 def test_prompt_of_megabytes_is_refused_without_full_tokenization(generate: Command) -> None:
@@ -194,11 +223,6 @@ def test_prompt_of_megabytes_is_refused_without_full_tokenization(generate: Comm
         assert "the prompt has at least" in line and "at most 63 tokens" in line
         num_tokens = int(line.split("at least ")[1].split()[0])
         assert num_tokens < len(text) / 10, "counting stopped early"
-
-
-def test_a_context_longer_than_the_models_is_refused(generate: Command) -> None:
-    line = generate("-p", "x", "-c", 513).error_line(2)
-    assert "512" in line
 
 
 def test_chat_without_a_template_is_an_error(exl: Command, damaged_dir: Path) -> None:

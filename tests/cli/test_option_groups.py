@@ -12,6 +12,7 @@ from typer.main import get_command
 from exl_cli.commands.chat import chat
 from exl_cli.commands.generate import generate
 from exl_cli.main import app
+from exl_cli.model_options import ModelOptions
 from exl_cli.option_groups import PromptOptions, RunningOptions
 from exl_cli.reply_options import ReplyOptions
 from exl_cli.sampling_options import SamplingOptions
@@ -40,6 +41,18 @@ def test_generate_and_chat_have_the_same_options_with_the_same_defaults() -> Non
             {name: (parameters[name].annotation, parameters[name].default) for name in shared}
         )
     assert taken[0] == taken[1]
+
+
+def test_every_command_that_loads_a_model_takes_the_changes_to_it() -> None:
+    loading = ["generate", "chat", "run", "serve-lite", "bench"]
+    measuring = ["perplexity", "divergence", "compare-layers", "humaneval", "report", "tasks"]
+    commands: Any = get_command(app)
+    verbs = [commands.commands[name] for name in loading]
+    measurements = commands.commands["eval"].commands
+    verbs += [measurements[name] for name in (*measuring, "throughput", "acceptance")]
+    for verb in verbs:
+        names = {parameter.name for parameter in verb.params}
+        assert names >= {field.name for field in fields(ModelOptions)}, verb.name
 
 
 def test_every_setting_of_the_sampler_has_an_option() -> None:

@@ -38,7 +38,7 @@ def test_other_commands_are_left_alone() -> None:
     [
         (["-ngl", "12"], "expected 0 for the CPU, or 99 and more for all layers, got 12"),
         (["-ngl"], "there is no option -ngl"),
-        (["-ts", "1,1"], "a model runs on one device"),
+        (["-ts", "1,1"], "--split has GB of weights for each GPU"),
     ],
 )
 def test_others_are_answered_with_our_name(args: list[str], answer: str) -> None:

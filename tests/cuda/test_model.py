@@ -17,7 +17,7 @@ from torch import Tensor
 from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import EngineOptions
 from exl_core.engine.scheduler import Scheduler
-from exl_core.errors import WeightValueError
+from exl_core.errors import DeviceError, RequestError, WeightValueError
 from exl_core.generate.dynamic import DynamicGenerator
 from exl_core.lora.adapter import load_adapter
 from exl_core.model import cuda_graphs
@@ -32,8 +32,15 @@ from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.ngram import NgramDrafter
 from support.adapters import random_pairs, stored, write_adapter
-from support.quantized_models import SIZES, quantized_llama
-from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
+from support.quantized_models import METHODS, SIZES, quantize, quantized_llama
+from support.tiny_models import (
+    VOCAB_SIZE,
+    save,
+    tiny_cohere,
+    tiny_gemma3,
+    tiny_llama,
+    tiny_starcoder2,
+)
 
 pytestmark = pytest.mark.cuda
 
@@ -46,11 +53,43 @@ BUILD: dict[str, Callable[[Path], Path]] = {
     "exl2": lambda folder: quantized_llama("exl2", folder),
     "gptq": lambda folder: quantized_llama("gptq", folder),
 }
+WITH_LAYER_NORMS = {"command-r": tiny_cohere, "starcoder2": tiny_starcoder2}
 # Relative error of the logits. Activations are float16 on the GPU and float32 on the CPU, and
 # small random models amplify the difference. Some keys are rounded to another code. A wrong page,
 # position or permutation causes an error of about one. Q4: the largest error of a pass is 0.05 to
 # 0.12, depending on the random tokens (six seeds, two models).
 TOLERANCE = {KVFormat.FP16: 6e-3, KVFormat.Q8: 2e-2, KVFormat.Q4: 1.5e-1}
+
+
+@pytest.mark.parametrize("kind", ["llama", "exl2"])
+def test_an_embedding_on_the_host_gives_the_same_logits(kind: str, tmp_path: Path) -> None:
+    folder = BUILD[kind](tmp_path / kind)
+    ids = tuple(random.Random(5).randrange(3, VOCAB_SIZE) for _ in range(40))
+    found, used = [], []
+    for place in ("device", "cpu"):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        one = load_model(str(folder), LoadOptions(device="cuda", embeddings_on=place))
+        used.append(torch.cuda.memory_allocated() - before)
+        runner = Runner(one.model, store_for(one.model, KVFormat.FP16, PAGES))
+        found.append(runner.run([Segment(ids, 0, (0,), ALL)])[0].clone())
+        del one, runner
+        gc.collect()
+    assert torch.equal(*found)
+    assert used[1] < used[0]
+
+
+def test_a_tied_embedding_cannot_stay_on_the_host(tmp_path: Path) -> None:
+    folder = save(tiny_llama(**SIZES, tie_word_embeddings=True), tmp_path / "tied")
+    with pytest.raises(RequestError, match="its head too"):
+        load_model(folder, device="cuda", embeddings_on="cpu")
+
+
+@pytest.mark.parametrize("head_dim", [20, 520])
+def test_a_head_size_that_no_kernel_takes_is_refused_at_load(head_dim: int, tmp_path: Path) -> None:
+    folder = save(tiny_llama(**{**SIZES, "head_dim": head_dim}), tmp_path / "odd")
+    with pytest.raises(DeviceError, match=f"a multiple of 8 of at most 512, got {head_dim}"):
+        load_model(folder, device="cuda")
 
 
 class Pair:
@@ -100,6 +139,17 @@ class Sequences:
         if near.numel():
             error = (far.float().cpu() - near).norm() / near.norm()
             assert error < self._limit, f"{counts}: {error:.1e}"
+
+
+@pytest.mark.parametrize("name", list(WITH_LAYER_NORMS))
+def test_projections_after_a_layer_norm_feed_quantized_outputs(name: str, tmp_path: Path) -> None:
+    """Their results are float32, which attention does not write as prepared inputs."""
+    folder = save(WITH_LAYER_NORMS[name](**SIZES), tmp_path / name)
+    quantize(folder, *METHODS["gptq"])
+    sequences = Sequences(Pair(folder), KVFormat.FP16)
+    sequences.feed(s0=(40, ALL), s1=(7, ALL))
+    sequences.feed(s0=(1, LAST), s1=(1, LAST))
+    sequences.feed(s0=(1, LAST), s1=(20, ALL), s2=(3, ALL))
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])
@@ -333,6 +383,34 @@ def test_memory_of_a_model_is_released(tmp_path: Path) -> None:
 
     before = life()
     assert [life() for _ in range(3)] == [before] * 3
+
+
+def test_unloading_frees_the_memory_of_model_and_adapter(tmp_path: Path) -> None:
+    """An engine with captured graphs refers to both, and refuses further passes."""
+    source = tiny_llama(**SIZES)
+    loaded = load_model(save(source, tmp_path / "model"), device="cuda")
+    folder = write_adapter(tmp_path / "lora", stored(random_pairs(source)))
+    adapter = load_adapter(folder, loaded.model)
+    runner = Runner(loaded.model, store_for(loaded.model, KVFormat.FP16, PAGES))
+    segment = Segment((5,), 0, (0,), LAST)
+    for _ in range(PASSES_BEFORE_CAPTURE):
+        runner.run([segment])
+
+    def allocated() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    both, size = allocated(), adapter.size_bytes
+    adapter.unload()
+    model_only = allocated()
+    assert both - model_only >= size
+    loaded.unload()
+    assert model_only - allocated() >= 0.9 * loaded.weights_bytes
+    with pytest.raises(RequestError, match="the model has been unloaded"):
+        runner.run([segment])
+    with pytest.raises(RequestError, match="the adapter has been unloaded"):
+        loaded.model.check_adapters([AdapterUse(adapter)])
 
 
 def test_guidance_agrees_with_the_cpu(pair: Pair) -> None:

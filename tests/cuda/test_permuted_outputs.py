@@ -15,7 +15,7 @@ from exl_core.ops.backends.cuda.table import CudaTable
 from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.open import get_table
-from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
+from exl_core.ops.weights import GroupedColumns, GroupedLayout, GroupRun
 
 pytestmark = pytest.mark.cuda
 
@@ -35,11 +35,11 @@ def matrix(ops: CudaTable, n: int, k: int, seed: int) -> PackedLinear:
     rng = torch.Generator().manual_seed(seed)
     runs = (GroupRun(5, 1, 128), GroupRun(4, k // 128 - 1, 128))
     features = torch.randperm(k, generator=rng).int()
-    w = ops.new_quantized(QuantLayout(n, k, runs, features, torch.float16, "middle", False))
+    w = ops.new_linear(GroupedLayout(n, k, runs, features, torch.float16, "middle", False))
     codes = torch.randint(0, 16, (k, n), generator=rng, dtype=torch.uint8)
     scales = (torch.rand(k // 128, n, generator=rng) * 0.3 / k**0.5).half()
-    columns = QuantColumns("bytes", codes, scales=scales, offsets=None, bias=None)
-    ops.fill_quantized(w, 0, columns)
+    columns = GroupedColumns("bytes", codes, scales=scales, offsets=None, bias=None)
+    ops.fill_linear(w, 0, columns)
     return w
 
 

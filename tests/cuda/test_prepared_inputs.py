@@ -1,4 +1,4 @@
-"""Prepared inputs: each form has its values in the documented places, and zeros elsewhere."""
+"""Prepared inputs: each form has its values in the documented positions, and zeros elsewhere."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def rng(request: pytest.FixtureRequest) -> torch.Generator:
 
 @dataclass(frozen=True)
 class Form:
-    """`order` is a permutation (int32, on the CPU, -1: padding), or None for the identity."""
+    """`permutation` is one (int32, on the CPU, -1: padding), or None for the identity."""
 
     num_blocks: int
-    order: Tensor | None = None
+    permutation: Tensor | None = None
     is_plain: bool = False
 
 
 def permuted(rng: torch.Generator, k: int, padding: int) -> Form:
-    """Random permutation with `padding` blocks of padding in random places."""
+    """Random permutation with `padding` blocks of padding at random."""
     num_blocks = -(-k // 32) + padding
-    order = torch.full((32 * num_blocks,), -1, dtype=torch.int32)
-    places = torch.randperm(32 * num_blocks, generator=rng)[:k]
-    order[places] = torch.randperm(k, generator=rng).int()
-    return Form(num_blocks, order)
+    permutation = torch.full((32 * num_blocks,), -1, dtype=torch.int32)
+    rows = torch.randperm(32 * num_blocks, generator=rng)[:k]
+    permutation[rows] = torch.randperm(k, generator=rng).int()
+    return Form(num_blocks, permutation)
 
 
 def prepare(gpu: Gpu, x: Tensor, norm: Tensor | None, forms: list[Form]) -> list[Tensor]:
@@ -60,14 +60,14 @@ def prepare(gpu: Gpu, x: Tensor, norm: Tensor | None, forms: list[Form]) -> list
         k=x.shape[1],
         count=len(forms),
     )
-    outs, orders = [], []
+    outs, permutations = [], []
     for i, form in enumerate(forms):
         halves = x.numel() if form.is_plain else cuda.prepared_halves(len(x), form.num_blocks)
         outs.append(torch.full((halves,), torch.nan, dtype=torch.float16, device=x.device))
-        orders.append(None if form.order is None else form.order.to(x.device))
-        order = orders[i]
+        permutations.append(None if form.permutation is None else form.permutation.to(x.device))
+        permutation = permutations[i]
         args.to[i] = cuda.Prepared(
-            None if order is None else order.data_ptr(),
+            None if permutation is None else permutation.data_ptr(),
             outs[i].data_ptr(),
             form.num_blocks,
             int(form.is_plain),
@@ -90,9 +90,11 @@ def laid_out(values: Tensor, form: Form) -> Tensor:
     k = values.shape[1]
     if form.is_plain:
         return values.flatten()
-    order = torch.arange(32 * form.num_blocks) if form.order is None else form.order.long()
-    is_padding = (order < 0) | (order >= k)
-    stored = torch.where(is_padding, 0.0, values[:, order.clamp(0, k - 1)])  # [m, padded]
+    permutation = (
+        torch.arange(32 * form.num_blocks) if form.permutation is None else form.permutation.long()
+    )
+    is_padding = (permutation < 0) | (permutation >= k)
+    stored = torch.where(is_padding, 0.0, values[:, permutation.clamp(0, k - 1)])  # [m, padded]
     return torch.cat([prepared_chunk(chunk) for chunk in torch.split(stored, CHUNK_ROWS)])
 
 

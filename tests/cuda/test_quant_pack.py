@@ -28,11 +28,11 @@ from exl_core.ops.backends.cuda.upload import BUFFER_BYTES, upload
 from exl_core.ops.backends.reference.quantized import (
     BLOCKS,
     PlainQuantized,
-    fill_quantized,
-    new_quantized,
+    fill_grouped,
+    new_grouped,
 )
 from exl_core.ops.checks import OpInputError
-from exl_core.ops.quantized import GroupRun, Offset, Packing, QuantColumns, QuantLayout
+from exl_core.ops.weights import Formula, GroupedColumns, GroupedLayout, GroupRun, Packing
 
 pytestmark = pytest.mark.cuda
 
@@ -42,7 +42,7 @@ class Case:
     runs: tuple[tuple[int, int, int], ...]  # bits, groups, rows
     n: int
     packing: Packing
-    offset: Offset = "middle"
+    formula: Formula = "middle"
     scale_dtype: torch.dtype = torch.float16
     permuted: bool = False
     shuffled: bool = False  # rows of codes are stored in random order
@@ -52,7 +52,7 @@ class Case:
         runs = "+".join(f"{bits}b{groups}x{rows}" for bits, groups, rows in self.runs)
         extras = "-permuted" * self.permuted + "-shuffled" * self.shuffled
         scales = str(self.scale_dtype).removeprefix("torch.float")
-        return f"{runs}-n{self.n}-{self.packing}-{self.offset}{scales}{extras}"
+        return f"{runs}-n{self.n}-{self.packing}-{self.formula}{scales}{extras}"
 
 
 MIXED = ((8, 1, 32), (6, 2, 64), (5, 3, 128), (4, 2, 256), (3, 1, 96), (2, 2, 128), (2, 1, 32))
@@ -95,10 +95,10 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    layout: QuantLayout
-    whole: QuantColumns
+    layout: GroupedLayout
+    whole: GroupedColumns
 
-    def columns(self, first: int, last: int) -> QuantColumns:
+    def columns(self, first: int, last: int) -> GroupedColumns:
         """Views with gaps between rows, as in a file."""
 
         def part(grid: Tensor | None) -> Tensor | None:
@@ -106,7 +106,7 @@ class Made:
 
         whole = self.whole
         in_blocks = whole.packing in BLOCKS
-        return QuantColumns(
+        return GroupedColumns(
             whole.packing,
             whole.codes[first:last] if in_blocks else whole.codes[:, first:last],
             whole.source_rows,
@@ -120,9 +120,11 @@ def make(rng: np.random.Generator, case: Case) -> Made:
     runs = tuple(GroupRun(*run) for run in case.runs)
     k, n = sum(run.groups * run.rows for run in runs), case.n
     features = torch.from_numpy(rng.permutation(k).astype(np.int32)) if case.permuted else None
-    layout = QuantLayout(n, k, runs, features, case.scale_dtype, case.offset, case.has_bias)
+    layout = GroupedLayout(n, k, runs, features, case.scale_dtype, case.formula, case.has_bias)
     if case.packing in BLOCKS:
-        return Made(layout, QuantColumns(case.packing, ggml_blocks(rng, case.packing, n, k // 32)))
+        return Made(
+            layout, GroupedColumns(case.packing, ggml_blocks(rng, case.packing, n, k // 32))
+        )
     row_bits = np.concatenate([np.full(run.groups * run.rows, run.bits) for run in runs])
     codes = rng.integers(0, 1 << row_bits[:, None], (k, n)).astype(np.uint8)
     source_rows = None
@@ -133,16 +135,16 @@ def make(rng: np.random.Generator, case: Case) -> Made:
     group_bits = np.concatenate([np.full(run.groups, run.bits) for run in runs])
     scales = rng.normal(size=(len(group_bits), n)) / 2.0 ** group_bits[:, None]
     offsets = None
-    if case.offset == "zeros":
+    if case.formula == "zeros":
         offsets = torch.from_numpy(
             rng.integers(0, 1 << group_bits[:, None], scales.shape).astype(np.uint8)
         )
-    elif case.offset == "minimums":
+    elif case.formula == "minimums":
         offsets = torch.from_numpy(rng.normal(size=scales.shape)).to(case.scale_dtype)
     packed = torch.from_numpy(codes if case.packing == "bytes" else words_of(codes, row_bits))
     bias = torch.from_numpy(rng.normal(size=n)).float() if case.has_bias else None
     scale = torch.from_numpy(scales).to(case.scale_dtype)
-    return Made(layout, QuantColumns(case.packing, packed, source_rows, scale, offsets, bias))
+    return Made(layout, GroupedColumns(case.packing, packed, source_rows, scale, offsets, bias))
 
 
 def words_of(codes: NDArray[np.uint8], bits: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -164,8 +166,8 @@ def ggml_blocks(rng: np.random.Generator, packing: Packing, n: int, count: int) 
 
 
 def reference_of(made: Made) -> PlainQuantized:
-    plain = new_quantized(made.layout)
-    fill_quantized(plain, 0, made.columns(0, made.layout.out_features))
+    plain = new_grouped(made.layout)
+    fill_grouped(plain, 0, made.columns(0, made.layout.out_features))
     return plain
 
 
@@ -191,29 +193,29 @@ def unpacked(gpu: Gpu, matrix: CudaQuantLinear, first: int, columns: int, stride
 def expected_tiles(plain: PlainQuantized) -> NDArray[np.uint8]:
     """Tiles as `exl/cuda/linear.h` documents them: [panels, panel bytes]."""
     layout = plain.layout
-    strips = -(-layout.out_features // 32)
-    width = ((0, 0), (0, 32 * strips - layout.out_features))
+    panels = -(-layout.out_features // 32)
+    width = ((0, 0), (0, 32 * panels - layout.out_features))
     codes, scales = np.pad(plain.codes.numpy(), width), np.pad(plain.scales.numpy(), width)
     offsets = None if plain.offsets is None else np.pad(plain.offsets.numpy(), width)
     place = [0] * 32  # place of each column among the scales of a k-tile
     for c in range(32):
         place[4 * (c % 8) + c // 8] = c
-    largest = np.abs(scales.astype(np.float32)).reshape(-1, strips, 32).max((0, 2))
-    if offsets is not None and layout.offset == "minimums":
-        of_minimums = np.abs(offsets.astype(np.float32)).reshape(-1, strips, 32).max((0, 2))
+    largest = np.abs(scales.astype(np.float32)).reshape(-1, panels, 32).max((0, 2))
+    if offsets is not None and layout.formula == "minimums":
+        of_minimums = np.abs(offsets.astype(np.float32)).reshape(-1, panels, 32).max((0, 2))
         largest = np.maximum(largest, of_minimums / 2**20)
-    heads = np.zeros((strips, 8), np.float32)
+    heads = np.zeros((panels, 8), np.float32)
     heads[:, 0] = 2.0 ** (-10 - np.floor(np.log2(largest.clip(2.0**-100, 2.0**100))))
     parts = [heads.view(np.uint8)]
     row = group = 0
     for run in layout.runs:
         for _ in range(run.groups):
-            rows = np.zeros((-(-run.rows // 32) * 32, 32 * strips), np.uint8)
+            rows = np.zeros((-(-run.rows // 32) * 32, 32 * panels), np.uint8)
             rows[: run.rows] = codes[row : row + run.rows]
             for first in range(0, len(rows), 128):
                 for grid in (scales, offsets):
                     if grid is not None:
-                        ordered = np.ascontiguousarray(grid[group].reshape(strips, 32)[:, place])
+                        ordered = np.ascontiguousarray(grid[group].reshape(panels, 32)[:, place])
                         parts.append(ordered.view(np.uint8))
                 for block in range(first, min(first + 128, len(rows)), 32):
                     parts.append(words_of_block(rows[block : block + 32], run.bits))
@@ -223,9 +225,9 @@ def expected_tiles(plain: PlainQuantized) -> NDArray[np.uint8]:
 
 
 def words_of_block(rows: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    strips = rows.shape[1] // 32
-    columns = rows.reshape(32, strips, 32).transpose(1, 0, 2).astype(np.uint32)
-    words = np.zeros((strips, 32, bits), np.uint32)
+    panels = rows.shape[1] // 32
+    columns = rows.reshape(32, panels, 32).transpose(1, 0, 2).astype(np.uint32)
+    words = np.zeros((panels, 32, bits), np.uint32)
     for lane in range(32):
         g, t = divmod(lane, 4)
         for pair, first, count, word, bit in pieces(bits):
@@ -234,7 +236,7 @@ def words_of_block(rows: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
                 field = columns[:, 8 * t + 2 * j + h, 8 * q + g] >> first & (1 << count) - 1
                 words[:, lane, word] |= field << (16 * h + bit)
     most = 2 if bits < 4 else 4
-    in_order = [words[:, :, :most].reshape(strips, -1), words[:, :, most:].reshape(strips, -1)]
+    in_order = [words[:, :, :most].reshape(panels, -1), words[:, :, most:].reshape(panels, -1)]
     return np.concatenate(in_order, 1).view(np.uint8)
 
 
@@ -305,8 +307,8 @@ def test_embedding_rows_are_rounded_once(
 
 
 def test_permutations_are_shared(gpu: Gpu) -> None:
-    def layout(n: int) -> QuantLayout:
-        return QuantLayout(n, 256, (GroupRun(4, 2, 128),), None, torch.float16, "middle")
+    def layout(n: int) -> GroupedLayout:
+        return GroupedLayout(n, 256, (GroupRun(4, 2, 128),), None, torch.float16, "middle")
 
     first, second = CudaQuantLinear(layout(32), gpu), CudaQuantLinear(layout(64), gpu)
     assert first.permutation.data_ptr() == second.permutation.data_ptr()
@@ -314,7 +316,7 @@ def test_permutations_are_shared(gpu: Gpu) -> None:
 
 def test_matrices_of_other_bit_widths_share_the_permutation_of_the_same_features(gpu: Gpu) -> None:
     def matrix(features: Tensor, *runs: GroupRun) -> CudaQuantLinear:
-        return CudaQuantLinear(QuantLayout(32, 256, runs, features, torch.float16, "middle"), gpu)
+        return CudaQuantLinear(GroupedLayout(32, 256, runs, features, torch.float16, "middle"), gpu)
 
     features = torch.arange(256, dtype=torch.int32).flip(0)
     one = matrix(features, GroupRun(4, 2, 128))
@@ -332,12 +334,12 @@ def test_matrices_of_other_bit_widths_share_the_permutation_of_the_same_features
 
 
 def test_a_group_of_many_blocks_has_several_k_tiles() -> None:
-    plan = plan_tiles((GroupRun(4, 1, 300), GroupRun(3, 2, 64)), "zeros", 2)
-    assert plan.units["blocks"].tolist() == [4, 4, 2, 2, 2]
-    assert plan.units["first_block"].tolist() == [0, 4, 8, 10, 12]
-    assert plan.units["group"].tolist() == [0, 0, 0, 1, 2]
+    plan = plan_tiles((GroupRun(4, 1, 300), GroupRun(3, 2, 64)), 2, 1)
+    assert plan.k_tiles["blocks"].tolist() == [4, 4, 2, 2, 2]
+    assert plan.k_tiles["first_block"].tolist() == [0, 4, 8, 10, 12]
+    assert plan.k_tiles["group"].tolist() == [0, 0, 0, 1, 2]
     assert plan.bit_offsets.tolist() == [0, 512, 1024, 1200, 1392]
-    assert plan.strip_bytes == 32 + 5 * 96 + 10 * 512 + 4 * 384
+    assert plan.panel_bytes == 32 + 5 * 96 + 10 * 512 + 4 * 384
     runs = [(0, 32, 0, 3, 4, 2, 0), (3, 32 + 3 * 96 + 10 * 512, 10, 1, 3, 2, 0)]
     assert plan.runs.tolist() == runs
     assert plan.stored_rows[[299, 300, 319, 320]].tolist() == [299, -1, -1, 300]
@@ -348,13 +350,16 @@ def assert_dense(gpu: Gpu, matrix: RuntimeMatrix) -> None:
 
     Scales are unpacked on the CPU first, then on the GPU.
     """
-    n = matrix.layout.out_features
+    n, layout = matrix.layout.out_features, matrix.layout
+    assert isinstance(layout, GroupedLayout)
     exact = matrix.dense(0, n).T
     moves: tuple[Move, ...] = (stay, lambda tensor: upload(tensor, gpu.device))
     for move in moves:
-        packed = CudaQuantLinear(matrix.layout, gpu)
+        packed = CudaQuantLinear(layout, gpu)
         for first in range(0, n, 256):
-            packed.fill(first, matrix.columns(first, min(first + 256, n), move))
+            columns = matrix.columns(first, min(first + 256, n), move)
+            assert isinstance(columns, GroupedColumns)
+            packed.fill(first, columns)
         assert torch.equal(unpacked(gpu, packed, 0, n, n), exact)
 
 

@@ -51,7 +51,8 @@ def cache_struct(key_cache: Tensor, value_cache: Tensor, d: int) -> cuda.Cache:
     ("name", "d", "half"),
     [("f32", 128, 64), ("f32", 64, 32), ("f32", 256, 128), ("f32", 256, 64), ("f32", 80, 16),
      ("f32", 96, 48), ("f32", 128, 0), ("f16", 128, 64), ("q8", 128, 64), ("q4", 64, 32),
-     ("fp8", 128, 32)],
+     ("fp8", 128, 32), ("f32", 512, 256), ("f16", 512, 64), ("q8", 512, 128), ("q4", 288, 144),
+     ("fp8", 264, 132)],
 )  # fmt: skip
 @pytest.mark.parametrize("rows", [9, 600])  # one head per warp, or several
 def test_norms_and_rope_precede_the_cache_write(

@@ -79,6 +79,40 @@ def test_programs_have_a_folder_of_their_own_and_a_bare_environment(
     assert outcome.verdict is Verdict.PASSED, outcome.error
 
 
+def test_programs_have_no_files_but_their_own_where_they_are_confined(tmp_path: Path) -> None:
+    """Reading, writing, listing, linking and removing files outside of the folder fail."""
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    source = (
+        "import os, json, decimal, tempfile\n"
+        f"secret, folder = {str(secret)!r}, {str(tmp_path)!r}\n"
+        "def refused(do, *arguments):\n"
+        "    try:\n"
+        "        do(*arguments)\n"
+        "    except PermissionError:\n"
+        "        return True\n"
+        "    return False\n"
+        "assert refused(open, secret)\n"
+        "assert refused(open, secret, 'w')\n"
+        "assert refused(open, folder + '/new', 'w')\n"
+        "assert refused(os.listdir, folder)\n"
+        "assert refused(os.unlink, secret)\n"
+        "assert refused(os.mkdir, folder + '/dir')\n"
+        "assert refused(os.listdir, '/proc')\n"
+        "open('mine', 'w').write('y')\n"
+        "assert open('mine').read() == 'y'\n"
+        "os.rename('mine', 'yours')\n"
+        "assert tempfile.TemporaryFile().write(b'z') == 1\n"
+        "os.write(os.open('/dev/null', os.O_WRONLY), b'z')\n"
+        "assert decimal.Decimal('1.5') * 2 == 3\n"
+    )
+    outcome = run_program(source, ENOUGH)
+    if outcome.is_confined:
+        assert outcome.verdict is Verdict.PASSED, outcome.error
+    assert secret.read_text() == "x"
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
+
+
 def test_processes_that_a_program_starts_end_with_it(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     source = (

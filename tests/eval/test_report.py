@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import re
 import shutil
 from collections import Counter
@@ -18,7 +20,7 @@ from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from exl_eval import report as report_module
 from exl_eval.report import Report, ReportOptions, Row, make_report
 from exl_eval.report_page import render_page
-from exl_eval.report_plots import Line, Point, bars, scatter, steps
+from exl_eval.report_plots import Line, Point, bars, curves, scatter, steps
 from exl_eval.speed import SpeedOptions
 from exl_eval.texts import Text
 from support import tiny_models
@@ -290,3 +292,40 @@ def test_plots_scale_and_have_readable_labels() -> None:
     assert "bits" in text
     places = re.findall(r'translate\(([\d.]+) ([\d.]+)\)"\s*>\s*[12]\s*<', text)
     assert len({y for _, y in places}) == len(places), "numbers must not overlap"
+
+
+@pytest.mark.parametrize("wild", [1e30, 1e300, math.inf, math.nan])
+def test_a_wild_perplexity_is_a_triangle_at_the_top(wild: float) -> None:
+    points = [Point(2, 6.0, wild, wild), Point(1, 5.0, 10.0, 0.5), Point(3, 7.0, 11.0, 20.0)]
+    svg = scatter(points, x_label="size", y_label="ppl")
+    assert len(numbers_in(svg)) == 3
+    assert len(re.findall(r">\s*1e\+0[68]\s*<", svg)) >= 1  # the axis ends near the triangle
+    html, _ = page_of(known("a", 1e8, 10.0), known("b", 1e8, wild))
+    longest = max(len(cell) for cell in re.findall(r">([^<>]*±[^<>]*)<", html))
+    assert longest < 40
+
+
+def test_the_numbers_of_many_models_do_not_overlap() -> None:
+    rng = random.Random(7)
+    near = [Point(n, 100.0 + rng.random(), 10.0 + 0.1 * rng.random()) for n in range(1, 25)]
+    same = [Line(n, (4.0, 4.0 + n % 3 * 0.01)) for n in range(1, 25)]
+    for svg in (
+        scatter(near, x_label="size", y_label="ppl"),
+        steps(same, x_label="layer", y_label="bits"),
+        curves(same, ("0-1", "2-3"), x_label="tokens", y_label="nll"),
+    ):
+        places = numbers_in(svg)
+        assert len(places) == 24
+        width, height = (float(part) for part in re.findall(r'viewBox="0 0 (\S+) (\S+)"', svg)[0])
+        for at, (x, y) in enumerate(places):
+            assert 0 <= x <= width
+            assert 0 <= y <= height
+            for other_x, other_y in places[:at]:
+                # A number is about 6 points high and 12 wide.
+                assert abs(x - other_x) >= 5.0 or abs(y - other_y) >= 6.0
+
+
+def numbers_in(svg: str) -> list[tuple[float, float]]:
+    """Places of the bold numbers of models in a plot, in points."""
+    place = r'font-weight: 700[^>]*?(?:x="([\d.]+)" y="|translate\(([\d.]+) )([\d.]+)'
+    return [(float(x or moved), float(y)) for x, moved, y in re.findall(place, svg)]

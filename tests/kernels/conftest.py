@@ -48,7 +48,7 @@ def kernels(request: pytest.FixtureRequest) -> OpTable:
     return open_table(request.param)
 
 
-@pytest.fixture(scope="session", params=COMPILED)
+@pytest.fixture(scope="session", params=[*COMPILED, ON_GPU])
 def invariant_table(request: pytest.FixtureRequest) -> OpTable:
     """Compiled backends in the mode whose results do not depend on the batch."""
     return open_table(request.param, batch_invariant=True)

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exl_core.ops.moe import Routed
 from exl_core.ops.table import OpTable
 
 TAKES_CPU_OPERANDS = frozenset(
     {
-        *("new_linear", "fill_linear", "new_quantized", "fill_quantized", "join"),
+        *("new_linear", "fill_linear", "join", "stack"),
         *("attention_batch", "sample"),
     }
 )
@@ -63,6 +64,8 @@ class Mirror:
 
     def to_host(self, result: Any) -> Any:
         """Result of the op on the CPU; an operand that the op returns is the caller's tensor."""
+        if isinstance(result, Routed):
+            return Routed(result.ids.cpu(), result.weights.cpu())
         if not isinstance(result, Tensor):
             return result
         for tensor, view in self._tensors:

@@ -10,6 +10,7 @@ from torch import Tensor
 from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.table import OpTable
+from exl_core.ops.weights import DenseColumns, DenseLayout
 
 UNIT = 2.0**-24  # half a unit in the last place of float32: the error of one rounding
 
@@ -89,6 +90,6 @@ def assert_near(
 
 def packed(table: OpTable, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     rows, columns = weight.shape
-    w = table.new_linear(rows, columns, weight.dtype, bias is not None)
-    table.fill_linear(w, 0, weight, bias)
+    w = table.new_linear(DenseLayout(rows, columns, weight.dtype, bias is not None))
+    table.fill_linear(w, 0, DenseColumns(weight, bias))
     return w

@@ -15,8 +15,8 @@ from kernel_support import UNIT, assert_near
 from torch import Tensor
 
 from exl_core.ops.linear import PackedLinear
-from exl_core.ops.quantized import GroupRun, Offset, QuantColumns, QuantLayout, Values
 from exl_core.ops.table import OpTable
+from exl_core.ops.weights import Formula, GroupedColumns, GroupedLayout, GroupRun
 from support.runtime_form import E4M3, IQ4_NL
 
 SPAN = 128  # most stored rows that share one scale of their activations
@@ -38,11 +38,10 @@ class Shape:
 
     runs: tuple[tuple[int, int, int], ...]  # bits, groups, rows
     n: int
-    offset: Offset = "middle"
+    formula: Formula = "middle"
     scale_dtype: torch.dtype = torch.float16
     permuted: bool = False
     has_bias: bool = False
-    values: Values = "integers"
 
     @property
     def k(self) -> int:
@@ -52,15 +51,14 @@ class Shape:
         runs = "+".join(f"{bits}b{groups}x{rows}" for bits, groups, rows in self.runs)
         scales = str(self.scale_dtype).removeprefix("torch.float")
         extras = "-permuted" * self.permuted + "-bias" * self.has_bias
-        kind = self.offset if self.values == "integers" else self.values
-        return f"{runs}-n{self.n}-{kind}-{scales}{extras}"
+        return f"{runs}-n{self.n}-{self.formula}-{scales}{extras}"
 
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
     """A quantized matrix with codes of one byte: uint8 [k, n] in stored order."""
 
-    layout: QuantLayout
+    layout: GroupedLayout
     row_bits: Tensor  # [k]
     row_groups: Tensor  # [k]
     codes: Tensor
@@ -82,19 +80,19 @@ class Matrix:
     def weights(self) -> Tensor:
         """float64 [n, k]."""
         scales, codes = self.scales.double()[self.row_groups], self.codes.double()
-        if self.layout.values != "integers":
-            numbers = torch.from_numpy(E4M3 if self.layout.values == "e4m3" else IQ4_NL)
+        if not self.layout.has_integers:
+            numbers = torch.from_numpy(E4M3 if self.layout.formula == "e4m3" else IQ4_NL)
             return self.by_feature(scales * numbers[self.codes.long()])
         if self.offsets is None:
             return self.by_feature(scales * (codes - 2.0 ** (self.row_bits[:, None] - 1)))
         offsets = self.offsets.double()[self.row_groups]
-        if self.layout.offset == "zeros":
+        if self.layout.formula == "zeros":
             return self.by_feature(scales * (codes - offsets))
         return self.by_feature(scales * codes + offsets)
 
     def magnitudes(self) -> Tensor:
         """|w|; for minimums |scale * code| + |minimum|, which is at least |w|. float64 [n, k]."""
-        if self.layout.offset != "minimums" or self.offsets is None:
+        if self.layout.formula != "minimums" or self.offsets is None:
             return self.weights().abs()
         terms = self.scales.double()[self.row_groups].abs() * self.codes.double()
         return self.by_feature(terms + self.offsets.double()[self.row_groups].abs())
@@ -131,18 +129,16 @@ def make_matrix(rng: torch.Generator, shape: Shape) -> Matrix:
     bits = widths.repeat_interleave(sizes)
     groups = len(sizes)
     features = torch.randperm(k, generator=rng).int() if shape.permuted else None
-    layout = QuantLayout(
-        n, k, runs, features, shape.scale_dtype, shape.offset, shape.has_bias, shape.values
-    )
+    layout = GroupedLayout(n, k, runs, features, shape.scale_dtype, shape.formula, shape.has_bias)
     sign = torch.where(torch.rand(groups, n, generator=rng) < 0.2, -1.0, 1.0)
     scales = sign * (0.2 + torch.rand(groups, n, generator=rng)) / 2 ** widths[:, None]
     offsets = None
-    if shape.offset == "zeros":
+    if shape.formula == "zeros":
         offsets = spread_codes(rng, widths, n)
-    elif shape.offset == "minimums":
+    elif shape.formula == "minimums":
         offsets = (torch.randn(groups, n, generator=rng) * 0.5).to(shape.scale_dtype)
     codes = spread_codes(rng, bits, n)
-    if shape.values == "e4m3":
+    if shape.formula == "e4m3":
         codes[(codes & 0x7F) == 0x7F] -= 1  # no NaN; the largest number instead
     return Matrix(
         layout,
@@ -170,7 +166,7 @@ def words_of(codes: Tensor, bits: Tensor) -> Tensor:
 
 def columns_of(
     matrix: Matrix, first: int, last: int, packing: Literal["bytes", "words"] = "bytes"
-) -> QuantColumns:
+) -> GroupedColumns:
     """Columns first .. last - 1 as in a file: views with gaps between rows."""
 
     def part(grid: Tensor | None) -> Tensor | None:
@@ -179,7 +175,7 @@ def columns_of(
     codes = matrix.codes if packing == "bytes" else words_of(matrix.codes, matrix.row_bits)
     scales = part(matrix.scales)
     assert scales is not None
-    return QuantColumns(
+    return GroupedColumns(
         packing,
         codes[:, first:last],
         None,
@@ -190,8 +186,8 @@ def columns_of(
 
 
 def filled(table: OpTable, matrix: Matrix) -> PackedLinear:
-    w = table.new_quantized(matrix.layout)
-    table.fill_quantized(w, 0, columns_of(matrix, 0, matrix.layout.out_features))
+    w = table.new_linear(matrix.layout)
+    table.fill_linear(w, 0, columns_of(matrix, 0, matrix.layout.out_features))
     return w
 
 
@@ -214,11 +210,11 @@ def answer(table: OpTable, matrix: Matrix, x: Tensor, x_error: float = 0.0) -> A
     codes = matrix.by_feature(
         matrix.scales.double()[matrix.row_groups].abs() * 2.0 ** matrix.row_bits[:, None]
     )
-    if matrix.layout.values == "iq4_nl":  # 8-bit integers from a table
+    if matrix.layout.formula == "iq4_nl":  # 8-bit integers from a table
         codes = codes * 16
     base = x64.abs() @ (codes + sizes).T + terms
     bound = (x.shape[1] + 16) * UNIT * base + x_error * terms + matrix.step_errors(x) @ sizes.T
-    is_e4m3 = matrix.layout.values == "e4m3"  # as bfloat16 for any number of rows
+    is_e4m3 = matrix.layout.formula == "e4m3"  # as bfloat16 for any number of rows
     if table.name in TILE_SETS and (x.shape[0] > TILE_ROWS or is_e4m3):
         bound = bound + (2 * BF16 + BF16**2) * terms
     elif table.name in TILE_SETS and x.shape[0] > FEW_ROWS:

@@ -223,7 +223,7 @@ LONG_MIX = [*MIXED[:6], (9, 0), (600, 1), (0, 9), (3, 16), (250, 17), (1000, 3),
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("d", [64, 96, 128, 256])
+@pytest.mark.parametrize("d", [64, 96, 128, 256, 288, 512])
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2), (9, 3), (16, 1)], ids=str)
 def test_one_row_of_each_sequence(
     gpu_table: OpTable, rng: torch.Generator, name: str, d: int, heads: tuple[int, int]
@@ -233,7 +233,7 @@ def test_one_row_of_each_sequence(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("d", [64, 96, 128, 256])
+@pytest.mark.parametrize("d", [64, 96, 128, 256, 288, 512])
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2)], ids=str)
 def test_few_and_many_rows_in_one_call(
     gpu_table: OpTable, rng: torch.Generator, name: str, d: int, heads: tuple[int, int]
@@ -243,7 +243,7 @@ def test_few_and_many_rows_in_one_call(
 
 
 @pytest.mark.parametrize("name", ["f32", "f16", "fp8"])
-@pytest.mark.parametrize("d", [8, 72, 80, 120, 200])
+@pytest.mark.parametrize("d", [8, 72, 80, 120, 200, 264, 504])
 def test_heads_of_other_sizes(gpu_table: OpTable, rng: torch.Generator, name: str, d: int) -> None:
     batch = batch_of(rng, name, LONG_MIX, (2, d, 64))
     check_attention(gpu_table, normal(rng, batch.rows, 4, d), batch)
@@ -252,40 +252,44 @@ def test_heads_of_other_sizes(gpu_table: OpTable, rng: torch.Generator, name: st
 @pytest.mark.parametrize("name", ["f16", "q6", "q4"])
 @pytest.mark.parametrize("page_size", [16, 32, 128])
 @pytest.mark.parametrize("window", [1, 5, 16, 63, 64, 65, 200, 10_000])
+@pytest.mark.parametrize("d", [64, 512])
 def test_window_hides_older_keys_of_every_format(
-    gpu_table: OpTable, rng: torch.Generator, name: str, page_size: int, window: int
+    *, gpu_table: OpTable, rng: torch.Generator, name: str, page_size: int, window: int, d: int
 ) -> None:
-    batch = batch_of(rng, name, LONG_MIX, (2, 64, page_size))
-    check_attention(gpu_table, normal(rng, batch.rows, 8, 64), batch, window=window)
+    batch = batch_of(rng, name, LONG_MIX, (2, d, page_size))
+    check_attention(gpu_table, normal(rng, batch.rows, 8, d), batch, window=window)
 
 
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("name", ["f16", "q4"])
+@pytest.mark.parametrize("d", [128, 512])
 def test_softcap_applies_to_every_format(
-    gpu_table: OpTable, rng: torch.Generator, name: str, window: int
+    gpu_table: OpTable, rng: torch.Generator, name: str, window: int, d: int
 ) -> None:
     """Scores are up to 15, so that their roundings count for more."""
-    batch = batch_of(rng, name, LONG_MIX, (2, 128, 256))
-    q = 8 * normal(rng, batch.rows, 8, 128)
+    batch = batch_of(rng, name, LONG_MIX, (2, d, 256))
+    q = 8 * normal(rng, batch.rows, 8, d)
     check_attention(gpu_table, q, batch, window=window, softcap=15.0, gpu_bound=6e-3)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 64, 65, 127, 128, 129, 300])
 @pytest.mark.parametrize("name", ["f16", "q4"])
+@pytest.mark.parametrize("d", [128, 512])
 def test_every_number_of_rows(
-    gpu_table: OpTable, rng: torch.Generator, name: str, rows: int
+    gpu_table: OpTable, rng: torch.Generator, name: str, rows: int, d: int
 ) -> None:
-    batch = batch_of(rng, name, [(1500, rows)], (2, 128, 256))
-    check_attention(gpu_table, normal(rng, rows, 8, 128), batch)
+    batch = batch_of(rng, name, [(1500, rows)], (2, d, 256))
+    check_attention(gpu_table, normal(rng, rows, 8, d), batch)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("past", [4095, 9999])
+@pytest.mark.parametrize("d", [128, 512])
 def test_long_sequences_are_split_the_same_way_each_time(
-    gpu_table: OpTable, rng: torch.Generator, name: str, past: int
+    gpu_table: OpTable, rng: torch.Generator, name: str, past: int, d: int
 ) -> None:
-    batch = batch_of(rng, name, [(past, 1)], (8, 128, 256))
-    q = normal(rng, 1, 32, 128).half()
+    batch = batch_of(rng, name, [(past, 1)], (8, d, 256))
+    q = normal(rng, 1, 32, d).half()
     check_attention(gpu_table, q, batch)
     first = attention(gpu_table, q, batch)
     for _ in range(20):

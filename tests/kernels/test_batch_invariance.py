@@ -21,14 +21,14 @@ from exl_core.ops.attention import AttentionRows, Scoring
 from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.open import get_table
-from exl_core.ops.quantized import Offset
 from exl_core.ops.table import OpTable
+from exl_core.ops.weights import Formula
 from support.kv_caches import FORMATS
 from support.profiles import examples
 
 ROWS = 150  # decode, small batches and prefill of every backend
 WEIGHT_TYPES = [torch.float32, torch.float16, torch.bfloat16]
-OFFSETS: list[Offset] = ["middle", "zeros", "minimums"]
+FORMULAS: list[Formula] = ["middle", "zeros", "minimums"]
 NORM_EPS = 1e-5
 
 
@@ -91,15 +91,16 @@ def test_dense_rows_do_not_depend_on_their_batch(
         check_linear(invariant_table, rng, packed(invariant_table, weight, bias))
 
 
-def random_shape(rng: torch.Generator, bits: int | None) -> Shape:
-    """A matrix of one bit width, or of several (None), with groups of random sizes."""
+def random_shape(rng: torch.Generator, bits: int | None, formula: Formula | None = None) -> Shape:
+    """A matrix of one bit width, or of several (None), with groups of random sizes. `formula` is a
+    random one of integers if it is None."""
     widths = [bits] * integer(rng, 1, 2) if bits else [8, 6, 5, 4, 3, 2]
     sizes = [32, 64, 128, 32 * integer(rng, 3, 9), integer(rng, 33, 90)]
     runs = tuple((b, integer(rng, 1, 3), sizes[integer(rng, 0, 4)]) for b in widths)
     return Shape(
         runs,
         32 * integer(rng, 1, 4) + 2 * integer(rng, 0, 8),
-        OFFSETS[integer(rng, 0, 2)],
+        formula or FORMULAS[integer(rng, 0, 2)],
         torch.float16 if integer(rng, 0, 1) else torch.float32,
         permuted=bool(integer(rng, 0, 1)),
         has_bias=bool(integer(rng, 0, 1)),
@@ -114,6 +115,27 @@ def test_quantized_rows_do_not_depend_on_their_batch(
     for _ in range(examples(10)):
         matrix = make_matrix(rng, random_shape(rng, bits))
         check_linear(invariant_table, rng, filled(invariant_table, matrix))
+
+
+@pytest.mark.parametrize(("bits", "formula"), [(8, "e4m3"), (4, "iq4_nl")])
+def test_rows_of_other_numbers_do_not_depend_on_their_batch(
+    invariant_table: OpTable, rng: torch.Generator, bits: int, formula: Formula
+) -> None:
+    """FP8, and the table of IQ4_NL and IQ4_XS."""
+    for _ in range(examples(10)):
+        matrix = make_matrix(rng, random_shape(rng, bits, formula))
+        check_linear(invariant_table, rng, filled(invariant_table, matrix))
+
+
+def test_large_matrices_do_not_depend_on_the_batch(
+    invariant_table: OpTable, rng: torch.Generator
+) -> None:
+    """Matrices whose rows and columns a GPU divides among many thread blocks."""
+    shape = Shape(((5, 3, 128), (4, 21, 128)), 4096 if is_gpu(invariant_table) else 96)
+    matrix = make_matrix(rng, shape)
+    same = [filled(invariant_table, matrix) for _ in range(2)]
+    check_linear(invariant_table, rng, same[0])
+    check_linear(invariant_table, rng, invariant_table.join(same))
 
 
 def test_joined_rows_do_not_depend_on_their_batch(

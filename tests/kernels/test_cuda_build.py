@@ -50,7 +50,8 @@ class Tree:
         self.notes.touch()
         shutil.copytree(CSRC / "include", self.csrc / "include")
         shutil.copytree(CSRC / "src/cuda", self.csrc / "src/cuda")
-        shutil.copy(CSRC / "build_cuda.py", self.csrc)
+        for name in ("build_cuda.py", "build_portable.py"):
+            shutil.copy(CSRC / name, self.csrc)
         nvcc = root / "toolkit/bin/nvcc"
         nvcc.parent.mkdir(parents=True)
         nvcc.write_text(PRETENDER)

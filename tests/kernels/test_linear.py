@@ -8,6 +8,7 @@ from kernel_support import UNIT, assert_near, is_gpu, normal, packed, strided_ro
 from quant_support import GPU_BOUND
 
 from exl_core.ops.table import OpTable
+from exl_core.ops.weights import DenseColumns, DenseLayout
 from support.profiles import first_by_default
 
 WEIGHT_TYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -48,9 +49,9 @@ def test_linear_equals_torch_on_whole_numbers(table: OpTable, rng: torch.Generat
 def test_rows_filled_in_parts_are_in_their_place(cpu_table: OpTable, rng: torch.Generator) -> None:
     """A fused projection is filled part by part, and parts need not end on a panel."""
     weight, bias = normal(rng, 70, 19).bfloat16(), normal(rng, 70)
-    w = cpu_table.new_linear(70, 19, torch.bfloat16, True)
+    w = cpu_table.new_linear(DenseLayout(70, 19, torch.bfloat16, has_bias=True))
     for start, end in ((33, 50), (0, 5), (50, 70), (5, 33)):
-        cpu_table.fill_linear(w, start, weight[start:end], bias[start:end])
+        cpu_table.fill_linear(w, start, DenseColumns(weight[start:end], bias[start:end]))
     x = normal(rng, 4, 19)
 
     assert torch.equal(cpu_table.linear(x, w), cpu_table.linear(x, packed(cpu_table, weight, bias)))
@@ -58,7 +59,7 @@ def test_rows_filled_in_parts_are_in_their_place(cpu_table: OpTable, rng: torch.
 
 
 def test_packed_linear_reports_its_sizes(cpu_table: OpTable) -> None:
-    w = cpu_table.new_linear(48, 10, torch.float16)
+    w = cpu_table.new_linear(DenseLayout(48, 10, torch.float16))
 
     assert (w.out_features, w.in_features) == (48, 10)
     assert w.size_bytes >= 48 * 10 * 2

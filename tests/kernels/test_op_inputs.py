@@ -10,6 +10,7 @@ import torch
 from exl_core.ops.attention import AttentionRows, CacheLayer, Scoring
 from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.table import OpTable
+from exl_core.ops.weights import DenseColumns, DenseLayout
 
 I32, I64 = torch.int32, torch.int64
 
@@ -39,7 +40,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 )
 def test_linear_refuses_other_activations(table: OpTable, x: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="linear: x"):
-        table.linear(x, table.new_linear(4, 8, torch.float32))
+        table.linear(x, table.new_linear(DenseLayout(4, 8, torch.float32)))
 
 
 @pytest.mark.parametrize(
@@ -49,8 +50,8 @@ def test_linear_refuses_other_activations(table: OpTable, x: torch.Tensor) -> No
 def test_impossible_linears_are_refused(
     table: OpTable, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    with pytest.raises(ValueError, match="PackedLinear"):
-        table.new_linear(*shape, dtype)
+    with pytest.raises(ValueError, match=r"new_linear|PackedLinear"):
+        table.new_linear(DenseLayout(*shape, dtype))
 
 
 @pytest.mark.parametrize(
@@ -59,9 +60,9 @@ def test_impossible_linears_are_refused(
         (0, zeros(4, 8, dtype=torch.float16), zeros(4), "weight"),
         (0, zeros(4, 9), zeros(4), "weight"),
         (0, zeros(8, 4).T, zeros(4), "weight"),
-        (15, zeros(4, 8), zeros(4), "row_offset"),
-        (-1, zeros(4, 8), zeros(4), "row_offset"),
-        (2**62, zeros(4, 8), zeros(4), "row_offset"),
+        (15, zeros(4, 8), zeros(4), "row_offset|first_column"),
+        (-1, zeros(4, 8), zeros(4), "row_offset|first_column"),
+        (2**62, zeros(4, 8), zeros(4), "row_offset|first_column"),
         (0, zeros(4, 8), None, "bias"),
         (0, zeros(4, 8), zeros(5), "bias"),
     ],
@@ -69,15 +70,15 @@ def test_impossible_linears_are_refused(
 def test_fill_refuses_operands_that_do_not_fit(
     table: OpTable, offset: int, weight: torch.Tensor, bias: torch.Tensor | None, names: str
 ) -> None:
-    w = table.new_linear(16, 8, torch.float32, True)
+    w = table.new_linear(DenseLayout(16, 8, torch.float32, has_bias=True))
     with pytest.raises(ValueError, match=names):
-        table.fill_linear(w, offset, weight, bias)
+        table.fill_linear(w, offset, DenseColumns(weight, bias))
 
 
 def test_a_bias_is_refused_where_the_linear_has_none(table: OpTable) -> None:
-    w = table.new_linear(4, 8, torch.float32)
+    w = table.new_linear(DenseLayout(4, 8, torch.float32))
     with pytest.raises(ValueError, match="bias"):
-        table.fill_linear(w, 0, zeros(4, 8), zeros(4))
+        table.fill_linear(w, 0, DenseColumns(zeros(4, 8), zeros(4)))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_a_bias_is_refused_where_the_linear_has_none(table: OpTable) -> None:
 )
 def test_embedding_refuses_ids_out_of_range(table: OpTable, ids: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="token_ids"):
-        table.embedding(ids, table.new_linear(16, 8, torch.float32))
+        table.embedding(ids, table.new_linear(DenseLayout(16, 8, torch.float32)))
 
 
 def test_norms_refuse_other_weights(table: OpTable) -> None:
@@ -225,7 +226,8 @@ def test_the_message_names_expected_and_given_operands(kernels: OpTable) -> None
         ValueError,
         match=r"linear: x \(expected float32 \[any, 8\], got float16 \[2, 9\]\)",
     ):
-        kernels.linear(zeros(2, 9, dtype=torch.float16), kernels.new_linear(4, 8, torch.float32))
+        w = kernels.new_linear(DenseLayout(4, 8, torch.float32))
+        kernels.linear(zeros(2, 9, dtype=torch.float16), w)
 
 
 def test_objects_other_than_tensors_are_refused(kernels: OpTable) -> None:

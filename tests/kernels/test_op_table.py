@@ -17,6 +17,7 @@ from paged_support import paged_batch
 from exl_core.errors import BackendError, RequestError
 from exl_core.ops.attention import Scoring
 from exl_core.ops.elementwise import RmsNorm
+from exl_core.ops.moe import Routed
 from exl_core.ops.open import available_isas, get_table
 from exl_core.ops.sampling import Sampled
 from exl_core.ops.selftest import CASES, run_selftest
@@ -115,6 +116,8 @@ def test_selftest_detects_a_broken_op(op: str, monkeypatch: pytest.MonkeyPatch) 
         result = working(*operands, **options)
         if isinstance(result, Sampled):
             return result._replace(probability=result.probability * 1.0001)
+        if isinstance(result, Routed):
+            return Routed(result.ids, result.weights * 1.0001)
         if op == "write_kv":
             spoiled = operands[2].keys
         elif op == "linear_add_":
@@ -189,9 +192,10 @@ def test_a_forked_child_gets_threads_of_its_own(tmp_path: Path) -> None:
 import os, warnings, torch
 warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
 from exl_core.ops.open import get_table
+from exl_core.ops.weights import DenseColumns, DenseLayout
 table = get_table("cpu", threads=2)
-w = table.new_linear(2000, 300, torch.float32)
-table.fill_linear(w, 0, torch.randn(2000, 300), None)
+w = table.new_linear(DenseLayout(2000, 300, torch.float32))
+table.fill_linear(w, 0, DenseColumns(torch.randn(2000, 300)))
 x = torch.randn(1, 300)
 expected = table.linear(x, w)
 child = os.fork()
@@ -214,10 +218,11 @@ def test_a_table_works_with_the_threads_that_could_start(tmp_path: Path, room_mb
     code = f"""
 import os, resource, torch
 from exl_core.ops.open import get_table
+from exl_core.ops.weights import DenseColumns, DenseLayout
 torch.set_num_threads(1)
 one, many = get_table("cpu", threads=1), get_table("cpu", threads=1000)
-w = one.new_linear(2000, 300, torch.float32)
-one.fill_linear(w, 0, torch.randn(2000, 300), None)
+w = one.new_linear(DenseLayout(2000, 300, torch.float32))
+one.fill_linear(w, 0, DenseColumns(torch.randn(2000, 300)))
 x = torch.randn(1, 300)
 expected = one.linear(x, w)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -246,8 +251,9 @@ def test_idle_workers_sleep(tmp_path: Path) -> None:
     code = """
 import time, torch
 from exl_core.ops.open import get_table
+from exl_core.ops.weights import DenseColumns, DenseLayout
 table = get_table("cpu", threads=2)
-w = table.new_linear(2000, 300, torch.float32)
+w = table.new_linear(DenseLayout(2000, 300, torch.float32))
 table.linear(torch.randn(1, 300), w)
 time.sleep(0.05)
 before = time.process_time()

@@ -24,8 +24,8 @@ from torch import Tensor
 from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.open import available_isas, get_table
-from exl_core.ops.quantized import WIDTHS, GroupRun, Offset, Packing, QuantColumns, QuantLayout
 from exl_core.ops.table import OpTable
+from exl_core.ops.weights import WIDTHS, Formula, GroupedColumns, GroupedLayout, GroupRun, Packing
 
 # 8, 16: tiles of the integer products; 17 and more: other strategies, by instruction set.
 ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 33, 130)
@@ -49,12 +49,12 @@ SHAPES = (
     Shape(((8, 12, 128),), 16, "minimums", F32),
     Shape(((8, 1, 100),), 7, "zeros", has_bias=True),
     Shape(((6, 1, 1),), 1),
-    Shape(((8, 4, 128), (8, 1, 96)), 40, values="e4m3"),
-    Shape(((8, 1, 608),), 24, scale_dtype=F32, values="e4m3", has_bias=True),
-    Shape(((8, 3, 32),), 7, permuted=True, values="e4m3"),
-    Shape(((4, 8, 32),), 40, values="iq4_nl"),
-    Shape(((4, 3, 64),), 24, scale_dtype=F32, permuted=True, values="iq4_nl", has_bias=True),
-    Shape(((4, 4, 24),), 7, values="iq4_nl"),
+    Shape(((8, 4, 128), (8, 1, 96)), 40, formula="e4m3"),
+    Shape(((8, 1, 608),), 24, scale_dtype=F32, formula="e4m3", has_bias=True),
+    Shape(((8, 3, 32),), 7, permuted=True, formula="e4m3"),
+    Shape(((4, 8, 32),), 40, formula="iq4_nl"),
+    Shape(((4, 3, 64),), 24, scale_dtype=F32, permuted=True, formula="iq4_nl", has_bias=True),
+    Shape(((4, 4, 24),), 7, formula="iq4_nl"),
 )
 
 
@@ -83,16 +83,16 @@ def whole_numbers(rng: torch.Generator, matrix: Matrix, rows: int) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("offset", ["middle", "zeros", "minimums"])
+@pytest.mark.parametrize("formula", ["middle", "zeros", "minimums"])
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_whole_numbers_multiply_exactly(
-    cpu_table: OpTable, rng: torch.Generator, bits: int, offset: Offset
+    cpu_table: OpTable, rng: torch.Generator, bits: int, formula: Formula
 ) -> None:
     """Scales are 1. Codes, zeros and sums are small integers, so that any wrong index shows."""
-    shape = Shape(((bits, 1, 32), (bits, 1, 160), (bits, 1, 24)), 45, offset, permuted=True)
+    shape = Shape(((bits, 1, 32), (bits, 1, 160), (bits, 1, 24)), 45, formula, permuted=True)
     matrix = make_matrix(rng, shape)
     matrix.scales.fill_(1.0)
-    if offset == "minimums" and matrix.offsets is not None:
+    if formula == "minimums" and matrix.offsets is not None:
         whole = torch.randint(-9, 1, matrix.offsets.shape, generator=rng)
         matrix.offsets.copy_(whole)
     w = filled(cpu_table, matrix)
@@ -111,7 +111,7 @@ def test_embedding_of_a_quantized_matrix_rounds_once(
     rows = cpu_table.embedding(ids, filled(cpu_table, matrix))
 
     exact = matrix.weights()[ids]
-    if shape.offset == "minimums":  # two float32 operations
+    if shape.formula == "minimums":  # two float32 operations
         assert_within(rows, exact, 2 * UNIT * matrix.magnitudes()[ids])
     else:
         assert torch.equal(rows, exact.float())
@@ -137,9 +137,9 @@ def same(table: OpTable, rng: torch.Generator, one: PackedLinear, other: PackedL
 def test_words_hold_what_bytes_hold(cpu_table: OpTable, rng: torch.Generator, shape: Shape) -> None:
     """Codes that straddle words, and runs that begin within one."""
     matrix = make_matrix(rng, shape)
-    w = cpu_table.new_quantized(matrix.layout)
+    w = cpu_table.new_linear(matrix.layout)
     for first, last in ((32, 40), (0, 16), (16, 32)):
-        cpu_table.fill_quantized(w, first, columns_of(matrix, first, last, "words"))
+        cpu_table.fill_linear(w, first, columns_of(matrix, first, last, "words"))
 
     assert same(cpu_table, rng, w, filled(cpu_table, matrix))
 
@@ -154,17 +154,17 @@ def test_source_rows_put_rows_in_order(
     by_feature = torch.empty_like(matrix.codes)
     by_feature[order] = matrix.codes
     codes = by_feature if packing == "bytes" else words_of(by_feature, matrix.row_bits)
-    w = cpu_table.new_quantized(matrix.layout)
+    w = cpu_table.new_linear(matrix.layout)
 
-    cpu_table.fill_quantized(
-        w, 0, QuantColumns(packing, codes, order.int(), matrix.scales, matrix.offsets)
+    cpu_table.fill_linear(
+        w, 0, GroupedColumns(packing, codes, order.int(), matrix.scales, matrix.offsets)
     )
 
     assert same(cpu_table, rng, w, filled(cpu_table, matrix))
 
 
 @pytest.mark.parametrize(
-    ("packing", "bits", "offset"),
+    ("packing", "bits", "formula"),
     [
         ("q4_0", 4, "middle"),
         ("q4_1", 4, "minimums"),
@@ -174,19 +174,19 @@ def test_source_rows_put_rows_in_order(
     ],
 )
 def test_ggml_blocks_agree_with_the_gguf_package(
-    cpu_table: OpTable, rng: torch.Generator, packing: Packing, bits: int, offset: Offset
+    cpu_table: OpTable, rng: torch.Generator, packing: Packing, bits: int, formula: Formula
 ) -> None:
     kind = gguf.GGMLQuantizationType[packing.upper()]
     values = normal(rng, 40, 96).numpy()
     values[3] = 0.0
     blocks = torch.from_numpy(gguf.quants.quantize(values, kind))
-    w = cpu_table.new_quantized(
-        QuantLayout(40, 96, (GroupRun(bits, 3, 32),), None, torch.float16, offset)
+    w = cpu_table.new_linear(
+        GroupedLayout(40, 96, (GroupRun(bits, 3, 32),), None, torch.float16, formula)
     )
     wide = torch.cat([blocks, blocks], dim=1)  # rows with gaps
 
-    cpu_table.fill_quantized(w, 16, QuantColumns(packing, blocks[16:]))
-    cpu_table.fill_quantized(w, 0, QuantColumns(packing, wide[:16, : blocks.shape[1]]))
+    cpu_table.fill_linear(w, 16, GroupedColumns(packing, blocks[16:]))
+    cpu_table.fill_linear(w, 0, GroupedColumns(packing, wide[:16, : blocks.shape[1]]))
 
     exact = gguf.quants.dequantize(blocks.numpy(), kind).astype(np.float32)
     assert torch.equal(cpu_table.embedding(torch.arange(40), w), torch.from_numpy(exact))
@@ -194,11 +194,11 @@ def test_ggml_blocks_agree_with_the_gguf_package(
 
 def test_columns_may_be_filled_by_several_threads(cpu_table: OpTable, rng: torch.Generator) -> None:
     matrix = make_matrix(rng, Shape(((4, 8, 32),), 16 * 20 + 5, "zeros", has_bias=True))
-    w = cpu_table.new_quantized(matrix.layout)
+    w = cpu_table.new_linear(matrix.layout)
     parts = [columns_of(matrix, at, min(at + 16, 325), "words") for at in range(0, 325, 16)]
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda i: cpu_table.fill_quantized(w, 16 * i, parts[i]), range(len(parts))))
+        list(pool.map(lambda i: cpu_table.fill_linear(w, 16 * i, parts[i]), range(len(parts))))
 
     assert same(cpu_table, rng, w, filled(cpu_table, matrix))
 
@@ -227,11 +227,11 @@ def test_nan_and_infinity_stay_in_their_row(
     assert y[: rows - 1].isfinite().all()
 
 
-@pytest.mark.parametrize("offset", ["middle", "zeros", "minimums"])
+@pytest.mark.parametrize("formula", ["middle", "zeros", "minimums"])
 def test_extreme_activations_and_scales_stay_within_bounds(
-    cpu_table: OpTable, rng: torch.Generator, offset: Offset
+    cpu_table: OpTable, rng: torch.Generator, formula: Formula
 ) -> None:
-    matrix = make_matrix(rng, Shape(((4, 4, 128), (8, 2, 32)), 40, offset, permuted=True))
+    matrix = make_matrix(rng, Shape(((4, 4, 128), (8, 2, 32)), 40, formula, permuted=True))
     matrix.scales[0], matrix.scales[1, ::2] = 0.0, 2.0**-24  # the smallest of float16
     w = filled(cpu_table, matrix)
     for rows in (6, 36):

@@ -14,12 +14,12 @@ from exl_core.ops.attention import AttentionRows, CacheLayer, Scoring
 from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.open import get_table
-from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
 from exl_core.ops.table import OpTable
+from exl_core.ops.weights import DenseLayout, GroupedColumns, GroupedLayout, GroupRun
 
-LAYOUT = QuantLayout(40, 96, (GroupRun(4, 3, 32),), None, torch.float16, "middle")
+LAYOUT = GroupedLayout(40, 96, (GroupRun(4, 3, 32),), None, torch.float16, "middle")
 ORDER = torch.arange(96, dtype=torch.int32)
-ZEROS = replace(LAYOUT, offset="zeros", has_bias=True)
+ZEROS = replace(LAYOUT, formula="zeros", has_bias=True)
 
 
 @pytest.fixture
@@ -62,20 +62,19 @@ def same_twice() -> torch.Tensor:
         {"features": same_twice()},
         {"scale_dtype": torch.bfloat16},
         {"scale_dtype": torch.int32},
-        {"offset": "above"},
-        {"values": "above"},
-        {"values": "e4m3"},  # of 4 bits
-        {"values": "iq4_nl", "offset": "zeros"},
+        {"formula": "above"},
+        {"formula": "e4m3"},  # of 4 bits
+        {"formula": "iq4_nl", "runs": runs((5, 3, 32))},
     ],
     ids=str,
 )
 def test_impossible_layouts_are_refused(table: OpTable, change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"new_quantized|QuantLinear"):
-        table.new_quantized(replace(LAYOUT, **change))
+    with pytest.raises(ValueError, match=r"new_linear|QuantLinear"):
+        table.new_linear(replace(LAYOUT, **change))
 
 
-def good_columns() -> QuantColumns:
-    return QuantColumns(
+def good_columns() -> GroupedColumns:
+    return GroupedColumns(
         "bytes",
         torch.ones(96, 40, dtype=torch.uint8),
         None,
@@ -117,10 +116,10 @@ def good_columns() -> QuantColumns:
 def test_columns_that_do_not_fit_are_refused(
     table: OpTable, change: dict[str, Any], names: str
 ) -> None:
-    w = table.new_quantized(ZEROS)
-    table.fill_quantized(w, 0, good_columns())
+    w = table.new_linear(ZEROS)
+    table.fill_linear(w, 0, good_columns())
     with pytest.raises(ValueError, match=names):
-        table.fill_quantized(w, 0, replace(good_columns(), **change))
+        table.fill_linear(w, 0, replace(good_columns(), **change))
 
 
 @pytest.mark.parametrize(
@@ -140,28 +139,28 @@ def test_only_whole_panels_are_filled(
     table: OpTable, rng: torch.Generator, first: int, last: int, at: int
 ) -> None:
     matrix = make_matrix(rng, Shape(((4, 3, 32),), 40))
-    w = table.new_quantized(matrix.layout)
+    w = table.new_linear(matrix.layout)
     with pytest.raises(ValueError, match="first_column"):
-        table.fill_quantized(w, at, columns_of(matrix, first, last))
+        table.fill_linear(w, at, columns_of(matrix, first, last))
 
 
 def test_parts_that_the_layout_lacks_are_refused(table: OpTable) -> None:
-    w = table.new_quantized(LAYOUT)
+    w = table.new_linear(LAYOUT)
     plain = replace(good_columns(), offsets=None, bias=None)
-    table.fill_quantized(w, 0, plain)
+    table.fill_linear(w, 0, plain)
     with pytest.raises(ValueError, match="offsets"):
-        table.fill_quantized(w, 0, replace(plain, offsets=torch.ones(3, 40, dtype=torch.uint8)))
+        table.fill_linear(w, 0, replace(plain, offsets=torch.ones(3, 40, dtype=torch.uint8)))
     with pytest.raises(ValueError, match="bias"):
-        table.fill_quantized(w, 0, replace(plain, bias=torch.ones(40)))
+        table.fill_linear(w, 0, replace(plain, bias=torch.ones(40)))
 
 
 def test_mixed_widths_have_no_source_rows_in_words(table: OpTable) -> None:
-    w = table.new_quantized(replace(LAYOUT, runs=runs((4, 1, 32), (8, 2, 32))))
+    w = table.new_linear(replace(LAYOUT, runs=runs((4, 1, 32), (8, 2, 32))))
     words = torch.zeros(20, 40, dtype=torch.int32)
     scales = torch.ones(3, 40).half()
-    table.fill_quantized(w, 0, QuantColumns("words", words, None, scales))
+    table.fill_linear(w, 0, GroupedColumns("words", words, None, scales))
     with pytest.raises(ValueError, match="source_rows"):
-        table.fill_quantized(w, 0, QuantColumns("words", words, ORDER, scales))
+        table.fill_linear(w, 0, GroupedColumns("words", words, ORDER, scales))
 
 
 @pytest.mark.parametrize(
@@ -169,16 +168,16 @@ def test_mixed_widths_have_no_source_rows_in_words(table: OpTable) -> None:
     [
         {"runs": runs((4, 6, 16))},
         {"runs": runs((5, 3, 32))},
-        {"offset": "minimums"},
+        {"formula": "minimums"},
         {"scale_dtype": torch.float32},
     ],
     ids=str,
 )
 def test_ggml_blocks_need_their_own_layout(table: OpTable, change: dict[str, Any]) -> None:
-    blocks = QuantColumns("q4_0", torch.zeros(40, 3 * 18, dtype=torch.uint8))
-    table.fill_quantized(table.new_quantized(LAYOUT), 0, blocks)
+    blocks = GroupedColumns("q4_0", torch.zeros(40, 3 * 18, dtype=torch.uint8))
+    table.fill_linear(table.new_linear(LAYOUT), 0, blocks)
     with pytest.raises(ValueError, match="packing"):
-        table.fill_quantized(table.new_quantized(replace(LAYOUT, **change)), 0, blocks)
+        table.fill_linear(table.new_linear(replace(LAYOUT, **change)), 0, blocks)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +193,9 @@ def test_ggml_blocks_need_their_own_layout(table: OpTable, change: dict[str, Any
 def test_ggml_blocks_that_do_not_fit_are_refused(
     table: OpTable, change: dict[str, Any], names: str
 ) -> None:
-    blocks = QuantColumns("q4_0", torch.zeros(40, 3 * 18, dtype=torch.uint8))
+    blocks = GroupedColumns("q4_0", torch.zeros(40, 3 * 18, dtype=torch.uint8))
     with pytest.raises(ValueError, match=names):
-        table.fill_quantized(table.new_quantized(LAYOUT), 0, replace(blocks, **change))
+        table.fill_linear(table.new_linear(LAYOUT), 0, replace(blocks, **change))
 
 
 def quantized(table: OpTable, rng: torch.Generator) -> PackedLinear:
@@ -206,14 +205,14 @@ def quantized(table: OpTable, rng: torch.Generator) -> PackedLinear:
 def test_parts_of_other_inputs_are_not_joined(table: OpTable, rng: torch.Generator) -> None:
     w = quantized(table, rng)
     with pytest.raises(ValueError, match=r"join|JoinedLinear"):
-        table.join([w, table.new_linear(8, 95, torch.float16)])
+        table.join([w, table.new_linear(DenseLayout(8, 95, torch.float16))])
     with pytest.raises(ValueError, match=r"join|JoinedLinear"):
         table.join([])
 
 
 @pytest.mark.parametrize("kind", ["quantized", "joined", "dense"])
 def test_linears_refuse_other_activations(table: OpTable, rng: torch.Generator, kind: str) -> None:
-    dense = table.new_linear(40, 96, torch.float16)
+    dense = table.new_linear(DenseLayout(40, 96, torch.float16))
     w = {
         "quantized": quantized(table, rng),
         "dense": dense,

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from exl_core.ops.backends.cuda import matmul
 from exl_core.ops.elementwise import GateKind, RmsNorm
-from exl_core.ops.quantized import WIDTHS, Offset, Values
 from exl_core.ops.table import OpTable
+from exl_core.ops.weights import WIDTHS, Formula
 from exl_kernels import cuda
 
 EPS = 1e-5
@@ -52,17 +52,17 @@ def normed(x: Tensor, norm: RmsNorm) -> Tensor:
     return torch.nn.functional.rms_norm(x.double(), x.shape[1:], weight, norm.eps)
 
 
-@pytest.mark.parametrize("offset", ["middle", "zeros", "minimums"])
+@pytest.mark.parametrize("formula", ["middle", "zeros", "minimums"])
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32], ids=["f16", "f32"])
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_each_width_with_each_kind_of_offset(
-    gpu_table: OpTable, rng: torch.Generator, bits: int, offset: Offset, scale_dtype: torch.dtype
+    gpu_table: OpTable, rng: torch.Generator, bits: int, formula: Formula, scale_dtype: torch.dtype
 ) -> None:
-    shape = Shape(((bits, 9, 128), (bits, 3, 32)), 96, offset, scale_dtype, permuted=True)
+    shape = Shape(((bits, 9, 128), (bits, 3, 32)), 96, formula, scale_dtype, permuted=True)
     check_rows(gpu_table, make_matrix(rng, shape), rng, (1, 8, 13, 32))
 
 
-@pytest.mark.parametrize(("bits", "values"), [(8, "e4m3"), (4, "iq4_nl")])
+@pytest.mark.parametrize(("bits", "formula"), [(8, "e4m3"), (4, "iq4_nl")])
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32], ids=["f16", "f32"])
 @pytest.mark.parametrize("runs", [((8, 128),), ((5, 32),), ((1, 640),), ((3, 100), (1, 40))])
 def test_codes_that_are_not_integers(
@@ -70,11 +70,11 @@ def test_codes_that_are_not_integers(
     gpu_table: OpTable,
     rng: torch.Generator,
     bits: int,
-    values: Values,
+    formula: Formula,
     scale_dtype: torch.dtype,
     runs: tuple[tuple[int, int], ...],
 ) -> None:
-    shape = Shape(tuple((bits, *run) for run in runs), 96, scale_dtype=scale_dtype, values=values)
+    shape = Shape(tuple((bits, *run) for run in runs), 96, scale_dtype=scale_dtype, formula=formula)
     matrix = make_matrix(rng, shape)
     check_rows(gpu_table, matrix, rng, (1, 2, 8, 9, 16, 33, 64, 97))
     ids = torch.tensor([95, 0, 41])
@@ -85,20 +85,20 @@ def test_codes_that_are_not_integers(
 @pytest.mark.parametrize(
     ("scale_dtype", "most"), [(torch.float16, 6), (torch.float32, 40)], ids=["f16", "f32"]
 )
-@pytest.mark.parametrize("offset", ["middle", "minimums"])
+@pytest.mark.parametrize("formula", ["middle", "minimums"])
 @pytest.mark.parametrize("m", [1, 8, 13, 32, 64])
 def test_panels_whose_scales_have_different_sizes(
     *,
     gpu_table: OpTable,
     rng: torch.Generator,
     m: int,
-    offset: Offset,
+    formula: Formula,
     scale_dtype: torch.dtype,
     most: int,
 ) -> None:
     """A power of two for each column panel keeps the small-batch kernel's weights in range."""
     n = 9 * 32
-    matrix = make_matrix(rng, Shape(MIXED, n, offset, scale_dtype, permuted=True))
+    matrix = make_matrix(rng, Shape(MIXED, n, formula, scale_dtype, permuted=True))
     sizes = torch.linspace(-most, most, 9).round().exp2()
     sizes[4] = 0.0
     # Scales of about 1 / sqrt(k), so that float16 holds the largest.

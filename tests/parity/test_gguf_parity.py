@@ -12,35 +12,10 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from exl_core.session.load import LoadOptions, load_model
+from support.gguf_families import GGUF_FAMILIES
 from support.gguf_models import write_gguf
 from support.paged import logits_of
-from support.tiny_models import (
-    VOCAB_SIZE,
-    tiny_arcee,
-    tiny_cohere,
-    tiny_cohere2,
-    tiny_ernie,
-    tiny_exaone4,
-    tiny_gemma,
-    tiny_gemma2,
-    tiny_gemma3,
-    tiny_glm4,
-    tiny_granite,
-    tiny_hunyuan,
-    tiny_llama,
-    tiny_ministral3,
-    tiny_mistral,
-    tiny_olmo2,
-    tiny_olmo3,
-    tiny_orion,
-    tiny_phi3,
-    tiny_phi3_longrope,
-    tiny_qwen2,
-    tiny_qwen3,
-    tiny_seed_oss,
-    tiny_smollm3,
-    tiny_starcoder2,
-)
+from support.tiny_models import VOCAB_SIZE, tiny_llama
 
 EXACT = LoadOptions(exact=True)
 
@@ -55,60 +30,9 @@ def ids() -> list[int]:
     return torch.randint(3, VOCAB_SIZE, (90,), generator=torch.Generator().manual_seed(11)).tolist()
 
 
-GEMMA_PATTERN = ["sliding_attention"] * 5 + ["full_attention"]
-
-
-MODELS: dict[str, tuple[str | None, Any]] = {
-    "llama": (None, tiny_llama),
-    "llama-tied-bias": (
-        None,
-        lambda: tiny_llama(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
-    ),
-    "mistral": (None, lambda: tiny_mistral(sliding_window=None)),
-    "mistral3": ("mistral3", lambda: tiny_mistral(sliding_window=None)),
-    "internlm2": ("internlm2", tiny_llama),
-    "qwen2": (None, tiny_qwen2),
-    "qwen2vl": ("qwen2vl", tiny_qwen2),
-    "qwen3": (None, lambda: tiny_qwen3(tie_word_embeddings=True)),
-    "qwen3vl": ("qwen3vl", tiny_qwen3),
-    "seed-oss": (None, tiny_seed_oss),
-    "phi3-window": (None, lambda: tiny_phi3(sliding_window=50)),
-    "phi3-longrope": (None, tiny_phi3_longrope),
-    "glm4": (None, tiny_glm4),
-    "glm4-no-bias": (None, lambda: tiny_glm4(attention_bias=False)),
-    "ernie4.5": (None, tiny_ernie),
-    "smollm3": (None, tiny_smollm3),
-    "olmo2": (None, tiny_olmo2),
-    "olmo3": (None, tiny_olmo3),
-    "exaone4": (None, tiny_exaone4),
-    "exaone4-global": (
-        None,
-        lambda: tiny_exaone4(sliding_window=None, layer_types=["full_attention"] * 4),
-    ),
-    "ministral3": (None, tiny_ministral3),
-    "granite": (None, tiny_granite),
-    "minicpm": ("minicpm", lambda: tiny_granite(tie_word_embeddings=True)),
-    "hunyuan": ("hunyuan-dense", tiny_hunyuan),
-    "command-r": ("command-r", tiny_cohere),
-    "command-r-head-norm": ("command-r", lambda: tiny_cohere(use_qk_norm=True)),
-    "cohere2": (None, tiny_cohere2),
-    "starcoder2": (None, tiny_starcoder2),
-    "arcee": (None, tiny_arcee),
-    "orion": ("orion", tiny_orion),
-    "gemma": (None, tiny_gemma),
-    "gemma2": (None, lambda: tiny_gemma2(query_pre_attn_scalar=20)),
-    "gemma3": (
-        None,
-        lambda: tiny_gemma3(
-            num_hidden_layers=6, layer_types=GEMMA_PATTERN, query_pre_attn_scalar=20
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", GGUF_FAMILIES)
 def test_gguf_logits_match_transformers(tmp_path: Path, ids: list[int], name: str) -> None:
-    arch, build = MODELS[name]
+    arch, build = GGUF_FAMILIES[name]
     model = build()
     ours = logits_of(write_gguf(model, tmp_path / "tiny.gguf", arch=arch), ids, EXACT)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from exl_core.session.load import LoadOptions, load_model
+from support.families import save_family
 from support.paged import PagedRun, logits_of
 from support.profiles import first_by_default
-from support.renamed_models import as_index, as_internlm2, as_minicpm, as_orion, as_yi
 from support.tiny_models import (
     VOCAB_SIZE,
     converted,
@@ -22,19 +22,25 @@ from support.tiny_models import (
     tiny_cohere,
     tiny_cohere2,
     tiny_ernie,
+    tiny_ernie_moe,
     tiny_exaone4,
     tiny_gemma,
     tiny_gemma2,
     tiny_gemma3,
     tiny_gemma4,
     tiny_glm4,
+    tiny_glm4_moe,
     tiny_granite,
     tiny_granite4,
+    tiny_granite_moe,
     tiny_hunyuan,
+    tiny_hunyuan_moe,
     tiny_index,
     tiny_llama,
+    tiny_minimax_m2,
     tiny_ministral3,
     tiny_mistral,
+    tiny_mixtral,
     tiny_olmo2,
     tiny_olmo3,
     tiny_orion,
@@ -43,7 +49,9 @@ from support.tiny_models import (
     tiny_pixtral,
     tiny_qwen2,
     tiny_qwen2_5_vl,
+    tiny_qwen2_moe,
     tiny_qwen3,
+    tiny_qwen3_moe,
     tiny_qwen3_vl,
     tiny_seed_oss,
     tiny_smollm3,
@@ -138,6 +146,17 @@ VARIANTS: dict[str, Any] = {
     "arcee-bias": lambda: tiny_arcee(mlp_bias=True, attention_bias=True),
     "orion": tiny_orion,
     "index": tiny_index,
+    "qwen3-moe": tiny_qwen3_moe,
+    "qwen3-moe-unnormalized": lambda: tiny_qwen3_moe(norm_topk_prob=False),
+    "mixtral": tiny_mixtral,
+    "qwen2-moe": tiny_qwen2_moe,
+    "qwen2-moe-normalized": lambda: tiny_qwen2_moe(norm_topk_prob=True, decoder_sparse_step=2),
+    "glm4-moe": tiny_glm4_moe,
+    "glm4-moe-groups-head-norm": lambda: tiny_glm4_moe(n_group=4, topk_group=2, use_qk_norm=True),
+    "ernie4.5-moe": tiny_ernie_moe,
+    "hunyuan-moe": tiny_hunyuan_moe,
+    "minimax-m2": tiny_minimax_m2,
+    "granite-moe": tiny_granite_moe,
     "gemma": tiny_gemma,
     "gemma2": tiny_gemma2,
     "gemma3": tiny_gemma3,
@@ -156,17 +175,11 @@ VARIANTS: dict[str, Any] = {
 }
 
 
-# Families that transformers has no class for: what turns the saved folder into one of theirs.
-REWRITTEN = {"yi": as_yi, "internlm2": as_internlm2, "minicpm": as_minicpm}
-REWRITTEN |= {"orion": as_orion, "index": as_index}
-
-
 @pytest.fixture(scope="module", params=VARIANTS)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Any, Path]:
     """A random transformers model, and the folder of its checkpoint."""
     model = VARIANTS[request.param]()
-    folder = save(model, tmp_path_factory.mktemp(request.param))
-    return model, REWRITTEN.get(request.param, lambda unchanged: unchanged)(folder)
+    return model, save_family(request.param, model, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.mark.parametrize("backend", first_by_default(["cpu", "reference"]))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.utils.quantization_config import QuantizationMethod
 
+from exl_core.arch.quantization import SUPPORTED, read_quantization
 from exl_core.errors import ModelError, UnsupportedModelError, WeightShapeError
 from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.formats.codecs.gptq import layout as gptq
@@ -35,6 +40,8 @@ from support.tiny_models import (
     tiny_glm4,
     tiny_granite,
     tiny_llama,
+    tiny_mixtral,
+    tiny_qwen3_moe,
     tiny_starcoder2,
 )
 
@@ -43,7 +50,7 @@ def assert_same_logits(folder: Path, model: Any, dense: dict[str, Tensor]) -> No
     parameters = dict(model.named_parameters())
     with torch.inference_mode():
         for stem, weight in dense.items():
-            parameter = parameters[f"{stem}.weight"]
+            parameter = _parameter(parameters, stem)
             parameter.copy_(weight[:, : parameter.shape[0]].T.float())
         ids = torch.randint(3, VOCAB_SIZE, (1, 40), generator=torch.Generator().manual_seed(1))
         expected = model(ids).logits[0]
@@ -51,8 +58,22 @@ def assert_same_logits(folder: Path, model: Any, dense: dict[str, Tensor]) -> No
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+def _parameter(parameters: dict[str, Tensor], stem: str) -> Tensor:
+    """The part of a parameter that is stored under `stem`. Experts are stacked in transformers."""
+    expert = re.fullmatch(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)", stem)
+    if expert is None:
+        return parameters[f"{stem}.weight"]
+    layer, index, part = expert.groups()
+    if part in ("down_proj", "w2"):
+        return parameters[f"{layer}.mlp.experts.down_proj"][int(index)]
+    halves = parameters[f"{layer}.mlp.experts.gate_up_proj"][int(index)].chunk(2)
+    return halves[0 if part in ("gate_proj", "w1") else 1]
+
+
+SMALL_EXPERTS = partial(tiny_qwen3_moe, moe_intermediate_size=64)
 EXL2_FAMILIES = [
     *(tiny_llama, tiny_gemma3, tiny_ernie, tiny_cohere, tiny_starcoder2, tiny_granite, tiny_glm4),
+    *(SMALL_EXPERTS, tiny_mixtral),
 ]
 
 
@@ -97,7 +118,7 @@ def test_head_norms_may_be_stored_per_head(tmp_path: Path) -> None:
         load_model(str(folder))
 
 
-@pytest.mark.parametrize("build", [tiny_llama, tiny_ernie, tiny_glm4])
+@pytest.mark.parametrize("build", [tiny_llama, tiny_ernie, tiny_glm4, SMALL_EXPERTS])
 @pytest.mark.parametrize("in_older_file", [False, True])
 def test_gptq_logits(tmp_path: Path, in_older_file: bool, build: Callable[..., Any]) -> None:
     model = build(**SIZES, tie_word_embeddings=True)
@@ -123,13 +144,33 @@ def test_a_description_has_the_size_of_quantized_matrices(tmp_path: Path) -> Non
     assert described.unused_tensors == ()
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "exl3", "hqq", "mxfp4"])
+OTHER_METHODS = sorted(
+    {
+        *(method.value for method in QuantizationMethod),
+        *AUTO_QUANTIZER_MAPPING,
+        *("exl3", "modelopt", "marlin", "squeezellm", "spinquant"),
+    }
+    - set(SUPPORTED)
+)
+
+
+@pytest.mark.parametrize("method", OTHER_METHODS)
 def test_other_methods_are_refused_by_name(tmp_path: Path, method: str) -> None:
+    config = {"quantization_config": {"quant_method": method}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=f"'{method}'.*([Uu]se|Name)") as caught:
+        read_quantization(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("section", [{"load_in_4bit": True}, {"load_in_8bit": True}])
+def test_early_files_of_bitsandbytes_are_refused_by_name(
+    tmp_path: Path, section: dict[str, bool]
+) -> None:
     folder = save(tiny_llama(), tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match=f"'{method}'.*[Uu]se"):
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    with pytest.raises(UnsupportedModelError, match=r"'bitsandbytes'.*unquantized"):
         load_model(str(folder))
 
 

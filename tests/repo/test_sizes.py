@@ -19,7 +19,7 @@ SUFFIXES = (".py", ".pyi", ".h", ".cpp", ".cu", ".cuh")
 def sources() -> Iterator[Path]:
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
-            is_built = {"build", ".nox"} & set(path.relative_to(ROOT).parts)
+            is_built = {"build", ".nox", "node_modules"} & set(path.relative_to(ROOT).parts)
             if path.suffix in SUFFIXES and not is_built:
                 yield path
 

@@ -176,26 +176,3 @@ def test_langchain_invokes_streams_and_uses_tools(caller: Running, person: Runni
     assert "".join(piece.content for piece in bound.stream(history)) == "It is sunny."
     chat = openai.ChatOpenAI(base_url=f"{person.url}/v1", api_key="none", model="x", max_retries=0)
     assert chat.with_structured_output(Person).invoke("Who?") == Person(name="Ann", age=7)
-
-
-def test_litellm_chats_and_streams(talker: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would fetch prices otherwise
-    litellm = pytest.importorskip("litellm", reason="litellm is optional")
-    settings = {"model": "openai/x", "api_base": f"{talker.url}/v1", "api_key": "none"}
-    messages = [{"role": "user", "content": "hi"}]
-    reply = litellm.completion(messages=messages, **settings)
-    assert reply.choices[0].message.content == "Hello there."
-    pieces = litellm.completion(messages=messages, stream=True, **settings)
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == "Hello there."
-
-
-def test_llama_index_chats_completes_and_streams(talker: Running) -> None:
-    like = pytest.importorskip("llama_index.llms.openai_like", reason="llama-index is optional")
-    llms = pytest.importorskip("llama_index.core.llms")
-    model = like.OpenAILike(
-        model="x", api_base=f"{talker.url}/v1", api_key="none", is_chat_model=True, max_retries=0
-    )
-    asked = [llms.ChatMessage(role="user", content="hi")]
-    assert model.chat(asked).message.content == "Hello there."
-    assert "".join(piece.delta for piece in model.stream_chat(asked)) == "Hello there."
-    assert str(model.complete("hi")) == "Hello there."

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from openai import AuthenticationError, BadRequestError, NotFoundError
 
-from exl_cli.server.app import Access, content_policy, create_app
+from exl_cli.server.app import Access, create_app
 from exl_cli.server.errors import json_reply
 from exl_cli.server.limits import Gate, Limits, check_bind, hosts_of
 from exl_cli.server.log_limit import FIRST_LINES, PERIOD_S, LineLimit
 from exl_cli.server.models import ModelHost
+from exl_cli.server.page import content_policy
 from exl_core.errors import RequestError
 from support.scripted import reply_with
 from support.server import LIMIT_S, Running, error_of, running, scripted_runtime
@@ -124,7 +125,8 @@ def test_wrong_paths_methods_and_content_types(one: Running) -> None:
 
 def test_head_request_has_the_headers_of_get(one: Running) -> None:
     for path in ("/", "/health", "/v1/models", "/v1/models/scripted", "/metrics", "/openapi.json"):
-        got, head = one.http.get(path), one.http.head(path)
+        plain = {"accept-encoding": "identity"}
+        got, head = one.http.get(path, headers=plain), one.http.head(path, headers=plain)
         assert (head.status_code, head.content) == (200, b""), path
         if path != "/metrics":
             assert head.headers["content-length"] == str(len(got.content))
@@ -348,6 +350,16 @@ def test_page_policy_allows_only_its_own_scripts(one: Running) -> None:
     assert policy.startswith("default-src 'none'") and "unsafe" not in policy
     found = content_policy("<style>a{}</style><script>x()</script>")
     assert "script-src 'sha256-" in found and "style-src 'sha256-" in found
+
+
+def test_page_is_compressed_and_sent_once(one: Running) -> None:
+    plain = one.http.get("/", headers={"accept-encoding": "identity"})
+    packed = one.http.get("/", headers={"accept-encoding": "gzip, br"})
+    assert "content-encoding" not in plain.headers
+    assert packed.headers["content-encoding"] == "gzip" and packed.text == plain.text
+    assert int(packed.headers["content-length"]) < len(plain.content) * 0.6
+    again = one.http.get("/", headers={"if-none-match": plain.headers["etag"]})
+    assert again.status_code == 304 and not again.content
 
 
 def test_create_app_needs_only_a_model() -> None:

@@ -113,3 +113,14 @@ def test_reply_continues_a_message(one: Running) -> None:
     assert prompt_of(one, [HI], add_generation_prompt=False)[0] == "[user]hi"
     for message in (HI, begun):
         error_of(one.post(CHAT, {"messages": [{**message, "prefix": True}]}), 400)
+
+
+def test_continued_answer_follows_the_reasoning_that_a_template_opens() -> None:
+    template = TEMPLATE.replace("[reply]", "[reply]<think>\n") + "{# </think> #}"
+    answer = {"role": "assistant", "content": "It is", "prefix": True}
+    with running(scripted_runtime(remember, template=template)) as one:
+        assert prompt_of(one, [HI, answer])[0] == "[user]hi[reply]<think>\n\n</think>\n\nIt is"
+        thought = {**answer, "reasoning_content": "hm <eos>"}
+        assert prompt_of(one, [HI, thought])[0].endswith("<think>\nhm <eos>\n</think>\n\nIt is")
+        whole = {**answer, "content": "so</think>It is"}
+        assert prompt_of(one, [HI, whole])[0].endswith("<think>\nso</think>It is")

@@ -42,13 +42,15 @@ SERVED: dict[str, Any] = {
     "/completion": {"prompt": "hi"},
     "/infill": {"input_prefix": "hi"},
     "/v1/embeddings": {"input": "hi"},
+    "/v1/rerank": {"query": "hi", "documents": ["ho", {"text": "hey"}]},
     "/v1/messages": {"messages": HI, "max_tokens": 9},
     "/v1/messages/count_tokens": {"messages": HI},
     "/v1/responses": {"input": "hi"},
 }
 EXPECTED = {"/infill": {400}, "/v1/model/load": {403}, "/v1/model/unload": {403}}
 """Answers of paths that serve nothing here: without tokens for filling in, without an admin key."""
-EMBEDDINGS = {"/api/embed", "/api/embeddings", "/v1/embeddings"}  # need a model with states
+EMBEDDINGS = {"/api/embed", "/api/embeddings", "/v1/embeddings", "/v1/rerank"}
+"""Paths that need a model with states."""
 OPENAI_STREAMS = ("/v1/completions", "/v1/chat/completions")
 LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete")
 FIELDS = (
@@ -219,7 +221,7 @@ def raw(one: Running, *lines: bytes) -> tuple[int, bytes]:
 )
 def test_path_tricks_reach_no_files(one: Running, path: bytes) -> None:
     status, body = raw(one, b"GET " + path + b" HTTP/1.1", b"Host: 127.0.0.1")
-    assert b"root:" not in body
+    assert b"root:x:" not in body
     if path.startswith(b"/?"):
         assert status == 200 and body.startswith(b"<!doctype html>")
     else:

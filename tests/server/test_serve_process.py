@@ -110,6 +110,28 @@ def test_first_signal_lets_running_replies_finish(folder: Path, number: signal.S
 
 
 @pytest.mark.thorough
+def test_template_preset_and_embedding_model_are_used(folder: Path, tmp_path: Path) -> None:
+    template, preset = tmp_path / "template.jinja", tmp_path / "preset.json"
+    template.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    preset.write_text(json.dumps({"temp": 0.5, "top_k": 3}))
+    args = ("-m", str(folder / "one"), "--chat-template", str(template), "--preset", str(preset))
+    messages = {"messages": [{"role": "user", "content": "hi"}]}
+    with serving(*args, "--embedding-model", str(folder / "two")) as one:
+        shown = one.http.post("/apply-template", json=messages).json()["prompt"]
+        assert shown.removeprefix("<s>") == "<user>hi"
+        show = one.http.post("/api/show", json={"model": "one"}).json()
+        assert show["parameters"].split("\n") == ["temperature 0.5", "top_k 3"]
+        found = one.http.post("/v1/embeddings", json={"input": "a"}).json()
+        assert found["model"] == "two" and len(found["data"][0]["embedding"]) > 8
+        ranked = one.http.post("/v1/rerank", json={"query": "a", "documents": ["b", "a"]}).json()
+        assert ranked["model"] == "two" and ranked["results"][0]["index"] == 1
+    with serving("-m", str(folder / "one"), "--format", "vicuna", "--preset", "neutral") as one:
+        shown = one.http.post("/apply-template", json=messages).json()["prompt"]
+        assert "USER: hi" in shown and shown.rstrip().endswith("ASSISTANT:")
+        assert one.http.post("/api/show", json={"model": "one"}).json()["parameters"] == ""
+
+
+@pytest.mark.thorough
 def test_first_signal_ends_the_server_while_a_schema_is_compiled(
     folder: Path, tmp_path: Path
 ) -> None:

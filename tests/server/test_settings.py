@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from exl_cli.server.engine_request import constraints_of, sampler_of
+from exl_cli.server import llama_cpp
+from exl_cli.server.engine_request import Wanted, constraints_of, sampler_of, time_limit_s
 from exl_cli.server.errors import ApiError
 from exl_cli.server.fields import Goes
 from exl_cli.server.models import Resident
@@ -19,6 +22,8 @@ from exl_core.constrain.choice import OneOf
 from exl_core.constrain.grammar import Grammar
 from exl_core.constrain.json_schema import JsonSchema
 from exl_core.constrain.regex import Regex
+from exl_core.engine.request import Report
+from exl_core.sampling.chain import dry_of
 from exl_core.sampling.params import SamplerParams
 from support.scripted import EOS_ID, reply_with
 from support.server import LIMIT_S, Running, error_of, running, scripted_runtime
@@ -71,6 +76,22 @@ def sampler(**body: Any) -> SamplerParams:
         ),
         ({"dynamic_temperature": False, "min_temp": 0.5, "max_temp": 1.5}, {}),
         ({"dynatemp_exponent": 2}, {"temp_exponent": 2.0}),
+        ({"smoothing_factor": 0, "smoothing_curve": 2}, {}),
+        (
+            {"dry_multiplier": 1, "dry_range": 5, "dry_sequence_breakers": ["a"]},
+            {
+                "dry_multiplier": 1.0,
+                "dry_range": 5,
+                "dry_max_ngram": 4,
+                "dry_breakers": frozenset({97, 256, 257}),
+            },
+        ),
+        ({"dry_multiplier": 1, "dry_range": 2}, {}),
+        (
+            {"samplers": ["top_p", "temperature"], "top_p": 0.5, "temp": 0.7, "min_p": 0.1},
+            {"top_p": 0.5, "temperature": 0.7, "temperature_last": True},
+        ),
+        ({"sampler_order": [5, 2], "top_p": 0.5, "temp": 2}, {"top_p": 0.5, "temperature": 2.0}),
         ({"seed": -1}, {"seed": None}),
         ({"sampler_seed": "7"}, {"seed": 7}),
         ({"logit_bias": {"65": 5}}, {"token_bias": {65: 5.0}}),
@@ -113,6 +134,58 @@ def test_every_name_of_a_setting_reaches_the_sampler(
     body: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     assert sampler(**body) == SamplerParams(**expected)
+
+
+@pytest.mark.parametrize("reach", [3, 4, 7, 19, 20, 21, 22, 0])
+def test_short_dry_ranges_penalize_what_lies_in_the_range(reach: int) -> None:
+    rng = random.Random(reach)
+    body = {"dry_multiplier": 1, "dry_allowed_length": 1, "dry_range": reach}
+    params = sampler(**body, dry_sequence_breakers=[])
+    for _ in range(50):
+        history = rng.choices(range(3), k=rng.randint(1, 40))
+        found = dry_of(params, tuple(history))(torch.zeros(8))
+        exact = [0.0] * 8
+        begin = max(0, len(history) - reach) if reach else 0
+        longest = 0
+        for end in range(begin, len(history) - 2):  # last token of an earlier occurrence
+            size = 0
+            while size < 19 and end - size >= begin and history[end - size] == history[-1 - size]:
+                size += 1
+            if size > longest:
+                longest, exact = size, [0.0] * 8
+            if size and size == longest:
+                exact[history[end + 1]] -= 1.75 ** (size - 1)
+        torch.testing.assert_close(found, torch.tensor(exact), rtol=1e-5, atol=1e-6)
+
+
+def test_range_of_zero_turns_dry_off_in_llama_cpp_only() -> None:
+    body = {"prompt": "Q", "dry_multiplier": 1, "dry_penalty_last_n": 0}
+    assert llama_cpp.completion_body(body).settings.sampler["dry_multiplier"] == 0
+    assert settings_of(dry_multiplier=1, dry_penalty_last_n=0).sampler["dry_multiplier"] == 1
+
+
+@pytest.mark.parametrize(("given", "expected"), [(-1, 60), (0, 60), (1500, 1.5), (70_000, 60)])
+def test_time_limit_of_a_request_is_below_that_of_the_server(given: int, expected: float) -> None:
+    wanted = Wanted(param="prompt", report=Report(), max_tokens=1, max_time_s=60)
+    assert time_limit_s(settings_of(t_max_predict_ms=given), wanted) == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("min_keep", 3),
+        ("memory", "Before the prompt"),
+        ("grammar_retain_state", True),
+        ("post_sampling_probs", True),
+        ("smoothing_curve", 2),
+        ("mirostat", 1),
+    ],
+)
+def test_what_would_change_figures_is_refused_by_name(
+    one: Running, field: str, value: object
+) -> None:
+    error = error_of(one.post(TEXT, {"prompt": "Q", field: value}), 400)
+    assert error["param"] == field and field in error["message"]
 
 
 def test_other_settings_reach_the_request() -> None:

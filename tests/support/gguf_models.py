@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScalingType
+from gguf import (
+    GGML_QUANT_SIZES,
+    ExpertGatingFuncType,
+    GGMLQuantizationType,
+    GGUFWriter,
+    RopeScalingType,
+)
 from gguf.quants import quantize
 
 from support.tiny_models import VOCAB_SIZE, byte_tokenizer
@@ -31,11 +38,32 @@ _PARTS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    **{
+        f"mlp.{shared}.{part}_proj": f"ffn_{part}_shexp"
+        for shared in ("shared_expert", "shared_experts", "shared_mlp")
+        for part in ("gate", "up", "down")
+    },
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.gate.wg": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "block_sparse_moe.experts.gate_proj": "ffn_gate_exps",
+    "block_sparse_moe.experts.up_proj": "ffn_up_exps",
+    "block_sparse_moe.experts.down_proj": "ffn_down_exps",
+    "layer_scalar": "layer_output_scale",
+    "attention_layernorm": "attn_norm",
+    "feedforward_layernorm": "ffn_norm",
+    "shared_mlp.gate_proj": "ffn_gate",
+    "shared_mlp.up_proj": "ffn_up",
+    "shared_mlp.output_linear": "ffn_down",
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
 }
 _PERMUTED = (  # architectures of which the converter interleaves the rows of q and k
-    *("llama", "mistral3", "internlm2", "smollm3", "granite", "minicpm", "arcee"),
+    *("llama", "mistral3", "internlm2", "smollm3", "granite", "granitemoe", "minicpm", "arcee"),
 )
 _LAYER_NORMS = {  # architectures with LayerNorm, and the name of its epsilon in config.json
     "command-r": "layer_norm_eps",
@@ -58,6 +86,23 @@ _GEMMA_NORMS = {
 }
 
 
+_ARCHITECTURES = {  # by `model_type`, where the names differ
+    "gemma3_text": "gemma3",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "gemma4_text": "gemma4",
+    "glm4_moe": "glm4moe",
+    "granitemoehybrid": "granite",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "minimax_m2": "minimax-m2",
+    "ministral3": "mistral3",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "olmo3": "olmo2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
+
+
 def write_gguf(
     model: Any,
     path: Path,
@@ -73,9 +118,9 @@ def write_gguf(
     one of the model's class.
     """
     config = model.config
-    names = {"gemma3_text": "gemma3", "mistral": "llama", "ministral3": "mistral3"}
-    own_name = {**names, "olmo3": "olmo2"}.get(config.model_type)
-    arch = arch or own_name or config.model_type
+    arch = arch or _ARCHITECTURES.get(config.model_type, config.model_type)
+    if arch == "gemma4":  # its sizes differ by layer
+        config.allow_global_per_layer_attribute_access = True
     writer = GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -96,15 +141,20 @@ def write_gguf(
     if rope.get("rope_type") == "longrope":
         extra_tensors = {**(extra_tensors or {}), **_add_longrope(writer, config)}
     _add_choices(writer, config, arch)
+    if arch == "gemma4":
+        extra_tensors = {**(extra_tensors or {}), **_add_gemma4(writer, model)}
+    if arch == "apertus":
+        _add_xielu(writer, model)
     _add_vocabulary(writer)
-    for name, weight in model.state_dict().items():
+    for name, weight in _tensors(model):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = _as_stored(name, weight, config, arch).numpy()
         stored_name = _gguf_name(name, arch)
         own = (kinds or {}).get(stored_name.split(".")[-2], kind.name)
-        raw = GGMLQuantizationType[own if values.ndim == 2 else "F32"]
-        stored = _quantized(values, raw) if values.ndim == 2 else values
+        is_quantized = values.ndim > 1 and "ffn_gate_inp" not in stored_name
+        raw = GGMLQuantizationType[own if is_quantized else "F32"]
+        stored = _quantized(values, raw) if is_quantized else values
         writer.add_tensor(stored_name, stored, raw_dtype=raw)
     for name, extra in (extra_tensors or {}).items():
         writer.add_tensor(name, extra)
@@ -113,6 +163,44 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a model, gate and up of the experts and of Granite 4 apart."""
+    for name, weight in model.state_dict().items():
+        if name.endswith("layer_scalar"):
+            yield f"{name}.weight", weight
+        elif name.endswith("experts.gate_up_proj"):
+            stem = name.removesuffix("gate_up_proj")
+            for part, half in zip(("gate", "up"), weight.chunk(2, 1), strict=True):
+                yield f"{stem}{part}_proj", half
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            stem = name.removesuffix("input_linear.weight")
+            for part, half in zip(("gate", "up"), weight.chunk(2, 0), strict=True):
+                yield f"{stem}{part}_proj.weight", half
+        elif ".act_fn." not in name:  # numbers that are in the metadata
+            yield name, weight
+
+
+def _add_experts(writer: GGUFWriter, config: Any) -> None:
+    counts = (getattr(config, name, 0) for name in ("num_local_experts", "num_experts"))
+    writer.add_expert_count(next(count for count in counts if count))
+    used = (getattr(config, name, 0) for name in ("num_experts_per_tok", "moe_topk"))
+    writer.add_expert_used_count(next(count for count in used if count))
+    size = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    writer.add_expert_feed_forward_length(size)
+    for name in ("n_shared_experts", "moe_num_shared_experts"):
+        if hasattr(config, name):
+            writer.add_expert_shared_count(getattr(config, name))
+    if hasattr(config, "shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if config.model_type == "hunyuan_v1_moe":
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+    if config.model_type == "glm4_moe":
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if config.model_type in ("glm4_moe", "minimax_m2"):
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
 
 
 def _add_choices(writer: GGUFWriter, config: Any, arch: str) -> None:
@@ -127,6 +215,8 @@ def _add_choices(writer: GGUFWriter, config: Any, arch: str) -> None:
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if getattr(config, "num_local_experts", getattr(config, "num_experts", 0)):
+        _add_experts(writer, config)
     may_have_window = arch in ("phi3", "olmo2", "exaone4", "cohere2")
     has_window = may_have_window and getattr(config, "sliding_window", None)
     if arch in ("gemma2", "gemma3") or has_window:
@@ -157,6 +247,35 @@ def _add_longrope(writer: GGUFWriter, config: Any) -> dict[str, np.ndarray]:
         f"rope_factors_{which}.weight": np.array(rope[f"{which}_factor"], dtype=np.float32)
         for which in ("long", "short")
     }
+
+
+def _add_gemma4(writer: GGUFWriter, model: Any) -> dict[str, np.ndarray]:
+    """Writes the heads and windows of both kinds of layers, and returns the RoPE divisors."""
+    config, layers = model.config, [layer.self_attn for layer in model.model.layers]
+    is_local = [kind == "sliding_attention" for kind in config.layer_types]
+    sizes = {local: layer.head_dim for local, layer in zip(is_local, layers, strict=True)}
+    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(0)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(is_local)
+    writer.add_head_count_kv([layer.k_proj.weight.shape[0] // layer.head_dim for layer in layers])
+    writer.add_key_length(sizes[False])
+    writer.add_key_length_swa(sizes[True])
+    writer.add_rope_dimension_count(sizes[False])
+    writer.add_rope_dimension_count_swa(sizes[True])
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    rope = config.rope_parameters["full_attention"]
+    rotated = int(sizes[False] * rope["partial_rotary_factor"] / 2)
+    divisors = [1.0] * rotated + [1e30] * (sizes[False] // 2 - rotated)
+    return {"rope_freqs.weight": np.array(divisors, dtype=np.float32)}
+
+
+def _add_xielu(writer: GGUFWriter, model: Any) -> None:
+    activations = [layer.mlp.act_fn for layer in model.model.layers]
+    writer.add_xielu_alpha_p([float(act.alpha_p.detach()) for act in activations])
+    writer.add_xielu_alpha_n([float(act.alpha_n.detach()) for act in activations])
+    writer.add_xielu_beta([float(act.beta) for act in activations])
+    writer.add_xielu_eps([float(act.eps) for act in activations])
 
 
 def _quantized(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
@@ -195,7 +314,9 @@ def _add_vocabulary(writer: GGUFWriter) -> None:
 
 
 def _as_stored(name: str, weight: torch.Tensor, config: Any, arch: str) -> torch.Tensor:
-    if arch.startswith("gemma"):
+    if name.endswith(("shared_expert_gate.weight", "e_score_correction_bias")):
+        return weight.flatten()
+    if arch in ("gemma", "gemma2", "gemma3"):
         return weight + 1.0 if "norm" in name else weight
     if arch not in _PERMUTED:
         return weight
@@ -208,14 +329,16 @@ def _as_stored(name: str, weight: torch.Tensor, config: Any, arch: str) -> torch
 
 
 def _gguf_name(name: str, arch: str) -> str:
-    stem, kind = name.rsplit(".", 1)
+    if name.endswith("e_score_correction_bias"):
+        return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
+    stem, kind = (name, "weight") if ".experts." in name else name.rsplit(".", 1)
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
     norms = {
-        "seed_oss": _SEED_NORMS,
+        **dict.fromkeys(("seed_oss", "glm4moe"), _SEED_NORMS),
         "glm4": _GLM_NORMS,
-        **dict.fromkeys(("gemma2", "gemma3", "olmo2", "exaone4"), _GEMMA_NORMS),
+        **dict.fromkeys(("gemma2", "gemma3", "gemma4", "olmo2", "exaone4"), _GEMMA_NORMS),
     }
     names = _PARTS | _FUSED | norms.get(arch, _LLAMA_NORMS)
     return f"blk.{layer}.{names[part]}.{kind}"

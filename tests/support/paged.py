@@ -25,7 +25,8 @@ class PagedRun:
         pages_each = -(-max_len // PAGE_SIZE)
         num_pages = num_seqs * pages_each + 1
         self.model = model
-        self.store = KVStore(kv_format, config.kv_shapes, num_pages)
+        device = model.ops.device
+        self.store = KVStore(kv_format, config.kv_shapes, num_pages, device=device)
         scattered = torch.randperm(num_pages, generator=torch.Generator().manual_seed(3))
         self.pages = scattered[: num_seqs * pages_each].view(num_seqs, pages_each)
         self.lengths = [0] * num_seqs

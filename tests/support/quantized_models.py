@@ -35,6 +35,7 @@ GPTQ_SETTINGS = {
     "sym": False,
     "quant_method": "gptq",
 }
+ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight")  # never quantized
 # Groups of stored rows by in_features; these are the values that occur with the sizes above.
 GROUPS = {
     64: [(6, 32), (4, 32)],
@@ -50,7 +51,8 @@ def quantize(
     tensors = load_file(folder / "model.safetensors")
     pieces: dict[str, Pieces] = {}
     for name, weight in list(tensors.items()):
-        if weight.dim() == 2 and "embed" not in name:
+        is_plain = "embed" in name or name.endswith(ROUTERS)
+        if weight.dim() == 2 and not is_plain:
             stem = name.removesuffix(".weight")
             pieces[stem] = make(weight.shape[1], weight.shape[0])
             del tensors[name]

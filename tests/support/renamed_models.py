@@ -30,7 +30,7 @@ def as_yi(folder: Path) -> Path:
     )
 
 
-_INTERNLM2 = {
+INTERNLM2_NAMES = {
     "embed_tokens": "tok_embeddings",
     "lm_head": "output",
     "self_attn.o_proj": "attention.wo",
@@ -55,7 +55,7 @@ def as_internlm2(folder: Path) -> Path:
                 fused = torch.cat(split, 1).reshape(-1, *values.shape[1:])
                 found[name.replace("self_attn.q_proj", "attention.wqkv")] = fused
             elif not any(f"self_attn.{part}_proj" in name for part in "kv"):
-                found[_renamed(name, _INTERNLM2)] = values.clone()
+                found[_renamed(name, INTERNLM2_NAMES)] = values.clone()
         return found
 
     return _rewrite(

@@ -1,4 +1,4 @@
-"""Reference values of quantized columns, computed bit by bit in numpy from `ops/quantized.py`.
+"""Reference values of columns of matrices, computed bit by bit in numpy from `ops/weights.py`.
 
 Shares no code with the codecs or the op tables, so that a mistake there and one here do not cancel.
 Products and sums are float64, which stands for a table without rounding.
@@ -11,7 +11,13 @@ import numpy as np
 from torch import Tensor
 
 from exl_core.formats.codecs.runtime import RuntimeMatrix
-from exl_core.ops.quantized import QuantColumns, QuantLayout
+from exl_core.ops.weights import (
+    DenseColumns,
+    GroupedColumns,
+    GroupedLayout,
+    WeightColumns,
+    WeightLayout,
+)
 
 IQ4_NL = np.array(gguf.quants.IQ4_NL.kvalues, dtype=np.float64)  # of another implementation
 E4M3 = np.array(  # number of each byte: sign, 4 bits of exponent, 3 of mantissa
@@ -33,8 +39,12 @@ def evaluate(matrix: RuntimeMatrix, step: int = 32) -> np.ndarray:
     return np.concatenate(parts, axis=1)
 
 
-def weights(layout: QuantLayout, columns: QuantColumns) -> np.ndarray:
+def weights(layout: WeightLayout, columns: WeightColumns) -> np.ndarray:
     """float64 [in_features, columns], in the order of the input features (permutation undone)."""
+    if isinstance(columns, DenseColumns):
+        assert columns.weight.dtype is layout.dtype
+        return columns.weight.double().numpy().T
+    assert isinstance(layout, GroupedLayout)
     stored = _ggml(columns) if columns.packing in GGML_CODES else _grouped(layout, columns)
     if layout.features is None:
         return stored
@@ -44,7 +54,7 @@ def weights(layout: QuantLayout, columns: QuantColumns) -> np.ndarray:
     return by_feature
 
 
-def _grouped(layout: QuantLayout, columns: QuantColumns) -> np.ndarray:
+def _grouped(layout: GroupedLayout, columns: GroupedColumns) -> np.ndarray:
     codes = _codes(layout, columns)
     if columns.source_rows is not None:
         codes = codes[columns.source_rows.numpy()]
@@ -57,10 +67,10 @@ def _grouped(layout: QuantLayout, columns: QuantColumns) -> np.ndarray:
     for run in layout.runs:
         for _ in range(run.groups):
             part = codes[row : row + run.rows].astype(np.float64)
-            if layout.values != "integers":
-                numbers = E4M3 if layout.values == "e4m3" else IQ4_NL
+            if not layout.has_integers:
+                numbers = E4M3 if layout.formula == "e4m3" else IQ4_NL
                 stored[row : row + run.rows] = scales[group] * numbers[part.astype(np.int64)]
-            elif layout.offset == "minimums":
+            elif layout.formula == "minimums":
                 assert offsets is not None
                 stored[row : row + run.rows] = scales[group] * part + offsets[group]
             else:
@@ -71,7 +81,7 @@ def _grouped(layout: QuantLayout, columns: QuantColumns) -> np.ndarray:
     return stored
 
 
-def _codes(layout: QuantLayout, columns: QuantColumns) -> np.ndarray:
+def _codes(layout: GroupedLayout, columns: GroupedColumns) -> np.ndarray:
     """Codes [rows of the file, columns]."""
     if columns.packing == "bytes":
         return columns.codes.numpy()
@@ -92,7 +102,7 @@ def _stream(words: Tensor, widths: list[int]) -> list[int]:
     return codes
 
 
-def _ggml(columns: QuantColumns) -> np.ndarray:
+def _ggml(columns: GroupedColumns) -> np.ndarray:
     bits, factors = GGML_CODES[columns.packing]
     size = 2 * factors + 4 * bits
     blocks = columns.codes.numpy().reshape(columns.codes.shape[0], -1, size)

@@ -96,6 +96,18 @@ class ScriptedShape:
     kv_shapes: tuple[KVShape, ...] = (KVShape(1, 1),)
 
 
+@dataclass(frozen=True, slots=True)
+class ScriptedStage:
+    """All layers of a model that follows a rule, on one device."""
+
+    ops: OpTable
+    layers: range
+
+    @staticmethod
+    def receive(x: Tensor) -> Tensor:
+        return x
+
+
 @dataclass
 class ScriptedModel:
     """Model that follows `rule`.
@@ -110,9 +122,22 @@ class ScriptedModel:
     failure: BaseException | None = None
     ops: OpTable = field(default_factory=lambda: get_table("reference", threads=1))
 
+    def check_loaded(self) -> None:
+        """A scripted model has no weights."""
+
     @property
     def is_streamed(self) -> bool:
         return False
+
+    @property
+    def stages(self) -> tuple[ScriptedStage, ...]:
+        return (ScriptedStage(self.ops, range(len(self.config.kv_shapes))),)
+
+    def run_stage(
+        self, index: int, batch: Batch, store: KVStore, x: Tensor | None = None
+    ) -> Tensor:
+        assert index == 0 and x is None, "the model has one stage"
+        return self.forward(batch, store)
 
     def reserve_positions(self, end: int) -> None:
         """Does nothing: the rule has no position tables."""

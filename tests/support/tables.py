@@ -10,6 +10,7 @@ import torch
 from exl_core.arch.layers import KVShape
 from exl_core.ops.open import get_table
 from exl_core.tokenizer.base import ControlIds, Tokenizer
+from support.scripted import ScriptedStage
 
 VOCAB_SIZE = 260
 BOS = 256
@@ -45,6 +46,10 @@ class TableModel:
             kv_shapes=(KVShape(1, 8),),
         )
         self.ops = get_table("reference", threads=1)
+        self.stages = (ScriptedStage(self.ops, range(1)),)
+
+    def check_loaded(self) -> None:
+        """The table is never unloaded."""
 
     def forward(self, batch: Any, store: Any) -> torch.Tensor:
         return self.table[batch.token_ids[batch.logit_rows]]
@@ -63,6 +68,7 @@ def loaded_with(table: torch.Tensor, tokenizer: Tokenizer | None = None) -> Any:
         config=model.config,
         tokenizer=tokenizer or ByteTokenizer(),
         name="table",
+        label="table",
         weights_bytes=table.nbytes,
         exact=False,
     )

@@ -20,6 +20,8 @@ from transformers import (
     Cohere2ForCausalLM,
     CohereConfig,
     CohereForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
     Exaone4Config,
@@ -34,20 +36,30 @@ from transformers import (
     GemmaForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -60,8 +72,12 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     SeedOssConfig,
@@ -88,6 +104,9 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+
+
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
 
 def tiny_llama(**changes: Any) -> LlamaForCausalLM:
@@ -117,6 +136,65 @@ def tiny_qwen2(**changes: Any) -> Qwen2ForCausalLM:
 
 def tiny_qwen3(**changes: Any) -> Qwen3ForCausalLM:
     return _randomized(Qwen3ForCausalLM(Qwen3Config(**{**_COMMON, **changes})))
+
+
+def tiny_qwen3_moe(**changes: Any) -> Qwen3MoeForCausalLM:
+    """Layer 1 is dense."""
+    defaults = {
+        **_COMMON,
+        "num_hidden_layers": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    }
+    return _randomized(Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**defaults, **changes})))
+
+
+def tiny_qwen2_moe(**changes: Any) -> Qwen2MoeForCausalLM:
+    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16, **_EXPERTS, "num_experts": 8}
+    defaults["shared_expert_intermediate_size"] = 56
+    return _randomized(Qwen2MoeForCausalLM(Qwen2MoeConfig(**{**defaults, **changes})))
+
+
+def tiny_glm4_moe(**changes: Any) -> Glm4MoeForCausalLM:
+    """Layer 0 is dense."""
+    defaults = {
+        **{**_COMMON, **_EXPERTS, "head_dim": 24, "n_routed_experts": 8},
+        **{"attention_bias": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1},
+    }
+    return _randomized(Glm4MoeForCausalLM(Glm4MoeConfig(**{**defaults, **changes})))
+
+
+def tiny_ernie_moe(**changes: Any) -> Ernie4_5_MoeForCausalLM:
+    """Layer 0 is dense."""
+    defaults = {**_COMMON, "moe_intermediate_size": 40, "moe_k": 3, "moe_num_experts": 8}
+    return _randomized(Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**{**defaults, **changes})))
+
+
+def tiny_hunyuan_moe(**changes: Any) -> HunYuanMoEV1ForCausalLM:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+    defaults = {**_COMMON, "rope_parameters": rope, "num_experts": 8, "moe_topk": 3}
+    return _randomized(HunYuanMoEV1ForCausalLM(HunYuanMoEV1Config(**{**defaults, **changes})))
+
+
+def tiny_minimax_m2(**changes: Any) -> MiniMaxM2ForCausalLM:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.6}
+    defaults = {**_COMMON, "rope_parameters": rope, "num_local_experts": 8}
+    defaults["num_experts_per_tok"] = 3
+    return _randomized(MiniMaxM2ForCausalLM(MiniMaxM2Config(**{**defaults, **changes})))
+
+
+def tiny_granite_moe(**changes: Any) -> GraniteMoeForCausalLM:
+    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16, **GRANITE_MULTIPLIERS}
+    defaults |= {"num_local_experts": 6, "num_experts_per_tok": 2}
+    return _randomized(GraniteMoeForCausalLM(GraniteMoeConfig(**{**defaults, **changes})))
+
+
+def tiny_mixtral(**changes: Any) -> MixtralForCausalLM:
+    defaults = {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return _randomized(MixtralForCausalLM(MixtralConfig(**{**defaults, **changes})))
 
 
 def tiny_seed_oss(**changes: Any) -> SeedOssForCausalLM:
@@ -174,18 +252,18 @@ def tiny_glm4(**changes: Any) -> Glm4ForCausalLM:
     return _randomized(Glm4ForCausalLM(Glm4Config(**{**defaults, **changes})))
 
 
-def tiny_pixtral() -> LlavaForConditionalGeneration:
+def tiny_pixtral(**changes: Any) -> LlavaForConditionalGeneration:
     vision = PixtralVisionConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
-    text = MistralConfig(**_COMMON, sliding_window=None)
+    text = MistralConfig(**{**_COMMON, "sliding_window": None, **changes})
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=299)
     return _randomized(LlavaForConditionalGeneration(config))
 
 
-def tiny_qwen2_5_vl() -> Qwen2_5_VLForConditionalGeneration:
+def tiny_qwen2_5_vl(**changes: Any) -> Qwen2_5_VLForConditionalGeneration:
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
-    text = {**_COMMON, "hidden_size": 96, "head_dim": 16, "rope_parameters": rope}
+    text = {**_COMMON, "hidden_size": 96, "head_dim": 16, "rope_parameters": rope, **changes}
     vision: dict[str, Any] = {
         "hidden_size": 16,
         "intermediate_size": 16,
@@ -197,16 +275,16 @@ def tiny_qwen2_5_vl() -> Qwen2_5_VLForConditionalGeneration:
     return _randomized(Qwen2_5_VLForConditionalGeneration(config))
 
 
-def tiny_qwen3_vl() -> Qwen3VLForConditionalGeneration:
+def tiny_qwen3_vl(**changes: Any) -> Qwen3VLForConditionalGeneration:
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 3, 3]}
-    text = {**_COMMON, "rope_parameters": {**rope, "mrope_interleaved": True}}
+    text = {**_COMMON, "rope_parameters": {**rope, "mrope_interleaved": True}, **changes}
     vision: dict[str, Any] = {
         "hidden_size": 16,
         "intermediate_size": 16,
         "depth": 1,
         "num_heads": 2,
     }
-    vision |= {"out_hidden_size": 72, "deepstack_visual_indexes": [0]}
+    vision |= {"out_hidden_size": text["hidden_size"], "deepstack_visual_indexes": [0]}
     vision |= {"num_position_embeddings": 16}
     config = Qwen3VLConfig(text_config=text, vision_config=vision)
     return _randomized(Qwen3VLForConditionalGeneration(config))
@@ -326,9 +404,9 @@ def tiny_arcee(**changes: Any) -> ArceeForCausalLM:
     return _randomized(ArceeForCausalLM(ArceeConfig(**{**_COMMON, **changes})))
 
 
-def tiny_orion() -> LlamaForCausalLM:
+def tiny_orion(**changes: Any) -> LlamaForCausalLM:
     """A Llama whose norms are LayerNorms with a bias."""
-    model = LlamaForCausalLM(LlamaConfig(**_COMMON))
+    model = LlamaForCausalLM(LlamaConfig(**{**_COMMON, **changes}))
     for module in (*model.model.layers, model.model):
         for name, part in list(module.named_children()):
             if "norm" in name:
@@ -342,10 +420,10 @@ class _NormedHead(torch.nn.Linear):
         return torch.nn.functional.linear(x, torch.nn.functional.normalize(self.weight))
 
 
-def tiny_index() -> LlamaForCausalLM:
+def tiny_index(**changes: Any) -> LlamaForCausalLM:
     """A Llama whose head is normalized by row."""
-    model = LlamaForCausalLM(LlamaConfig(**_COMMON))
-    model.lm_head = _NormedHead(72, VOCAB_SIZE, bias=False)
+    model = LlamaForCausalLM(LlamaConfig(**{**_COMMON, **changes}))
+    model.lm_head = _NormedHead(model.config.hidden_size, VOCAB_SIZE, bias=False)
     return _randomized(model)
 
 
@@ -359,6 +437,9 @@ def _randomized(model: Any) -> Any:
                 parameter.copy_(noise * 0.2 if "bias" in name else parameter + noise * 0.2)
             else:
                 parameter.copy_(noise * 1.2 / parameter.shape[-1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     return model.eval()
 
 

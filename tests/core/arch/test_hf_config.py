@@ -83,6 +83,10 @@ REFUSED = {
         {"architectures": ["LlamaForCausalML"]},
         "nearest name is 'LlamaForCausalLM'",
     ),
+    "gemma-3n": (
+        {"architectures": ["Gemma3nForConditionalGeneration"]},
+        "Gemma3nForConditionalGeneration.*embeddings of their own.*share keys and values",
+    ),
     "language-model": (
         {
             "architectures": ["Mistral3ForConditionalGeneration"],
@@ -155,6 +159,10 @@ BROKEN = {
     "heads": ({"num_key_value_heads": 3}, "shared out evenly"),
     "eos-outside": ({"eos_token_id": 100}, "outside the vocabulary"),
     "odd-head": ({"head_dim": 15}, "even number"),
+    "ntk-of-two": (
+        {"head_dim": 2, "rope_scaling": {"rope_type": "dynamic", "alpha": 8.0, "factor": 1.0}},
+        "even number",
+    ),
     "llama3-bands": (
         {
             "rope_scaling": {

@@ -12,10 +12,12 @@ import torch
 from gguf import MODEL_ARCH, get_tensor_name_map
 
 from exl_core.arch.layers import NormPlacement
-from exl_core.arch.modules import Kind, ModuleTable, RowOrder, Shard, module_table
+from exl_core.arch.modules import Kind, ModuleTable, Shard, module_table
 from exl_core.arch.names import GGUF, HF
+from exl_core.arch.places import RowPermutation
 from exl_core.errors import UnsupportedModelError
 from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.containers.source import StoredTensor
 from exl_core.session.open import open_checkpoint
 from support.mixed_model import CONFIG
 from support.renamed_models import as_internlm2
@@ -25,21 +27,29 @@ from support.tiny_models import (
     tiny_cohere,
     tiny_cohere2,
     tiny_ernie,
+    tiny_ernie_moe,
     tiny_exaone4,
     tiny_gemma,
     tiny_gemma2,
     tiny_gemma3,
     tiny_gemma4,
     tiny_glm4,
+    tiny_glm4_moe,
     tiny_granite,
     tiny_granite4,
+    tiny_granite_moe,
     tiny_hunyuan,
+    tiny_hunyuan_moe,
     tiny_llama,
+    tiny_minimax_m2,
     tiny_mistral,
+    tiny_mixtral,
     tiny_olmo3,
     tiny_phi3,
     tiny_qwen2,
+    tiny_qwen2_moe,
     tiny_qwen3,
+    tiny_qwen3_moe,
     tiny_seed_oss,
     tiny_smollm3,
     tiny_starcoder2,
@@ -66,6 +76,14 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "cohere2": (tiny_cohere2, {}),
     "starcoder2": (tiny_starcoder2, {}),
     "arcee": (tiny_arcee, {}),
+    "qwen3moe": (tiny_qwen3_moe, {}),
+    "mixtral": (tiny_mixtral, {}),
+    "qwen2moe": (tiny_qwen2_moe, {}),
+    "glm4moe": (tiny_glm4_moe, {"use_qk_norm": True}),
+    "ernie4_5-moe": (tiny_ernie_moe, {}),
+    "hunyuan-moe": (tiny_hunyuan_moe, {}),
+    "minimax-m2": (tiny_minimax_m2, {}),
+    "granitemoe": (tiny_granite_moe, {}),
     "gemma": (tiny_gemma, {}),
     "gemma2": (tiny_gemma2, {}),
     "gemma3": (tiny_gemma3, {}),
@@ -101,14 +119,15 @@ def test_rows_cover_every_tensor_of_transformers(tmp_path: Path, family: str) ->
     for row in table.rows:
         place = next(place for place in row.safetensors if place.name in source.tensors)
         stored = source.tensors[place.name]
-        assert stored.shape == (place.num_rows, *row.shape[1:]), row.name
+        assert stored.num_rows == place.num_rows or row.kind is Kind.ROUTER_BIAS, row.name
+        assert stored.shape[-1:] == row.shape[-1:], row.name
         last = place.first_row + row.shape[0]
         covered.setdefault(place.name, []).append((place.first_row, last))
     assert covered.keys() == source.tensors.keys()
     for name, ranges in covered.items():
         ends = [last for _, last in sorted(ranges)]
         assert [first for first, _ in sorted(ranges)] == [0, *ends[:-1]], name
-        assert ends[-1] == source.tensors[name].shape[0], name
+        assert ends[-1] == source.tensors[name].num_rows or "correction_bias" in name
     assert table.is_tied == family.startswith(
         ("llama-tied", "gemma", "ernie", "smollm", "co", "star")
     )
@@ -132,14 +151,14 @@ def test_every_tensor_of_a_real_gguf_file_is_used(smollm2_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rotary_dim", [20, 12, 4])
-def test_row_orders_are_those_of_other_writers_in_both_directions(rotary_dim: int) -> None:
+def test_row_permutations_are_those_of_other_writers_in_both_directions(rotary_dim: int) -> None:
     heads, size = 3, 20
     weight = torch.arange(heads * size).view(heads, size)
     rotated = weight[:, :rotary_dim].reshape(heads, 2, rotary_dim // 2).transpose(1, 2)
     stored = torch.cat([rotated.reshape(heads, -1), weight[:, rotary_dim:]], 1).view(-1)
-    order = RowOrder(heads, size, rotary_dim)
-    assert torch.equal(stored[order.stored_rows()], weight.view(-1))
-    assert torch.equal(weight.view(-1)[order.model_rows()], stored)
+    permutation = RowPermutation(heads, size, rotary_dim)
+    assert torch.equal(stored[permutation.stored_rows()], weight.view(-1))
+    assert torch.equal(weight.view(-1)[permutation.model_rows()], stored)
 
 
 def test_rows_fused_by_groups_of_heads_are_found(tmp_path: Path) -> None:
@@ -200,3 +219,32 @@ def test_a_layer_whose_tensors_the_family_does_not_name_is_refused() -> None:
     assert CONFIG.layers[1].norms is NormPlacement.SANDWICH
     with pytest.raises(UnsupportedModelError, match="no name for the tensor of role 'attention_po"):
         ModuleTable(replace(CONFIG, arch=arch))
+
+
+def test_locating_experts_takes_time_linear_in_their_number(tmp_path: Path) -> None:
+    """Counts look-ups of names instead of seconds."""
+    counts = []
+    for experts in (8, 32):
+        model = tiny_qwen3_moe(num_experts=experts, moe_intermediate_size=8)
+        source, config, _ = open_checkpoint(save(model, tmp_path / str(experts)))
+        names = _CountedNames(source.tensors)
+        source.tensors = names
+        Checkpoint(source, config)
+        counts.append(names.look_ups)
+    assert counts[1] <= 4 * counts[0]
+
+
+class _CountedNames(dict[str, StoredTensor]):
+    look_ups = 0
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.look_ups += 1
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self.look_ups += 1
+        return super().__contains__(name)
+
+    def values(self) -> Any:
+        self.look_ups += len(self)
+        return super().values()

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from exl_core.arch.hf_config import read_hf_config
+from exl_core.arch.layers import Dense, MoE
 from support.model_configs import LLAMA, windows, write
 from support.published_configs import LATER_FAMILIES
+from support.published_moe_configs import MOE_FAMILIES
 
 # Published models: keys of their configurations besides the sizes, and the resulting values.
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -125,7 +127,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-PUBLISHED |= LATER_FAMILIES
+PUBLISHED |= LATER_FAMILIES | MOE_FAMILIES
 
 
 @pytest.mark.parametrize("changes, expected", PUBLISHED.values(), ids=PUBLISHED)
@@ -134,6 +136,8 @@ def test_published_configurations_of_each_family(
 ) -> None:
     config = read_hf_config(write(tmp_path, {**LLAMA, "num_hidden_layers": 3}, **changes))
     attention, rope = config.layers[0].attention, config.ropes[0]
+    parts = [layer.feed_forward for layer in config.layers]
+    experts = [part for part in parts if isinstance(part, MoE)]
     found = {
         "windows": windows(config),
         "base": rope.base,
@@ -150,7 +154,13 @@ def test_published_configurations_of_each_family(
         "yarn": (rope.factor, pytest.approx(rope.attention_factor)),
         "temperature": attention.temperature,
         "multipliers": pytest.approx(astuple(config.multipliers)),
-        "inner": config.layers[0].dense.intermediate_size,
+        "inner": parts[0].inner_size,
+        "experts": next(
+            ((e.router.top_k, e.router.num_experts, e.intermediate_size) for e in experts), None
+        ),
+        "router": experts[0].router if experts else None,
+        "shared": experts[0].shared if experts else None,
+        "dense": [index for index, part in enumerate(parts) if isinstance(part, Dense)],
         "bias": (attention.has_qkv_bias, attention.has_output_bias),
         "head_dim": attention.head_dim,
         "kv_size": attention.kv_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from exl_core.arch.rope import inverse_frequencies
+from exl_core.arch.rope import inverse_frequencies, ntk_base
 from exl_core.arch.spec import RopeConfig, RopeMethod
 
 BASE, DIM, NATIVE = 10000.0, 64, 256
@@ -52,3 +53,8 @@ def test_alpha_divides_the_slowest_frequency_and_keeps_the_fastest() -> None:
     scaled, _ = inverse_frequencies(RopeConfig(base=BASE, rotary_dim=DIM, alpha=4.0))
     assert scaled[0] == plain[0] == 1.0
     assert plain[-1] / scaled[-1] == pytest.approx(4.0)
+
+
+def test_an_alpha_beyond_floats_gives_an_infinite_base() -> None:
+    assert ntk_base(BASE, 1e300, DIM) == math.inf
+    assert ntk_base(BASE, 4.0, 2) == BASE  # a dimension that the checks refuse

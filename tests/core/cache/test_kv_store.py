@@ -104,6 +104,16 @@ def test_layers_that_cache_nothing_take_no_memory() -> None:
         KVStore(KVFormat.FP16, [None], num_pages=3)
 
 
+def test_a_store_of_inference_mode_is_used_outside_of_it() -> None:
+    """A program may load its model and make its cache in torch.inference_mode."""
+    with torch.inference_mode():
+        store = KVStore(KVFormat.FP16, [KVShape(2, 32)], num_pages=3)
+        tensors_of(store)[0][0] = 1
+    store.copy_pages([PageCopy(0, 1, 256)])
+    store.move_pages([(1, 2)])
+    assert bool((tensors_of(store)[0][2] == 1).all())
+
+
 def numbered_store(kv_format: KVFormat, num_pages: int) -> tuple[KVStore, dict[int, int]]:
     """A store whose page i has all bytes i + 1 in all layers, and a dict with the same values."""
     store = KVStore(kv_format, [KVShape(2, 32)] * 2, num_pages)

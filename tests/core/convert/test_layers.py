@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
-from exl_core.convert.layers import LayerSource, as_factor, embed_rows, read_layer, stored_norm
+from exl_core.convert.layers import LayerSource, as_factor, embed_rows, read_layer, stored_vector
 from exl_core.convert.passes import LayerFunction
 from exl_core.errors import WeightValueError
 from exl_core.formats.checkpoint import Checkpoint
@@ -51,7 +51,7 @@ def test_layers_match_transformers(tmp_path: Path, build: Callable[..., Any]) ->
         x = expected[0]
         for layer in range(config.num_layers):
             source = read_layer(checkpoint, config, layer, CPU)
-            y = LayerFunction(config, layer, source.norms(), plain_product(source))(x)
+            y = LayerFunction(config, layer, source.vectors(), plain_product(source))(x)
             last = layer == config.num_layers - 1
             if last:  # transformers' last state is already normalized
                 y = rms_norm(y, y.shape[-1:], checkpoint.norm(FINAL_NORM), config.norm_eps)
@@ -63,7 +63,7 @@ def test_compute_type_products_are_close(tmp_path: Path) -> None:
     checkpoint, config = opened(save(tiny_llama(**SIZES), tmp_path))
     source = read_layer(checkpoint, config, 1, CPU)
     x = torch.randn(1, 20, config.hidden_size, generator=torch.Generator().manual_seed(1))
-    plain = LayerFunction(config, 1, source.norms(), plain_product(source))
+    plain = LayerFunction(config, 1, source.vectors(), plain_product(source))
     exact, fast = plain(x), plain.with_product(source.products())(x)
     assert (exact - fast).norm() < 0.02 * (exact - x).norm()
 
@@ -88,7 +88,7 @@ def test_stored_norms_round_trip(tmp_path: Path, build: Callable[..., Any]) -> N
     for role, row in source.rows.items():
         if row.is_norm:
             factor = source.tensors[row.name]
-            stored = stored_norm(row, factor)
+            stored = stored_vector(row, factor)
             assert stored.dtype is torch.float16
             assert stored.dim() == (2 if role in ("q_norm", "k_norm") else 1)
             assert (as_factor(row, stored) - factor).abs().max() < 2e-3

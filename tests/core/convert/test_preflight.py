@@ -30,7 +30,7 @@ from exl_core.errors import (
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.session.open import open_checkpoint
 from support import tiny_models
-from support.conversions import SHAPE, conversion, hooks, recorder, run
+from support.conversions import conversion, hooks, recorder, run
 from support.profiles import first_by_default
 from support.quantized_models import quantized_llama
 
@@ -105,19 +105,6 @@ def test_quantized_source_is_refused(tmp_path: Path) -> None:
 def test_other_quantized_sources_are_dequantized(tmp_path: Path, method: str) -> None:
     source = quantized_llama(method, tmp_path / "source")
     assert not list(preflight.model_problems(source, *open_checkpoint(source)))
-
-
-def test_language_model_inside_larger_model_is_refused(tmp_path: Path, source_dir: Path) -> None:
-    model = tiny_models.tiny_gemma3(**SHAPE)
-    source = tiny_models.save(model, tmp_path / "source")
-    tensors = load_file(source / "model.safetensors")
-    save_file(
-        {f"language_model.{name}": tensor for name, tensor in tensors.items()},
-        source / "model.safetensors",
-    )
-    error = refused(source, tmp_path)
-    assert "part of a larger one" in str(error)
-    assert error.exit_code == ModelError.exit_code
 
 
 def test_source_without_tokenizer_is_refused(source_dir: Path, tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from exl_core.convert import side_files
-from exl_core.errors import ConfigError, TokenizerError
+from exl_core.errors import ConfigError, TokenizerError, UnsupportedModelError
 from exl_core.session.open import open_checkpoint
 from support import tiny_models
+from support.gguf_families import EXPERTS, GGUF_FAMILIES
 from support.gguf_models import write_gguf
 
 SHAPE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
@@ -37,3 +38,59 @@ def test_changed_config_or_tokenizer_is_an_error(tmp_path: Path) -> None:
     )  # a tokenizer without the merge of 'ab'
     with pytest.raises(TokenizerError, match="differently"):
         side_files.check(folder, gguf, source, config)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in GGUF_FAMILIES if name not in (*EXPERTS, "apertus")]
+)
+def test_a_written_configuration_reads_back_the_same(tmp_path: Path, name: str) -> None:
+    arch, build = GGUF_FAMILIES[name]
+    gguf = write_gguf(build(), tmp_path / "tiny.gguf", arch=arch)
+    source, config, _ = open_checkpoint(gguf)
+    files = side_files.collect(gguf, source, config, {"quant_method": "exl2"})
+
+    files.write(tmp_path)
+
+    side_files.check(tmp_path, gguf, source, config)
+
+
+def test_numbers_in_the_metadata_alone_are_refused(tmp_path: Path) -> None:
+    gguf = write_gguf(GGUF_FAMILIES["apertus"][1](), tmp_path / "tiny.gguf")
+    source, config, _ = open_checkpoint(gguf)
+    with pytest.raises(UnsupportedModelError, match="activation's numbers"):
+        side_files.collect(gguf, source, config, {})
+
+
+TEXT = {"hidden_size": 96, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**TEXT, "vision_config": {"depth": 1}, "eos_token_id": 5, "tie_word_embeddings": True},
+        {
+            "text_config": {**TEXT, "eos_token_id": None},
+            "vision_config": {"depth": 1},
+            "eos_token_id": 5,
+            "tie_word_embeddings": True,
+        },
+    ],
+    ids=["flat", "nested"],
+)
+def test_a_language_model_is_written_without_the_larger_model(
+    tmp_path: Path, settings: dict[str, object]
+) -> None:
+    folder = tiny_models.save(tiny_models.tiny_qwen2(**SHAPE), tmp_path / "source")
+    source, config, _ = open_checkpoint(folder)
+    larger = {"architectures": ["Qwen2VLForConditionalGeneration"], **settings}
+    (folder / "config.json").write_text(json.dumps(larger))
+
+    files = side_files.collect(folder, source, config, {"quant_method": "exl2"})
+
+    assert json.loads(files.written["config.json"]) == {
+        **TEXT,
+        "architectures": ["Qwen2ForCausalLM"],
+        "eos_token_id": 5,
+        "tie_word_embeddings": True,
+        "quantization_config": {"quant_method": "exl2"},
+    }

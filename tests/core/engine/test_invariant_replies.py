@@ -1,7 +1,7 @@
 """Logits and replies do not depend on other requests, prompt chunks or drafts: the same bits.
 
-Runs whole models on the CPU, in the mode that promises it. `tests/kernels/test_batch_invariance.py`
-checks the single ops on random shapes.
+Runs whole models in the mode that promises it, on the CPU and on a GPU.
+`tests/kernels/test_batch_invariance.py` checks the single ops on random shapes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,12 +29,22 @@ from support.gguf_models import write_gguf
 from support.paged import PagedRun
 from support.profiles import first_by_default
 from support.quantized_models import SIZES, quantized_llama
-from support.tiny_models import VOCAB_SIZE, converted, save, tiny_gemma2, tiny_gemma3, tiny_llama
+from support.tiny_models import (
+    VOCAB_SIZE,
+    converted,
+    save,
+    tiny_gemma2,
+    tiny_gemma3,
+    tiny_llama,
+    tiny_qwen3_moe,
+)
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-GGUF_TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K"]
+GGUF_TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "IQ4_NL"]
 WINDOWED = {"gemma2": tiny_gemma2, "gemma3": tiny_gemma3}  # and score and logit caps
-CODECS = ["exl2", *DTYPES, "gptq", *WINDOWED, *GGUF_TYPES]
+EXPERTS = {"qwen3-moe": tiny_qwen3_moe}
+FILES = ["gptq", "awq", "compressed-tensors", "fp8"]
+CODECS = ["exl2", *DTYPES, *FILES, *WINDOWED, *EXPERTS, *GGUF_TYPES]
 LENGTHS = (330, 17, 90, 41)  # tokens of each sequence; 330 crosses a page
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
 """Sizes for K types, whose blocks have 256 values."""
@@ -58,6 +69,8 @@ def path_of(codec: str, paths: dict[str, Path]) -> Path:
         elif codec in DTYPES:
             model = tiny_llama(**SIZES)
             paths[codec] = save(converted(model, DTYPES[codec]), folder)
+        elif codec in EXPERTS:
+            paths[codec] = save(EXPERTS[codec](head_dim=32), folder)
         elif codec in WINDOWED:
             paths[codec] = save(WINDOWED[codec](head_dim=32), folder)
         else:
@@ -66,8 +79,10 @@ def path_of(codec: str, paths: dict[str, Path]) -> Path:
 
 
 def loaded(codec: str, isa: str, paths: dict[str, Path]) -> LoadedModel:
-    options = LoadOptions(device="cpu", isa=isa, threads=2, batch_invariant=True)
-    return load_model(str(path_of(codec, paths)), options)
+    """`isa`: an instruction set, or GPU."""
+    on_cpu = LoadOptions(device="cpu", isa=isa, threads=2, batch_invariant=True)
+    on_gpu = LoadOptions(device="cuda", batch_invariant=True)
+    return load_model(str(path_of(codec, paths)), on_gpu if isa == GPU else on_cpu)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -125,6 +140,7 @@ def check_logits(model: Transformer, kv_format: KVFormat) -> None:
             assert same_bits(one, other)
 
 
+GPU = "gpu"
 ISAS = available_isas()
 FAST_ISAS = ISAS[1:] or ISAS  # the first is scalar
 FORMATS = list(KVFormat)
@@ -140,10 +156,22 @@ OTHER_CASES += [
     for (i, codec), (j, isa) in product(enumerate(CODECS), enumerate(ISAS))
     if isa != FAST_ISAS[i % len(FAST_ISAS)]
 ]
+GPU_CASES = [
+    *(("exl2", kv_format, GPU) for kv_format in FORMATS),
+    *((codec, FORMATS[i % len(FORMATS)], GPU) for i, codec in enumerate(CODECS)),
+]
+
+
+def on_gpu(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.cuda)
 
 
 @pytest.mark.parametrize(
-    ("codec", "kv_format", "isa"), first_by_default([*CASES, *OTHER_CASES], len(CASES))
+    ("codec", "kv_format", "isa"),
+    [
+        *first_by_default([*CASES, *OTHER_CASES], len(CASES)),
+        *(on_gpu(*case) for case in GPU_CASES),
+    ],
 )
 def test_logits_do_not_depend_on_the_batch(
     paths: dict[str, Path], codec: str, kv_format: KVFormat, isa: str
@@ -176,7 +204,7 @@ def replies(
 
 
 @pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.Q4])
-@pytest.mark.parametrize("isa", first_by_default(reversed(ISAS), len(FAST_ISAS)))
+@pytest.mark.parametrize("isa", [*first_by_default(reversed(ISAS), len(FAST_ISAS)), on_gpu(GPU)])
 def test_greedy_replies_do_not_depend_on_neighbours_or_drafts(
     paths: dict[str, Path], isa: str, kv_format: KVFormat
 ) -> None:

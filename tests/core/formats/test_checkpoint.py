@@ -20,6 +20,7 @@ from exl_core.formats import quantized
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.codecs.runtime import RuntimeMatrix
 from exl_core.ops.open import get_table
+from exl_core.ops.weights import DenseColumns, GroupedLayout
 from exl_core.session.open import open_checkpoint
 from support.gguf_models import write_gguf
 from support.quantized_models import (
@@ -51,6 +52,10 @@ def edit(folder: Path, **changes: torch.Tensor | None) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+def is_grouped(checkpoint: Checkpoint, name: str) -> bool:
+    return checkpoint.rows[name].is_matrix and isinstance(checkpoint.layout(name), GroupedLayout)
+
+
 def read_all(folder: Path) -> None:
     checkpoint = Checkpoint(*open_checkpoint(folder))
     for name in checkpoint.stored:
@@ -80,18 +85,20 @@ def test_non_finite_values_are_counted(folder: Path, name: str, value: float) ->
         read_all(folder)
 
 
-def test_chunks_are_checked_after_the_move(folder: Path) -> None:
-    checkpoint = Checkpoint(*open_checkpoint(folder))
+def test_dense_columns_are_checked_after_the_move(folder: Path) -> None:
+    matrix = Checkpoint(*open_checkpoint(folder)).matrix(GATE)
     moved: list[torch.Tensor] = []
 
     def double(values: torch.Tensor) -> torch.Tensor:
         moved.append(values * 2)
         return moved[-1]
 
-    chunks = list(checkpoint.chunks(GATE, torch.float32, values=72 * 32, move=double))
-    assert [chunk.values is one for chunk, one in zip(chunks, moved, strict=True)] == [True] * 4
-    with pytest.raises(WeightValueError, match=rf"{GATE}.*8064 values that are NaN or infinite"):
-        next(checkpoint.chunks(GATE, torch.float32, move=lambda values: values / 0))
+    columns = matrix.columns(32, 64, double)
+    assert isinstance(columns, DenseColumns)
+    assert columns.weight is moved[0]
+    assert torch.equal(columns.weight, 2 * load_file(folder / "model.safetensors")[GATE][32:64])
+    with pytest.raises(WeightValueError, match=rf"{GATE}.*2304 values that are NaN or infinite"):
+        matrix.columns(0, 32, lambda values: values / 0)
 
 
 def test_finite_values_whose_sum_overflows_are_accepted(folder: Path) -> None:
@@ -170,7 +177,7 @@ def test_packed_bytes_match_the_op_tables_matrix(
     place = replace(gate.written, num_rows=columns)
     gate = replace(gate, shape=(columns, 64), safetensors=(place,))
     checkpoint = Checkpoint(*opened, rows=[gate])
-    packed = get_table("cpu", threads=1).new_quantized(checkpoint.quantized(GATE).layout)
+    packed = get_table("cpu", threads=1).new_linear(checkpoint.matrix(GATE).layout)
     permutation_bytes = 64 * 4  # int32 per input feature
     assert packed.size_bytes - permutation_bytes <= checkpoint.packed_bytes <= packed.size_bytes
 
@@ -180,7 +187,7 @@ def test_a_scalar_in_place_of_codes_is_refused(tmp_path: Path) -> None:
     quantize(folder, {"quant_method": "exl2"}, exl2_pieces)
     edit(folder, **{GATE.replace("weight", "q_weight"): torch.tensor(1, dtype=torch.int32)})
     checkpoint = Checkpoint(*open_checkpoint(folder))
-    for read in (checkpoint.quantized, checkpoint.group_runs, lambda _: checkpoint.packed_bytes):
+    for read in (checkpoint.matrix, checkpoint.group_runs, lambda _: checkpoint.packed_bytes):
         with pytest.raises(WeightShapeError, match=r"gate_proj: tensor 'q_weight' has an imposs"):
             read(GATE)
 
@@ -191,7 +198,7 @@ def test_matrices_opened_ahead_are_returned_once(
     folder = save(tiny_llama(**SIZES), tmp_path)
     quantize(folder, {"quant_method": "exl2"}, exl2_pieces)
     checkpoint = Checkpoint(*open_checkpoint(folder))
-    names = [name for name in checkpoint.stored if checkpoint.is_quantized(name)]
+    names = [name for name in checkpoint.stored if is_grouped(checkpoint, name)]
     opened: list[str] = []
 
     def open_matrix(source: Any, matrix: Any, *others: Any) -> RuntimeMatrix:
@@ -200,9 +207,9 @@ def test_matrices_opened_ahead_are_returned_once(
 
     monkeypatch.setattr(checkpoint_module, "open_matrix", open_matrix)
     checkpoint.open_ahead(until=lambda: False)
-    ahead = [checkpoint.quantized(name) for name in names]
+    ahead = [checkpoint.matrix(name) for name in names]
     assert sorted(opened) == sorted(name.removesuffix(".weight") for name in names)
-    later = [checkpoint.quantized(name) for name in names]
+    later = [checkpoint.matrix(name) for name in names]
     assert len(opened) == 2 * len(names)
     for one, other in zip(ahead, later, strict=True):
         assert np.array_equal(evaluate(one), evaluate(other))
@@ -224,13 +231,12 @@ def test_codes_and_exact_values_have_the_same_order(tmp_path: Path, kind: str) -
     model = tiny_llama(**sizes, intermediate_size=256, num_hidden_layers=1, attention_bias=True)
     path = write_gguf(model, tmp_path / "m.gguf", GGMLQuantizationType[kind])
     checkpoint = Checkpoint(*open_checkpoint(path))
-    assert checkpoint.is_quantized("model.layers.0.self_attn.q_proj.weight")
-    assert not checkpoint.is_quantized("model.norm.weight")
+    assert is_grouped(checkpoint, "model.layers.0.self_attn.q_proj.weight")
     for name, tensor in checkpoint.stored.items():
         if len(tensor.shape) != 2:
             continue
         exact = torch.cat([chunk.values for chunk in checkpoint.chunks(name, torch.float32)])
-        matrix = checkpoint.quantized(name)
+        matrix = checkpoint.matrix(name)
         distance = np.abs(evaluate(matrix, step=48).T - exact.double().numpy())
         assert (distance <= half_ulp(exact)).all(), name
         assert torch.equal(matrix.dense(16, 80), exact[16:80])
@@ -248,7 +254,7 @@ def test_an_exact_checkpoint_keeps_nothing_quantized(tmp_path: Path) -> None:
     opened = open_checkpoint(path)
     fast, exact = Checkpoint(*opened), Checkpoint(*opened, is_exact=True)
     matrices = [name for name, tensor in exact.stored.items() if len(tensor.shape) == 2]
-    assert all(fast.is_quantized(name) for name in matrices)
-    assert not any(exact.is_quantized(name) for name in exact.stored)
+    assert all(is_grouped(fast, name) for name in matrices)
+    assert not any(is_grouped(exact, name) for name in matrices)
     assert exact.packed_bytes > 1.8 * fast.packed_bytes
     assert exact.dtype(matrices[0]) is torch.float16

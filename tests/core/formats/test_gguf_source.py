@@ -11,6 +11,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import _type_traits, dequantize
 
 from exl_core.errors import ModelError, UnsupportedModelError, WeightFileError
+from exl_core.formats.codecs.ggml.layout import PLAIN_DTYPES, REMOVED_TYPES
 from exl_core.formats.containers.gguf import GgufSource, rope_factors
 
 ROWS, COLUMNS = 6, 512
@@ -66,6 +67,30 @@ def test_a_type_that_weights_cannot_have_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(UnsupportedModelError, match="I32, which cannot be decoded"):
         source.check_readable("w")
+
+
+WITHOUT_DECODER = sorted({*GGMLQuantizationType} - {*_type_traits, *PLAIN_DTYPES})
+
+
+@pytest.mark.parametrize("kind", WITHOUT_DECODER, ids=lambda kind: kind.name)
+def test_every_other_type_is_refused_by_name(tmp_path: Path, kind: GGMLQuantizationType) -> None:
+    block_values, block_bytes = GGML_QUANT_SIZES[kind]
+    raw = np.zeros((ROWS, COLUMNS // block_values * block_bytes), np.uint8)
+    source = GgufSource(write(tmp_path / "m.gguf", kind, raw))
+    with pytest.raises(UnsupportedModelError, match=f"as {kind.name}, .*such as Q4_K_M") as caught:
+        source.check_readable("w")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("type_id", REMOVED_TYPES)
+def test_types_of_earlier_days_are_refused_by_name(tmp_path: Path, type_id: int) -> None:
+    path = write(tmp_path / "m.gguf", GGMLQuantizationType.F32, np.zeros((4, 32), np.float32))
+    data = bytearray(path.read_bytes())
+    at = data.index(b"w", data.index(b"llama")) + 1 + 4 + 8 + 8  # name, dimensions, then the type
+    data[at : at + 4] = type_id.to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(UnsupportedModelError, match=f"as {REMOVED_TYPES[type_id]},.*such as"):
+        GgufSource(path)
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (0,), (5000,)])

@@ -20,6 +20,7 @@ from torch import Tensor
 from exl_core.arch.modules import module_table
 from exl_core.arch.names import GGUF_SANDWICH, HF_SANDWICH, Fused
 from exl_core.arch.spec import ModelConfig
+from exl_core.formats import checkpoint as checkpoint_module
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.gguf import GgufSource
 from exl_core.formats.containers.safetensors import SafetensorsSource
@@ -65,10 +66,15 @@ def as_stored(config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
     return torch.cat([pairs, heads[:, rotary_dim:]], 1).reshape(tensor.shape)
 
 
+@pytest.fixture(autouse=True)
+def _several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_module, "CHUNK_VALUES", 999)
+
+
 def read(checkpoint: Checkpoint, name: str) -> Tensor:
     if checkpoint.rows[name].is_norm:
         return checkpoint.norm(name)
-    return torch.cat([c.values.clone() for c in checkpoint.chunks(name, torch.float32, values=999)])
+    return torch.cat([c.values.clone() for c in checkpoint.chunks(name, torch.float32)])
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -118,9 +124,9 @@ def test_fused_gguf_tensors_are_split_in_the_models_order(
     checkpoint = Checkpoint(GgufSource(tmp_path / "m.gguf"), config)
     for name, tensor in expected.items():
         assert torch.equal(read(checkpoint, name), tensor), name
-        if checkpoint.is_quantized(name):
-            codes = torch.from_numpy(evaluate(checkpoint.quantized(name), step=32)).T
-            assert (codes - tensor).abs().max() < 2**-10 * tensor.abs().max(), name
+        if checkpoint.rows[name].is_matrix:
+            weights = torch.from_numpy(evaluate(checkpoint.matrix(name), step=32)).T
+            assert (weights - tensor).abs().max() < 2**-10 * tensor.abs().max(), name
     assert checkpoint.size_bytes == sum(t.size_bytes for t in checkpoint._source.tensors.values())
 
 

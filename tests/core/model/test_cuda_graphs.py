@@ -76,7 +76,7 @@ def test_a_padded_pass_gives_the_same_logits_and_keys(
         if history:
             Runner(model, store).run(history)
     expected = Runner(model, plain).run(segments)
-    inputs = GraphInputs(shape, PAGES, padded, spare_page=PAGES)
+    inputs = GraphInputs(shape, PAGES, padded.page_size, PAGES, padded.device)
     for others in PASSES[0][0], segments:  # an earlier pass must leave nothing behind
         inputs.fill(others if len(others) <= shape.sequences else segments)
     logits = select_logits(
@@ -115,14 +115,14 @@ def test_decode_inputs_equal_freshly_written_ones(model: Transformer) -> None:
     store = store_for(model, KVFormat.FP16, PAGES)
     source = random.Random(4)
     shape = Shape(6, 6, 6)
-    used = GraphInputs(shape, PAGES, store, PAGES)
+    used = GraphInputs(shape, PAGES, store.page_size, PAGES, store.device)
     for _ in range(200):
         segments = []
         for _ in range(source.randint(1, 6)):
             pages = tuple(source.sample(range(PAGES), source.randint(1, 4)))
             past = source.randrange(PAGE_SIZE * (len(pages) - 1), PAGE_SIZE * len(pages))
             segments.append(segment(1, past, pages, source.choice((LAST, ALL))))
-        fresh = GraphInputs(shape, PAGES, store, PAGES)
+        fresh = GraphInputs(shape, PAGES, store.page_size, PAGES, store.device)
         used.fill(segments)
         fresh.fill(segments)
         for name in ("token_ids", "positions", "slots", "row_starts", "past_lens", "logit_rows"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,8 @@ from exl_core.model.key_smoothing import fit_key_smoothing
 from exl_core.model.transformer import Transformer
 from exl_core.ops.cache_rows import decode_rows, encode_rows
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
-from support.tiny_models import (
-    save,
-    tiny_cohere2,
-    tiny_gemma4,
-    tiny_ministral3,
-    tiny_olmo3,
-)
+from support.families import FAMILIES, save_family
+from support.profiles import first_by_default
 
 HEADS, KV_HEADS, D = 4, 2, 64
 
@@ -65,18 +59,47 @@ def test_smoothing_keeps_attention_and_lowers_the_error_of_4_bit_keys(is_shifted
     )
 
 
-WIDE: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "olmo3": lambda: tiny_olmo3(**WIDE, head_dim=32),  # a norm over all heads
-    "cohere2": lambda: tiny_cohere2(**WIDE, head_dim=32),  # layers without RoPE
-    "ministral3": lambda: tiny_ministral3(**WIDE, head_dim=32),  # factors on queries
-    "gemma4": lambda: tiny_gemma4(head_dim=32, global_head_dim=64),  # heads of two sizes
+HEADS_OF_32: dict[str, Any] = {
+    **{"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 }
+CHANGES: dict[str, dict[str, Any]] = {
+    "gemma4": {"global_head_dim": 64},
+    "gemma4-values": {"global_head_dim": 64},
+    "granite4": {"mamba_n_heads": 8},
+}
+CASES = {
+    name: {**HEADS_OF_32, **CHANGES.get(name, {})}
+    for name in FAMILIES
+    if name != "phi3-longrope"  # its lists of factors fit heads of 16
+}
+LARGE_HEADS: dict[str, dict[str, Any]] = {
+    "gemma": {"head_dim": 256},
+    "gemma4": {"head_dim": 256, "global_head_dim": 512},
+}
+FIRST = ("olmo3", "cohere2", "ministral3", "gemma4")  # whole norms, no RoPE, factors, two sizes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_4_bit_keys_are_smoothed_in_every_kind_of_layer(tmp_path: Path, family: str) -> None:
-    smoothed = load_model(str(save(FAMILIES[family](), tmp_path))).model
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    first_by_default(
+        [
+            *((name, CASES[name]) for name in FIRST),
+            *LARGE_HEADS.items(),
+            *((name, changes) for name, changes in CASES.items() if name not in FIRST),
+        ],
+        len(FIRST) + len(LARGE_HEADS),
+    ),
+)
+def test_4_bit_keys_are_smoothed_in_every_family(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    model = FAMILIES[family](**changes)
+    if changes.get("global_head_dim") == 512:
+        # Scores are not scaled: with such heads, softmax would amplify rounding errors.
+        for layer in model.model.layers:
+            layer.self_attn.q_norm.weight.data.mul_(0.25)
+    folder = save_family(family, model, tmp_path)
+    smoothed = load_model(str(folder)).model
     plain = Transformer(smoothed.config, smoothed._weights, smoothed.ops)  # no text to measure on
     ids = torch.randint(3, 259, (1, 200), generator=torch.Generator().manual_seed(3))
 

@@ -13,7 +13,7 @@ from torch.nn.functional import linear, rms_norm
 from exl_core.arch.checks import check_config
 from exl_core.arch.layers import FeedForward, LayerSpec, Mixer
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
-from exl_core.convert.layers import LayerSource, read_layer
+from exl_core.convert.layers import LayerSource, compute_type, read_layer
 from exl_core.convert.parallel import worker_pool
 from exl_core.convert.passes import CapturingPass, LayerFunction
 from exl_core.errors import ConfigError, UnsupportedModelError
@@ -78,7 +78,7 @@ def test_the_converters_layers_match_plain_torch(tmp_path: Path) -> None:
     x = tensors["model.embed_tokens.weight"][IDS][None]
     for layer in range(CONFIG.num_layers):
         source = read_layer(checkpoint, CONFIG, layer, torch.device("cpu"))
-        x = LayerFunction(CONFIG, layer, source.norms(), plain_product(source))(x)
+        x = LayerFunction(CONFIG, layer, source.vectors(), plain_product(source))(x)
     expected = reference_logits(CONFIG, tensors, IDS)
     normed = rms_norm(x[0], (48,), tensors["model.norm.weight"], 1e-5)
     found = normed @ tensors["lm_head.weight"].T
@@ -93,7 +93,7 @@ def test_the_converters_layers_match_the_reference_backend(tmp_path: Path) -> No
     x = recorder.embedding[None]
     for layer in range(CONFIG.num_layers):
         source = read_layer(checkpoint, CONFIG, layer, torch.device("cpu"))
-        y = LayerFunction(CONFIG, layer, source.norms(), plain_product(source))(x)
+        y = LayerFunction(CONFIG, layer, source.vectors(), plain_product(source))(x)
         expected = recorder.layers[layer]
         assert (y[0] - expected).abs().max() < 1e-5 * expected.abs().max(), layer
         x = expected[None]
@@ -106,19 +106,24 @@ def test_a_pass_stops_before_each_group_of_matrices(tmp_path: Path, layer: int) 
     source = read_layer(checkpoint, CONFIG, layer, torch.device("cpu"))
     inputs: dict[str, Tensor] = {}
     known: set[str] = set()
+    compute = compute_type(torch.device("cpu"))
+
+    def rounded(role: str, x: Tensor) -> Tensor:
+        """The product of inputs rounded as the converter's products round them."""
+        return plain_product(source)(role, x.to(compute).float())
 
     def noted(role: str, x: Tensor) -> Tensor:
         inputs[role] = x
-        return plain_product(source)(role, x)
+        return rounded(role, x)
 
     def product(role: str, x: Tensor) -> Tensor:
         assert role in known, f"{role} is multiplied before the caller has seen its inputs"
-        return plain_product(source)(role, x)
+        return rounded(role, x)
 
     x = torch.randn(3, 30, 48, generator=torch.Generator().manual_seed(layer))
-    expected = LayerFunction(CONFIG, layer, source.norms(), noted)(x)
+    expected = LayerFunction(CONFIG, layer, source.vectors(), noted)(x)
     states, stops = x.clone(), []
-    function = LayerFunction(CONFIG, layer, source.norms(), product)
+    function = LayerFunction(CONFIG, layer, source.vectors(), product)
     with worker_pool(torch.device("cpu"), lambda: False) as workers:
         one = CapturingPass(function, states, torch.device("cpu"), workers)
         for roles in one.groups():

@@ -37,15 +37,15 @@ def checkpoint_of(folder: Path, kind: str) -> Checkpoint:
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("kind", ["exl2", "gptq", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_packed_matrices_equal_the_dequantized_codes(
+@pytest.mark.parametrize("kind", ["exl2", "gptq", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16"])
+def test_packed_matrices_equal_the_stored_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, backend: str
 ) -> None:
-    monkeypatch.setattr(packer, "CHUNK_VALUES", 1 << 12)  # several chunks in each matrix
+    monkeypatch.setattr(packer, "CHUNK_BYTES", 1 << 11)  # several chunks in each matrix
     monkeypatch.setattr(packer, "SPLIT_VALUES", 1 << 13)  # and several jobs in the larger ones
     checkpoint = checkpoint_of(tmp_path, kind)
     ops = get_table(backend, threads=2)
-    names = [name for name in checkpoint.stored if checkpoint.is_quantized(name)]
+    names = [name for name, row in checkpoint.rows.items() if row.is_matrix]
     parts = ("o_proj", "down_proj", "lm_head", "embed_tokens")  # packed on their own
     alone = [name for name in names if any(part in name for part in parts)]
     assert len(alone) >= 6
@@ -56,7 +56,7 @@ def test_packed_matrices_equal_the_dequantized_codes(
         for name in alone:
             w = jobs.packed([checkpoint.rows[name]])
             rows = ops.embedding(torch.arange(w.out_features), w)
-            expected = torch.from_numpy(evaluate(checkpoint.quantized(name))).T
+            expected = torch.from_numpy(evaluate(checkpoint.matrix(name))).T
             torch.testing.assert_close(rows.double(), expected, rtol=2**-23, atol=0)
     assert reported[-1] == sum(checkpoint.stored[name].size_bytes for name in alone)
 

@@ -8,11 +8,22 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from exl_core.arch.spec import RopeMethod
-from exl_core.errors import OutOfMemoryError, RequestError, TokenizerError
+from exl_core.cache.format import KVFormat
+from exl_core.engine.engine import EngineOptions
+from exl_core.errors import ExlError, OutOfMemoryError, RequestError, TokenizerError
+from exl_core.formats.codecs.rounded.matrix import layout_of, rounded
+from exl_core.generate.base import BaseGenerator
+from exl_core.model.context import Context
+from exl_core.model.segment import LogitRows
+from exl_core.ops.backends.reference.table import ReferenceTable
+from exl_core.sampling.params import SamplerParams
 from exl_core.session.describe import describe_model
-from exl_core.session.load import LoadedModel, LoadOptions, check_memory, load_model
+from exl_core.session.load import LoadedModel, LoadFields, LoadOptions, load_model
+from exl_core.session.weights import check_memory
+from support.quantized_models import SIZES
 from support.tiny_models import byte_tokenizer, converted, save, tiny_gemma3, tiny_llama
 
 
@@ -83,6 +94,50 @@ def test_exact_keeps_nothing_quantized(smollm2: LoadedModel, smollm2_path: Path)
     assert exact.weights_bytes > 2 * exact.model.config.vocab_size * 576 + 2 * 30 * 3_500_000
 
 
+def _round_weights(folder: Path) -> None:
+    """Replaces the layers' matrices in a folder by the values of their 4-bit codes."""
+    path, table = folder / "model.safetensors", ReferenceTable(threads=1)
+    tensors = load_file(path)
+    for name, values in tensors.items():
+        if name.endswith("_proj.weight"):
+            packed = table.new_linear(layout_of(*values.shape))
+            table.fill_linear(packed, 0, rounded(values, name))
+            tensors[name] = table.embedding(torch.arange(len(values)), packed)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def test_float_weights_are_rounded_to_4_bits_at_load(tmp_path: Path) -> None:
+    folder = save(tiny_llama(**SIZES), tmp_path / "wide")
+    plain, packed = (
+        load_model(folder, device="cpu", load_in_4bit=wanted) for wanted in (False, True)
+    )
+    assert packed.label.endswith("(rounded to 4 bits)")
+    ends = 2 * plain.model._weights.embed.size_bytes
+    assert packed.weights_bytes - ends < (plain.weights_bytes - ends) / 32 * 5.5
+    held = load_model(folder, device="cpu", load_in_4bit=True, held_bytes=0)
+    ids = (tuple(range(1, 40)),)
+    _round_weights(folder)
+    expected = load_model(folder, device="cpu", exact=True)
+    found = [
+        Context(one.model, 64).feed(ids, LogitRows.LAST)[0] for one in (expected, packed, held)
+    ]
+    # The kernels round activations to 16 bits.
+    assert (found[1] - found[0]).norm() / found[0].norm() < 1e-3
+    assert torch.equal(found[1], found[2]), "layers that are read again are the same"
+    with pytest.raises(RequestError, match="--exact or --load-in-4bit"):
+        load_model(folder, exact=True, load_in_4bit=True)
+
+
+def test_quantized_weights_are_not_rounded_again(smollm2_path: Path) -> None:
+    with pytest.raises(RequestError, match="quantized already"):
+        load_model(smollm2_path, device="cpu", load_in_4bit=True)
+
+
+def test_the_place_of_the_embedding_matters_on_gpus_only(tmp_path: Path) -> None:
+    folder = save(tiny_llama(tie_word_embeddings=True), tmp_path / "tied")
+    load_model(folder, device="cpu", embeddings_on="cpu")
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
     folder = save(tiny_llama(vocab_size=200), tmp_path)
     with pytest.raises(TokenizerError, match="200"):
@@ -120,3 +175,39 @@ def test_a_description_counts_parameters_layers_and_memory(tmp_path: Path) -> No
     assert described.tokenizer.vocab_size == byte_tokenizer().get_vocab_size()
     assert not described.has_template
     assert described.unused_tensors == ()
+
+
+def test_a_split_model_replies_as_on_one_device(folder: Path) -> None:
+    whole = load_model(str(folder), device="cpu")
+    split = load_model(str(folder), split="cpu=1,cpu=2")
+    assert [(one.device, one.layers) for one in split.plan] == [
+        ("cpu", range(1)),
+        ("cpu", range(1, 3)),
+    ]
+    assert not whole.plan
+    prompts = ["x", "ab", "a longer prompt"]
+    options = EngineOptions(cache_tokens=1024, kv_format=KVFormat.FP16, max_batch=3)
+    replies = [
+        BaseGenerator(loaded, options).generate_simple(
+            prompts, num_tokens=20, sampler=SamplerParams(temperature=0.8), seed=4
+        )
+        for loaded in (whole, split)
+    ]
+    assert replies[0] == replies[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "4,4", "device": "cpu"}, "no GPU to split"),
+        ({"cpu_layers": 3, "device": "cpu"}, "no GPU to split"),
+        ({"split": "cpu=1,cpu=1"}, "expected 3, got 2 in all"),
+        ({"split": "cpu=1,tpu=2"}, "no such backend"),
+        ({"split": "cpu=1,cpu=2", "held_bytes": 0}, "is on one device"),
+    ],
+)
+def test_splits_that_cannot_be_made_are_refused(
+    options: LoadFields, message: str, folder: Path
+) -> None:
+    with pytest.raises(ExlError, match=message):
+        load_model(str(folder), **options)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from exl_core.cache.format import KVFormat, kv_bytes_per_token
 from exl_core.engine.events import FinishEvent
-from exl_core.errors import ContextLengthError, RequestError
+from exl_core.errors import ContextLengthError, OutOfMemoryError, RequestError
 from exl_core.generate.driver import generate, running
 from exl_core.ops.backends.cuda.device import default_device
 from exl_core.sampling.params import SamplerParams
 from exl_core.session import open as opening
+from exl_core.session import runtime as planning
 from exl_core.session.load import LoadOptions, load_model, resolve_device
 from exl_core.session.open import open_model
+from exl_core.session.placement import Need, check_together
 from exl_core.session.runtime import DraftOptions, Runtime, RuntimeOptions, open_runtime
+from exl_core.tokenizer.base import Tokenizer
 from support import tiny_models
 
 GREEDY = SamplerParams(temperature=0)
@@ -51,6 +57,64 @@ def test_load_model_takes_opened_files_a_path_or_a_name(folder: Path) -> None:
     loads = [load_model(one, ON_CPU) for one in (open_model(folder), folder, str(folder))]
     assert {one.path for one in loads} == {folder}
     assert {one.config for one in loads} == {loads[0].config}
+
+
+def test_the_end_of_a_prompt_keeps_its_bos(runtime: Runtime) -> None:
+    class AddingBos:
+        bos_id = 1
+
+        def encode(self, text: str, **_: object) -> list[int]:
+            return [self.bos_id, *text.encode()]
+
+    loaded = replace(runtime.loaded, tokenizer=cast(Tokenizer, AddingBos()))
+    adding = replace(runtime, loaded=loaded)
+    ids, dropped = adding.encode_end("a" * 50 + "b" * 50, parse_special=False, reply=10)
+    assert (ids, dropped) == ([1, *b"aaa", *b"b" * 50], 47)
+    assert adding.encode_end("ab", parse_special=False, reply=10) == ([1, *b"ab"], 0)
+    assert adding.encode_end("ab", parse_special=False, reply=63) == ([*b"b"], 2)
+
+
+def test_a_draft_model_is_planned_together_with_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = RuntimeOptions(load=ON_CPU, ctx_size=256, draft=DraftOptions(str(folder)))
+    needs: list[Need] = []
+
+    def keeping(found: Sequence[Need], *rest: Any) -> None:
+        needs.extend(found)
+        check_together(found, *rest)
+
+    monkeypatch.setattr(planning, "check_together", keeping)
+    both = open_runtime(folder, options)
+    model, draft = needs
+    assert model == draft, "the same model twice"
+    assert model.weights_bytes == pytest.approx(both.loaded.weights_bytes, rel=0.1)
+    assert (
+        model.cache_bytes == kv_bytes_per_token(both.loaded.config.kv_shapes, KVFormat.FP16) * 256
+    )
+    together = sum(need.weights_bytes + need.cache_bytes for need in needs)
+
+    def never(*_: object) -> Any:
+        pytest.fail("weights were read")
+
+    monkeypatch.setattr(planning, "free_memory_bytes", lambda _: together - 1)
+    with pytest.raises(OutOfMemoryError, match="and its draft model do not fit"):
+        open_runtime(folder, options, never)
+    monkeypatch.setattr(planning, "free_memory_bytes", lambda _: together)
+    open_runtime(folder, options)
+
+
+def test_a_longer_context_warns_and_reaches_the_model(folder: Path) -> None:
+    own = open_model(folder).config.max_seq_len
+    longer = open_runtime(folder, RuntimeOptions(load=ON_CPU, ctx_size=2 * own))
+    assert longer.loaded.config.max_seq_len == longer.ctx_size == 2 * own
+    assert f"{2 * own} tokens is longer than the model's {own}" in "".join(longer.warnings)
+    for load in (
+        replace(ON_CPU, rope_alpha=2.6),
+        replace(ON_CPU, yarn_factor=2.0),
+        replace(ON_CPU, rope_factor=2.0),
+    ):
+        assert open_runtime(folder, RuntimeOptions(load=load, ctx_size=2 * own)).warnings == ()
 
 
 @pytest.mark.parametrize(

@@ -247,3 +247,29 @@ def test_unusable_metadata_is_refused(fields: dict[str, object], message: str) -
     with pytest.raises(TokenizerError, match=message) as caught:
         tokenizer_from_gguf_fields(fields, "made.gguf")
     assert caught.value.where == "made.gguf"
+
+
+def test_characters_merge_and_spaces_are_marked() -> None:
+    """Gemma 4's kind: merges of characters, with tokens of bytes, line breaks apart."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    first = len(tokens)
+    tokens += ["#", "\u2581", "h", "i", "hi", "\u2581hi", "\n", "\n\n", "#", "<|channel>"]
+    types = [3, 3, 3, 2, *([6] * 256), *([1] * 9), 4]
+    fields: dict[str, Any] = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": ["h i", "\u2581 hi", "\n \n"],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+    }
+    tokenizer = tokenizer_from_gguf_fields(fields, "test")
+
+    text = "hi hi\n\n#\u00e9<|channel>"
+    ids = tokenizer.encode(text, allow_special=False)
+
+    hi, marked, breaks, later, channel = (first + offset for offset in (4, 5, 7, 8, 9))
+    assert ids == [hi, marked, breaks, later, 4 + 0xC3, 4 + 0xA9, channel]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.control.adds_bos

@@ -78,6 +78,17 @@ def test_directories_links_and_fifos_are_not_treated_as_missing(
         load_tokenizer(folder)
 
 
+@pytest.mark.parametrize("piece", [b"<unk>", b"</s>"])
+def test_pieces_that_are_no_utf8_are_an_error(
+    write_directory: WriteDirectory, train_sentencepiece: Callable[..., bytes], piece: bytes
+) -> None:
+    model = train_sentencepiece("bpe")
+    broken = model.replace(piece, piece[:1] + b"\xff" + piece[2:], 1)
+    assert broken != model
+    with pytest.raises(TokenizerError, match="not a model that the sentencepiece library can read"):
+        load_tokenizer(write_directory({"tokenizer.model": broken}))
+
+
 def test_files_have_a_size_limit(
     write_directory: WriteDirectory, parsed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

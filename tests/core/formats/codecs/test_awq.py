@@ -40,7 +40,7 @@ def test_layers_are_read_exactly(group_size: int, is_symmetric: bool) -> None:
     linear, exact = check(layer), layer.dense()
     assert torch.equal(awq.dequantize(linear), exact)
     matrix = AwqMatrix(linear, 64)
-    assert matrix.layout.offset == ("middle" if is_symmetric else "zeros")
+    assert matrix.layout.formula == ("middle" if is_symmetric else "zeros")
     assert np.array_equal(evaluate(matrix, step=16), exact.double().numpy())
     assert torch.equal(matrix.dense(0, 64).T, exact)
 
@@ -57,7 +57,7 @@ def test_column_ranges_may_begin_inside_a_word() -> None:
 def test_columns_in_another_order() -> None:
     layer = random_awq(4, 32, rows=64, columns=64)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(2))[:40]
-    part = AwqMatrix(check(layer), 40, order=order)
+    part = AwqMatrix(check(layer), 40, stored_columns=order)
     assert np.array_equal(evaluate(part, step=16), layer.dense()[:, order].double().numpy())
     assert torch.equal(part.dense(0, 40).T, layer.dense()[:, order])
 

@@ -48,14 +48,14 @@ def test_layers_are_read_exactly(
     )
     exact = layer.dense()
     matrix = CompressedMatrix(check(layer), 64)
-    assert matrix.layout.offset == ("middle" if is_symmetric else "zeros")
+    assert matrix.layout.formula == ("middle" if is_symmetric else "zeros")
     assert np.array_equal(evaluate(matrix, step=16), exact.double().numpy())
     assert torch.equal(matrix.dense(0, 64).T, exact)
     part = CompressedMatrix(check(layer), 20, first_column=13)
     assert np.array_equal(evaluate(part, step=16), exact[:, 13:33].double().numpy())
     assert torch.equal(part.dense(0, 20).T, exact[:, 13:33])
     order = torch.randperm(64, generator=torch.Generator().manual_seed(2))[:40]
-    part = CompressedMatrix(check(layer), 40, order=order)
+    part = CompressedMatrix(check(layer), 40, stored_columns=order)
     assert np.array_equal(evaluate(part, step=16), exact[:, order].double().numpy())
     assert torch.equal(part.dense(0, 40).T, exact[:, order])
 

@@ -43,7 +43,7 @@ def test_matrices_are_read_exactly(block: tuple[int, int] | None, dtype: torch.d
     layer = random_fp8(6, block, rows=160, columns=80, dtype=dtype)
     exact = layer.dense()
     matrix = Fp8Matrix(check(layer), 80)
-    assert matrix.layout.values == "e4m3"
+    assert matrix.layout.formula == "e4m3"
     assert matrix.layout.scale_dtype is (torch.float32 if dtype is torch.float32 else torch.half)
     assert np.array_equal(evaluate(matrix, step=16), exact.numpy())
     assert torch.equal(matrix.dense(0, 80).T, exact.float())
@@ -51,7 +51,7 @@ def test_matrices_are_read_exactly(block: tuple[int, int] | None, dtype: torch.d
     assert np.array_equal(evaluate(part, step=16), exact[:, 33:53].numpy())
     assert torch.equal(part.dense(0, 20).T, exact[:, 33:53].float())
     order = torch.randperm(80, generator=torch.Generator().manual_seed(2))[:40]
-    part = Fp8Matrix(check(layer), 40, order=order)
+    part = Fp8Matrix(check(layer), 40, stored_columns=order)
     assert np.array_equal(evaluate(part, step=16), exact[:, order].numpy())
 
 

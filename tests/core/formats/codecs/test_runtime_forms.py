@@ -60,16 +60,16 @@ def test_golden_gptq_matrices(shared_dir: Path) -> None:
     variants = json.loads((shared_dir / "golden/gptq_reference.json").read_text())
     stems = sorted(name.removesuffix(".dense") for name in tensors if name.endswith(".dense"))
     assert len(stems) >= 8
-    offsets = set()
+    formulas = set()
     for stem in stems:
         settings = settings_of(variants[stem.split("/")[0]])
         parts = {p: tensors[f"{stem}.{p}"] for p in gptq.PARTS if f"{stem}.{p}" in tensors}
         dense = tensors[f"{stem}.dense"]
         matrix = GptqMatrix(gptq.check(parts, settings, stem), dense.shape[1])
-        offsets.add(matrix.layout.offset)
+        formulas.add(matrix.layout.formula)
         assert_within_half_ulp(matrix, dense, step=256)
         assert torch.equal(matrix.dense(0, dense.shape[1]).T, dense)  # 0 and -0 are equal here
-    assert offsets == {"middle", "zeros"}
+    assert formulas == {"middle", "zeros"}
 
 
 @pytest.mark.parametrize("groups", MIXES, ids=str)
@@ -96,12 +96,14 @@ def test_exl2_column_ranges_without_padding() -> None:
 def test_columns_in_another_order() -> None:
     order = torch.randperm(70, generator=torch.Generator().manual_seed(3)) + 20
     layer = random_exl2(5, [(5, 64), (2, 32)], columns=96)
-    matrix: RuntimeMatrix = Exl2Matrix(exl2.check(layer.parts, "test"), 70, order=order)
+    matrix: RuntimeMatrix = Exl2Matrix(exl2.check(layer.parts, "test"), 70, stored_columns=order)
     assert_within_half_ulp(matrix, layer.dense()[:, order].contiguous())
     assert torch.equal(matrix.dense(0, 70).T, layer.dense()[:, order])
     stored = random_gptq(7, 4, 32, rows=64, columns=96, has_act_order=True)
     matrix = GptqMatrix(
-        gptq.check(stored.parts, settings_of(stored.config()), "test"), 70, order=order
+        gptq.check(stored.parts, settings_of(stored.config()), "test"),
+        70,
+        stored_columns=order,
     )
     assert_within_half_ulp(matrix, stored.dense()[:, order].contiguous(), step=16)
     assert torch.equal(matrix.dense(16, 48).T, stored.dense()[:, order[16:48]])
@@ -137,7 +139,7 @@ def test_gptq_layers_of_every_kind(
 def test_symmetric_gptq_needs_no_zero_points() -> None:
     layer = random_gptq(2, 4, 32, rows=64, is_symmetric=True)
     matrix = GptqMatrix(gptq.check(layer.parts, settings_of(layer.config()), "test"), 32)
-    assert matrix.layout.offset == "middle"
+    assert matrix.layout.formula == "middle"
     assert matrix.columns(0, 32).offsets is None
     assert_within_half_ulp(matrix, layer.dense())
 

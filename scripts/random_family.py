@@ -1,0 +1,182 @@
+"""Write a model with random weights. Usage: random_family.py OUT FAMILY FORMAT [--layers N]
+
+Speed depends on shapes and formats, not on values. The families have the widths of models with 7 to
+12 billion weights and fewer layers. Names and shapes of the tensors come from the module table.
+Formats apply to the matrices of the layers: fp16; gptq, gptq-act-order, awq and ct (packed
+compressed-tensors) with 4 bits in groups of 128; fp8 with blocks of 128 x 128; fp8-channel. The
+last line printed is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from exl_core.arch.hf_config import read_hf_config
+from exl_core.arch.modules import Kind, ModuleRow, module_table
+from random_exl2 import byte_tokenizer, halves, words
+
+GROUP, BLOCK, SCALE = 128, 128, 0.004
+SHARED = {
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float16",
+    "tie_word_embeddings": True,
+}
+
+
+def family(name: str, hidden: int, inner: int, heads: tuple[int, int], **more: Any) -> Any:
+    return SHARED | {
+        "architectures": [f"{name}ForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        **more,
+    }
+
+
+FAMILIES = {
+    "llama": family("Llama", 4096, 14336, (32, 8), model_type="llama"),
+    "qwen3": family("Qwen3", 4096, 12288, (32, 8), model_type="qwen3", head_dim=128),
+    "gemma3": family(
+        "Gemma3", 3840, 15360, (16, 8), model_type="gemma3_text", head_dim=256,
+        hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, sliding_window=1024,
+        sliding_window_pattern=6, rope_local_base_freq=10000.0,
+    ),
+    "command-r": family(
+        "Cohere", 4096, 14336, (32, 8), model_type="cohere", layer_norm_eps=1e-5,
+        logit_scale=0.0625, use_qk_norm=False,
+    ),
+    "starcoder2": family(
+        "Starcoder2", 4608, 18432, (36, 4), model_type="starcoder2", norm_epsilon=1e-5,
+        use_bias=True, hidden_act="gelu_pytorch_tanh",
+    ),
+}  # fmt: skip
+
+
+def gptq(row: ModuleRow, order: Tensor | None) -> dict[str, Tensor]:
+    out_features, in_features = row.shape
+    groups = in_features // GROUP
+    index = torch.arange(in_features) // GROUP
+    return {
+        "qweight": words(in_features // 8, out_features),
+        "qzeros": torch.full((groups, out_features // 8), 0x77777777, dtype=torch.int32),
+        "scales": (torch.rand(groups, out_features) * SCALE).half(),
+        "g_idx": (index if order is None else index[order]).int(),
+    }
+
+
+def awq(row: ModuleRow, _: Tensor | None) -> dict[str, Tensor]:
+    out_features, in_features = row.shape
+    groups = in_features // GROUP
+    return {
+        "qweight": words(in_features, out_features // 8),
+        "qzeros": words(groups, out_features // 8),
+        "scales": (torch.rand(groups, out_features) * SCALE).half(),
+    }
+
+
+def compressed(row: ModuleRow, _: Tensor | None) -> dict[str, Tensor]:
+    out_features, in_features = row.shape
+    return {
+        "weight_packed": words(out_features, in_features // 8),
+        "weight_scale": (torch.rand(out_features, in_features // GROUP) * SCALE).half(),
+        "weight_shape": torch.tensor(row.shape),
+    }
+
+
+def fp8(row: ModuleRow, _: Tensor | None, *, by_channel: bool = False) -> dict[str, Tensor]:
+    out_features, in_features = row.shape
+    blocks = (-(-out_features // BLOCK), -(-in_features // BLOCK))
+    shape = (out_features, 1) if by_channel else blocks
+    return {
+        "weight": halves(out_features, in_features).clamp(-8, 8).to(torch.float8_e4m3fn),
+        "weight_scale" if by_channel else "weight_scale_inv": torch.rand(shape) * SCALE,
+    }
+
+
+Maker = Callable[[ModuleRow, Tensor | None], dict[str, Tensor]]
+
+WEIGHTS = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": GROUP,
+}
+CHANNELS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+CT = {"quant_method": "compressed-tensors", "ignore": ["lm_head"]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}
+
+
+def scheme(weights: dict[str, Any]) -> dict[str, Any]:
+    return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp16": {},
+    "gptq": GPTQ,
+    "gptq-act-order": {**GPTQ, "desc_act": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
+    "ct": {**CT, "format": "pack-quantized", **scheme(WEIGHTS)},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]},
+    "fp8-channel": {**CT, "format": "float-quantized", **scheme(CHANNELS)},
+}
+MAKERS: dict[str, Maker] = {
+    "gptq": gptq,
+    "gptq-act-order": gptq,
+    "awq": awq,
+    "ct": compressed,
+    "fp8": fp8,
+    "fp8-channel": partial(fp8, by_channel=True),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("format", choices=SETTINGS)
+    parser.add_argument("--layers", type=int, default=12)
+    args = parser.parse_args()
+    written = {**FAMILIES[args.family], "num_hidden_layers": args.layers}
+    if SETTINGS[args.format]:
+        written["quantization_config"] = SETTINGS[args.format]
+    args.out.mkdir(parents=True)
+    (args.out / "config.json").write_text(json.dumps(written, indent=2), encoding="utf-8")
+    table = module_table(read_hf_config(args.out))
+    orders: dict[int, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
+    for row in table.rows:
+        if row.kind is Kind.LINEAR and row.layer is not None and args.format in MAKERS:
+            order = None
+            if args.format == "gptq-act-order":
+                order = orders.setdefault(row.shape[1], torch.randperm(row.shape[1]))
+            parts = MAKERS[args.format](row, order)
+            tensors |= {f"{row.stem}.{part}": tensor for part, tensor in parts.items()}
+        elif row.is_matrix:
+            tensors[row.name] = halves(row.shape[0], row.shape[1], row.shape[1] ** -0.5)
+        else:
+            tensors[row.name] = torch.ones(row.shape).half()
+    save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
+    byte_tokenizer().save(str(args.out / "tokenizer.json"))
+    print(json.dumps({"out": str(args.out), "bytes": sum(x.nbytes for x in tensors.values())}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Models with experts: replies, descriptions, and refusals of checkpoints that do not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from exl_core.session.load import LoadOptions, load_model
+from support.commands import Command
+from support.gguf_models import write_gguf
+from support.paged import logits_of
+from support.tiny_models import save, tiny_mixtral, tiny_qwen3_moe
+
+EXPERT = "model.layers.2.mlp.experts.7.down_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(tiny_qwen3_moe(), tmp_path / "moe")
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_reply_of_a_model_with_experts(folder: Path, exl: Command) -> None:
+    done = exl("generate", "-m", folder, "-p", "Hello", "-n", 8, "--temperature", 0)
+    assert done.code == 0
+
+
+def test_inspect_counts_active_and_all_parameters(folder: Path, exl: Command) -> None:
+    found = json.loads(exl("inspect", "model", folder, "--json").out)
+    expert = 3 * 72 * 40
+    assert found["parameters"] - found["active_parameters"] == 3 * (8 - 3) * expert
+    assert found["active_bytes"] == 4 * found["active_parameters"]
+    config = found["config"]
+    assert (config["num_experts"], config["experts_per_token"]) == (8, 3)
+    assert (config["num_expert_layers"], config["expert_intermediate_size"]) == (3, 40)
+    assert config["intermediate_size"] == [0, 112, 0, 0]
+    assert "3 of 8 experts of 40 or 112" in exl("inspect", "model", folder).out
+
+
+def test_a_missing_expert(folder: Path, exl: Command) -> None:
+    change_tensors(folder, lambda tensors: tensors.pop(EXPERT))
+    assert EXPERT in exl("generate", "-m", folder, "-p", "x").error_line(3)
+
+
+def test_more_experts_than_the_configuration_says(folder: Path, exl: Command) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            stem = "model.layers.2.mlp.experts"
+            tensors[f"{stem}.8.{part}.weight"] = tensors[f"{stem}.7.{part}.weight"].clone()
+
+    change_tensors(folder, add)
+    line = exl("generate", "-m", folder, "-p", "x").error_line(3)
+    assert "layer 2 has more experts" in line
+    assert "experts.8.gate_proj" in line
+
+
+@pytest.mark.parametrize("rows", [6, 9])
+def test_a_router_of_another_size(folder: Path, exl: Command, rows: int) -> None:
+    name = "model.layers.0.mlp.gate.weight"
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.zeros(rows, 72)}))
+    line = exl("generate", "-m", folder, "-p", "x").error_line(3)
+    assert name in line
+    assert f"expected [8, 72], got [{rows}, 72]" in line
+
+
+@pytest.mark.parametrize("count", [0, 9])
+def test_more_experts_per_token_than_experts(folder: Path, exl: Command, count: int) -> None:
+    change_config(folder, num_experts_per_tok=count)
+    line = exl("generate", "-m", folder, "-p", "x").error_line(3)
+    assert str(count) in line
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_gguf_file_with_another_number_of_experts(
+    tmp_path: Path, exl: Command, count: int
+) -> None:
+    model = tiny_mixtral()
+    model.config.num_local_experts = count  # in the metadata only; the tensors have 4
+    path = write_gguf(model, tmp_path / "tiny.gguf")
+    line = exl("generate", path, "-p", "x").error_line(3)
+    assert "ffn_gate_inp" in line
+
+
+def test_convert_refuses_experts_by_name(folder: Path, tmp_path: Path, exl: Command) -> None:
+    line = exl("convert", folder, "-o", tmp_path / "out", "--bits", 4).error_line(3)
+    assert "models with experts cannot be converted yet" in line
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_experts_per_token_can_be_overridden(folder: Path, count: int) -> None:
+    model = tiny_qwen3_moe(num_experts_per_tok=count)
+    ids = list(range(3, 60))
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0]
+
+    logits = logits_of(folder, ids, LoadOptions(experts_per_token=count))
+
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_experts_per_token_beyond_the_model_are_refused(
+    folder: Path, tiny_llama_dir: Path, exl: Command
+) -> None:
+    more = exl("generate", "-m", folder, "-p", "x", "--experts-per-token", 9).error_line(2)
+    assert "1 to 8" in more
+    dense = exl("generate", "-m", tiny_llama_dir, "-p", "x", "--experts-per-token", 2).error_line(2)
+    assert "no experts" in dense
+
+
+def test_a_pass_reads_the_experts_that_its_rows_choose(folder: Path) -> None:
+    model = load_model(str(folder)).model
+    expert = 3 * 72 * 40 * 4
+    one, two = model.pass_weight_bytes(1), model.pass_weight_bytes(2)
+    assert model.decode_weight_bytes == one
+    # Panels of 16 columns: 80 and 80 of gate and up, 80 for the 72 of down.
+    padded = expert + 8 * 40 * 4
+    assert two - one == pytest.approx(3 * 8 * padded * (5 / 8 - (5 / 8) ** 2), abs=2)

@@ -1,0 +1,86 @@
+"""One tiny model of every family, with sizes that all formats can store.
+
+Widths are multiples of 32, and hidden states that the families' windows and original contexts do
+not cover. Sizes of the models in `tiny_models` are more awkward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from support import tiny_models as tiny
+from support.renamed_models import as_index, as_internlm2, as_minicpm, as_orion, as_yi
+
+_WIDTHS: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 160}
+_OWN_HEADS: dict[str, Any] = {**_WIDTHS, "head_dim": 32}
+
+
+def _wide(build: Callable[..., Any], **changes: Any) -> Callable[..., Any]:
+    """Heads of 16, which share the hidden size."""
+    return lambda **more: build(**{**_WIDTHS, **changes, **more})
+
+
+def _own_heads(build: Callable[..., Any], **changes: Any) -> Callable[..., Any]:
+    """Heads of 32, together wider than the hidden size."""
+    return lambda **more: build(**{**_OWN_HEADS, **changes, **more})
+
+
+FAMILIES: dict[str, Callable[..., Any]] = {
+    "llama": _own_heads(tiny.tiny_llama),
+    "yi": _own_heads(tiny.tiny_llama),
+    "mistral": _own_heads(tiny.tiny_mistral, sliding_window=50),
+    "pixtral": _own_heads(tiny.tiny_pixtral),
+    "qwen2": _wide(tiny.tiny_qwen2),
+    "qwen2.5-vl": _wide(tiny.tiny_qwen2_5_vl),
+    "qwen3": _own_heads(tiny.tiny_qwen3),
+    "qwen3-vl": _own_heads(tiny.tiny_qwen3_vl),
+    "phi3": _wide(tiny.tiny_phi3),
+    "phi3-longrope": _wide(tiny.tiny_phi3_longrope),
+    "gemma": _own_heads(tiny.tiny_gemma),
+    "gemma2": _own_heads(tiny.tiny_gemma2),
+    "gemma3": _own_heads(tiny.tiny_gemma3),
+    "gemma4": _wide(tiny.tiny_gemma4),
+    "gemma4-values": _wide(tiny.tiny_gemma4, attention_k_eq_v=False),
+    "seed-oss": _own_heads(tiny.tiny_seed_oss),
+    "glm4": _own_heads(tiny.tiny_glm4),
+    "ernie4.5": _own_heads(tiny.tiny_ernie),
+    "internlm2": _own_heads(tiny.tiny_llama),
+    "ministral3": _own_heads(tiny.tiny_ministral3),
+    "smollm3": _wide(tiny.tiny_smollm3),
+    "olmo2": _wide(tiny.tiny_olmo2),
+    "olmo3": _wide(tiny.tiny_olmo3),
+    "exaone4": _own_heads(tiny.tiny_exaone4),
+    "granite": _wide(tiny.tiny_granite),
+    "granite4": _wide(tiny.tiny_granite4, shared_intermediate_size=160),
+    "minicpm": _wide(tiny.tiny_granite, attention_multiplier=0.25),
+    "hunyuan": _own_heads(tiny.tiny_hunyuan),
+    "apertus": _wide(tiny.tiny_apertus),
+    "cohere": _wide(tiny.tiny_cohere),
+    "cohere-head-norm": _wide(tiny.tiny_cohere, use_qk_norm=True, attention_bias=True),
+    "cohere2": _wide(tiny.tiny_cohere2),
+    "starcoder2": _wide(tiny.tiny_starcoder2, sliding_window=50),
+    "arcee": _own_heads(tiny.tiny_arcee),
+    "orion": _own_heads(tiny.tiny_orion),
+    "index": _own_heads(tiny.tiny_index),
+}
+"""Builders by family. Families that transformers has no class for are in `REWRITTEN` too."""
+
+REWRITTEN: dict[str, Callable[[Path], Path]] = {
+    "yi": as_yi,
+    "internlm2": as_internlm2,
+    "minicpm": as_minicpm,
+    "orion": as_orion,
+    "index": as_index,
+}
+"""Functions that turn a saved folder into one of the family."""
+
+MULTIMODAL = ("pixtral", "qwen2.5-vl", "qwen3-vl")
+"""Families whose tiny model has a tower for pictures."""
+
+
+def save_family(name: str, model: Any, folder: Path) -> Path:
+    """Writes a model of `FAMILIES[name]` as the family's checkpoints are."""
+    tiny.save(model, folder)
+    return REWRITTEN.get(name, lambda unchanged: unchanged)(folder)
