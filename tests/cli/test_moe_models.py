@@ -14,6 +14,7 @@ from exl_core.session.load import LoadOptions, load_model
 from support.commands import Command
 from support.gguf_models import write_gguf
 from support.paged import logits_of
+from support.quantized_models import METHODS, SIZES, quantize
 from support.tiny_models import save, tiny_mixtral, tiny_qwen3_moe
 
 EXPERT = "model.layers.2.mlp.experts.7.down_proj.weight"
@@ -95,6 +96,33 @@ def test_a_gguf_file_with_another_number_of_experts(
     path = write_gguf(model, tmp_path / "tiny.gguf")
     line = exl("generate", path, "-p", "x").error_line(3)
     assert "ffn_gate_inp" in line
+
+
+PARTS = {"awq": "scales", "compressed-tensors": "weight_scale", "fp8": "weight_scale_inv"}
+"""A tensor of each method without which a matrix cannot be read."""
+
+
+def save_quantized(folder: Path, method: str) -> Path:
+    model = tiny_qwen3_moe(**SIZES, moe_intermediate_size=64, tie_word_embeddings=True)
+    quantize(save(model, folder), *METHODS[method])
+    return folder
+
+
+@pytest.mark.parametrize("method", PARTS)
+def test_a_quantized_expert_without_one_of_its_tensors(
+    tmp_path: Path, exl: Command, method: str
+) -> None:
+    folder, stem = save_quantized(tmp_path / "moe", method), EXPERT.removesuffix(".weight")
+    change_tensors(folder, lambda tensors: tensors.pop(f"{stem}.{PARTS[method]}"))
+    assert stem in exl("generate", "-m", folder, "-p", "x").error_line(3)
+
+
+@pytest.mark.parametrize("method", PARTS)
+def test_a_quantized_expert_of_another_width(tmp_path: Path, exl: Command, method: str) -> None:
+    folder = save_quantized(tmp_path / "moe", method)
+    change_config(folder, moe_intermediate_size=32)
+    line = exl("generate", "-m", folder, "-p", "x").error_line(3)
+    assert ".experts.0." in line
 
 
 def test_convert_refuses_experts_by_name(folder: Path, tmp_path: Path, exl: Command) -> None:

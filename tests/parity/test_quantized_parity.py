@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from support.quantized_models import (
     METHODS,
     SIZES,
     exl2_pieces,
+    parameter_of,
     quantize,
     quantized_llama,
 )
@@ -50,24 +50,12 @@ def assert_same_logits(folder: Path, model: Any, dense: dict[str, Tensor]) -> No
     parameters = dict(model.named_parameters())
     with torch.inference_mode():
         for stem, weight in dense.items():
-            parameter = _parameter(parameters, stem)
+            parameter = parameter_of(parameters, stem)
             parameter.copy_(weight[:, : parameter.shape[0]].T.float())
         ids = torch.randint(3, VOCAB_SIZE, (1, 40), generator=torch.Generator().manual_seed(1))
         expected = model(ids).logits[0]
     logits = logits_of(folder, ids[0].tolist(), LoadOptions(exact=True))
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
-
-
-def _parameter(parameters: dict[str, Tensor], stem: str) -> Tensor:
-    """The part of a parameter that is stored under `stem`. Experts are stacked in transformers."""
-    expert = re.fullmatch(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)", stem)
-    if expert is None:
-        return parameters[f"{stem}.weight"]
-    layer, index, part = expert.groups()
-    if part in ("down_proj", "w2"):
-        return parameters[f"{layer}.mlp.experts.down_proj"][int(index)]
-    halves = parameters[f"{layer}.mlp.experts.gate_up_proj"][int(index)].chunk(2)
-    return halves[0 if part in ("gate_proj", "w1") else 1]
 
 
 SMALL_EXPERTS = partial(tiny_qwen3_moe, moe_intermediate_size=64)

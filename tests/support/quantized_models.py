@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,11 @@ GPTQ_SETTINGS = {
     "sym": False,
     "quant_method": "gptq",
 }
-ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight")  # never quantized
+ROUTERS = (
+    *("mlp.gate.weight", "block_sparse_moe.gate.weight"),
+    "mlp.shared_expert_gate.weight",
+)
+"""Endings of the names of routers, which are never quantized."""
 # Groups of stored rows by in_features; these are the values that occur with the sizes above.
 GROUPS = {
     64: [(6, 32), (4, 32)],
@@ -61,6 +66,18 @@ def quantize(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
     return pieces
+
+
+def parameter_of(parameters: dict[str, Tensor], stem: str) -> Tensor:
+    """The part of a parameter that is stored under `stem`. Experts are stacked in transformers."""
+    expert = re.fullmatch(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)", stem)
+    if expert is None:
+        return parameters[f"{stem}.weight"]
+    layer, index, part = expert.groups()
+    if part in ("down_proj", "w2"):
+        return parameters[f"{layer}.mlp.experts.down_proj"][int(index)]
+    halves = parameters[f"{layer}.mlp.experts.gate_up_proj"][int(index)].chunk(2)
+    return halves[0 if part in ("gate_proj", "w1") else 1]
 
 
 def exl2_pieces(in_features: int, out_features: int) -> Pieces:
