@@ -15,7 +15,13 @@ from support.commands import Command
 from support.gguf_models import write_gguf
 from support.paged import logits_of
 from support.quantized_models import METHODS, SIZES, quantize
-from support.tiny_models import save, tiny_mixtral, tiny_qwen3_moe
+from support.tiny_models import (
+    save,
+    tiny_gemma4_moe,
+    tiny_mixtral,
+    tiny_qwen3_moe,
+    tiny_qwen3_vl_moe,
+)
 
 EXPERT = "model.layers.2.mlp.experts.7.down_proj.weight"
 
@@ -123,6 +129,72 @@ def test_a_quantized_expert_of_another_width(tmp_path: Path, exl: Command, metho
     change_config(folder, moe_intermediate_size=32)
     line = exl("generate", "-m", folder, "-p", "x").error_line(3)
     assert ".experts.0." in line
+
+
+STACKED = {
+    "gemma4": (
+        tiny_gemma4_moe,
+        ("model.layers.1.router.proj.weight", "model.layers.1.experts.down_proj"),
+        "top_k_experts",
+    ),
+    "qwen3-vl": (
+        tiny_qwen3_vl_moe,
+        (
+            "model.language_model.layers.0.mlp.gate.weight",
+            "model.language_model.layers.0.mlp.experts.gate_up_proj",
+        ),
+        "num_experts_per_tok",
+    ),
+}
+"""Families of which one tensor holds all experts: a builder, the names of a router and of such a
+tensor, and the key of the number of experts that a token uses."""
+
+
+@pytest.fixture(params=STACKED)
+def stacked(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, tuple[str, str], str]:
+    build, names, key = STACKED[request.param]
+    return save(build(), tmp_path / "moe"), names, key
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["router", "experts"])
+@pytest.mark.parametrize("count", [7, 9])
+def test_a_stack_of_another_number_of_experts(
+    stacked: tuple[Path, tuple[str, str], str], exl: Command, which: int, count: int
+) -> None:
+    folder, names, _ = stacked
+    name = names[which]
+
+    def resize(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = torch.zeros(count, *tensors[name].shape[1:])
+
+    change_tensors(folder, resize)
+    line = exl("generate", "-m", folder, "-p", "x").error_line(3)
+    assert name in line
+    assert f"got [{count}, " in line
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["router", "experts"])
+def test_a_missing_router_or_stack(
+    stacked: tuple[Path, tuple[str, str], str], exl: Command, which: int
+) -> None:
+    folder, names, _ = stacked
+    change_tensors(folder, lambda tensors: tensors.pop(names[which]))
+    line = exl("generate", "-m", folder, "-p", "x").error_line(3)
+    inside = names[which].partition("layers.")[2]  # the root in the message is the canonical one
+    assert inside.rpartition(".")[0] in line
+    assert "is missing" in line
+
+
+def test_more_experts_per_token_than_a_stack_has(
+    stacked: tuple[Path, tuple[str, str], str], exl: Command
+) -> None:
+    folder, _, key = stacked
+    config = json.loads((folder / "config.json").read_text())
+    part = "text_config" if "text_config" in config else None
+    changed = {**(config if part is None else config[part]), key: 9}
+    change_config(folder, **(changed if part is None else {part: changed}))
+    line = exl("generate", "-m", folder, "-p", "x").error_line(3)
+    assert "more experts than the model has" in line
 
 
 def test_convert_refuses_experts_by_name(folder: Path, tmp_path: Path, exl: Command) -> None:

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from support import tiny_models as tiny
-from support.renamed_models import as_index, as_internlm2, as_minicpm, as_orion, as_yi
+from support.renamed_models import (
+    as_index,
+    as_internlm2,
+    as_minicpm,
+    as_orion,
+    as_transposed_experts,
+    as_yi,
+)
 
 _WIDTHS: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 160}
 _OWN_HEADS: dict[str, Any] = {**_WIDTHS, "head_dim": 32}
@@ -73,6 +80,7 @@ REWRITTEN: dict[str, Callable[[Path], Path]] = {
     "minicpm": as_minicpm,
     "orion": as_orion,
     "index": as_index,
+    "qwen3-vl-moe-transposed": as_transposed_experts,
 }
 """Functions that turn a saved folder into one of the family."""
 

@@ -16,6 +16,7 @@ from support.tiny_models import (
     tiny_gemma2,
     tiny_gemma3,
     tiny_gemma4,
+    tiny_gemma4_moe,
     tiny_glm4,
     tiny_glm4_moe,
     tiny_granite,
@@ -84,6 +85,7 @@ GGUF_FAMILIES: dict[str, tuple[str | None, Any]] = {
     "arcee": (None, tiny_arcee),
     "orion": ("orion", tiny_orion),
     "qwen3moe": (None, tiny_qwen3_moe),
+    "qwen3vlmoe": ("qwen3vlmoe", tiny_qwen3_moe),
     "mixtral": (None, tiny_mixtral),
     "qwen2moe": (None, tiny_qwen2_moe),
     "glm4moe": (None, tiny_glm4_moe),
@@ -95,6 +97,7 @@ GGUF_FAMILIES: dict[str, tuple[str | None, Any]] = {
     "apertus": (None, lambda: tiny_apertus(rope_parameters={"rope_type": "default", **THETA})),
     "granite4": (None, tiny_granite4),
     "gemma4": (None, tiny_gemma4),
+    "gemma4-moe": (None, tiny_gemma4_moe),
     "gemma4-values": (None, lambda: tiny_gemma4(attention_k_eq_v=False)),
     "gemma": (None, tiny_gemma),
     "gemma2": (None, lambda: tiny_gemma2(query_pre_attn_scalar=20)),
@@ -108,6 +111,7 @@ GGUF_FAMILIES: dict[str, tuple[str | None, Any]] = {
 """Name of the architecture in the file, if it is not that of the model's class, and a builder."""
 EXPERTS = (
     *("qwen3moe", "mixtral", "qwen2moe", "glm4moe"),
-    *("ernie4_5-moe", "hunyuan-moe", "minimax-m2", "granitemoe"),
+    *("ernie4_5-moe", "hunyuan-moe", "minimax-m2", "granitemoe", "gemma4-moe"),
+    "qwen3vlmoe",
 )
 """Families with experts, which `exl convert` refuses."""

@@ -79,6 +79,15 @@ _GLM_NORMS = {
     "post_attention_layernorm": "ffn_norm",
     "post_mlp_layernorm": "post_ffw_norm",
 }
+_GEMMA4_NAMES = {
+    "router.proj": "ffn_gate_inp",
+    "experts.gate_up_proj": "ffn_gate_up_exps",
+    "experts.down_proj": "ffn_down_exps",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+}
+_SCALES = {"router.scale": "ffn_gate_inp", "router.per_expert_scale": "ffn_down_exps"}
 _GEMMA_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -170,7 +179,7 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, weight in model.state_dict().items():
         if name.endswith("layer_scalar"):
             yield f"{name}.weight", weight
-        elif name.endswith("experts.gate_up_proj"):
+        elif name.endswith("experts.gate_up_proj") and model.config.model_type != "gemma4_text":
             stem = name.removesuffix("gate_up_proj")
             for part, half in zip(("gate", "up"), weight.chunk(2, 1), strict=True):
                 yield f"{stem}{part}_proj", half
@@ -185,7 +194,8 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _add_experts(writer: GGUFWriter, config: Any) -> None:
     counts = (getattr(config, name, 0) for name in ("num_local_experts", "num_experts"))
     writer.add_expert_count(next(count for count in counts if count))
-    used = (getattr(config, name, 0) for name in ("num_experts_per_tok", "moe_topk"))
+    keys = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+    used = (getattr(config, name, 0) for name in keys)
     writer.add_expert_used_count(next(count for count in used if count))
     size = getattr(config, "moe_intermediate_size", config.intermediate_size)
     writer.add_expert_feed_forward_length(size)
@@ -331,6 +341,9 @@ def _as_stored(name: str, weight: torch.Tensor, config: Any, arch: str) -> torch
 def _gguf_name(name: str, arch: str) -> str:
     if name.endswith("e_score_correction_bias"):
         return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
+    for part, stored in _SCALES.items():
+        if name.endswith(part):
+            return f"blk.{name.split('.')[2]}.{stored}.scale"
     stem, kind = (name, "weight") if ".experts." in name else name.rsplit(".", 1)
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
@@ -340,5 +353,5 @@ def _gguf_name(name: str, arch: str) -> str:
         "glm4": _GLM_NORMS,
         **dict.fromkeys(("gemma2", "gemma3", "gemma4", "olmo2", "exaone4"), _GEMMA_NORMS),
     }
-    names = _PARTS | _FUSED | norms.get(arch, _LLAMA_NORMS)
+    names = _PARTS | _FUSED | _GEMMA4_NAMES | norms.get(arch, _LLAMA_NORMS)
     return f"blk.{layer}.{names[part]}.{kind}"

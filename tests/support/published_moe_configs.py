@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from exl_core.arch.layers import Router, RouterBias, Scores, SharedExpert
+from support.model_configs import LLAMA
 
 MOE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen3 30B-A3B": (
@@ -135,6 +136,76 @@ MOE_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rotary": 64,
             "router": Router(256, 8, Scores.SIGMOID, RouterBias.CHOICE),
             "shared": None,
+        },
+    ),
+    "Gemma 4 26B-A4B": (
+        {
+            "architectures": ["Gemma4ForConditionalGeneration"],
+            "text_config": {
+                **LLAMA,
+                "attention_k_eq_v": True,
+                "enable_moe_block": True,
+                "final_logit_softcapping": 30.0,
+                "global_head_dim": 512,
+                "head_dim": 256,
+                "hidden_activation": "gelu_pytorch_tanh",
+                "hidden_size": 2816,
+                "hidden_size_per_layer_input": 0,
+                "intermediate_size": 2112,
+                "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+                "model_type": "gemma4_text",
+                "moe_intermediate_size": 704,
+                "num_attention_heads": 16,
+                "num_experts": 128,
+                "num_global_key_value_heads": 2,
+                "num_hidden_layers": 6,
+                "num_key_value_heads": 8,
+                "num_kv_shared_layers": 0,
+                "sliding_window": 1024,
+                "top_k_experts": 8,
+            },
+        },
+        {
+            "cache": ((8, 256),) * 5 + ((2, 512),),
+            "dense": [],
+            "experts": (8, 128, 704),
+            "router": Router(128, 8, has_norm=True, has_expert_factors=True),
+            "shared": SharedExpert(2112),
+        },
+    ),
+    "Qwen3-VL 30B-A3B": (
+        {
+            "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+            "text_config": {
+                **LLAMA,
+                "decoder_sparse_step": 1,
+                "head_dim": 128,
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "mlp_only_layers": [],
+                "model_type": "qwen3_vl_moe_text",
+                "moe_intermediate_size": 768,
+                "norm_topk_prob": True,
+                "num_attention_heads": 32,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "num_hidden_layers": 3,
+                "num_key_value_heads": 4,
+                "rope_scaling": {
+                    "mrope_interleaved": True,
+                    "mrope_section": [24, 20, 20],
+                    "rope_type": "default",
+                },
+                "rope_theta": 5000000,
+            },
+            "tie_word_embeddings": False,
+        },
+        {
+            "base": 5e6,
+            "dense": [],
+            "experts": (8, 128, 768),
+            "head_norm": "rms",
+            "router": Router(128, 8),
         },
     ),
 }

@@ -30,6 +30,18 @@ def as_yi(folder: Path) -> Path:
     )
 
 
+def as_transposed_experts(folder: Path) -> Path:
+    """Stacked experts as in checkpoints of the hub, each [in_features, out_features]."""
+
+    def turned(tensors: Tensors, _: dict[str, Any]) -> Tensors:
+        return {
+            name: values.transpose(1, 2).contiguous() if ".experts." in name else values
+            for name, values in tensors.items()
+        }
+
+    return _rewrite(folder, turned)
+
+
 INTERNLM2_NAMES = {
     "embed_tokens": "tok_embeddings",
     "lm_head": "output",

@@ -80,6 +80,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     SeedOssConfig,
     SeedOssForCausalLM,
     SmolLM3Config,
@@ -276,6 +278,18 @@ def tiny_qwen2_5_vl(**changes: Any) -> Qwen2_5_VLForConditionalGeneration:
 
 
 def tiny_qwen3_vl(**changes: Any) -> Qwen3VLForConditionalGeneration:
+    config = Qwen3VLConfig(**_qwen3_vl_parts(changes))
+    return _randomized(Qwen3VLForConditionalGeneration(config))
+
+
+def tiny_qwen3_vl_moe(**changes: Any) -> Qwen3VLMoeForConditionalGeneration:
+    """Layer 1 is dense."""
+    text = {**_EXPERTS, "num_experts": 8, "mlp_only_layers": [1], **changes}
+    config = Qwen3VLMoeConfig(**_qwen3_vl_parts(text))
+    return _randomized(Qwen3VLMoeForConditionalGeneration(config))
+
+
+def _qwen3_vl_parts(changes: dict[str, Any]) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 3, 3]}
     text = {**_COMMON, "rope_parameters": {**rope, "mrope_interleaved": True}, **changes}
     vision: dict[str, Any] = {
@@ -286,8 +300,7 @@ def tiny_qwen3_vl(**changes: Any) -> Qwen3VLForConditionalGeneration:
     }
     vision |= {"out_hidden_size": text["hidden_size"], "deepstack_visual_indexes": [0]}
     vision |= {"num_position_embeddings": 16}
-    config = Qwen3VLConfig(text_config=text, vision_config=vision)
-    return _randomized(Qwen3VLForConditionalGeneration(config))
+    return {"text_config": text, "vision_config": vision}
 
 
 def tiny_smollm3(**changes: Any) -> SmolLM3ForCausalLM:
@@ -362,6 +375,12 @@ def tiny_gemma4(**changes: Any) -> Gemma4ForCausalLM:
         # Scores are not scaled: with factors of about 1, softmax would amplify rounding errors.
         layer.self_attn.q_norm.weight.data.mul_(0.4)
     return model
+
+
+def tiny_gemma4_moe(**changes: Any) -> Gemma4ForCausalLM:
+    """Each layer has experts beside its MLP."""
+    experts = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3}
+    return tiny_gemma4(**{**experts, "moe_intermediate_size": 40, **changes})
 
 
 def tiny_granite4(**changes: Any) -> GraniteMoeHybridForCausalLM:

@@ -123,15 +123,6 @@ REFUSED = {
         },
         "granite4 models with this 'layer_types'.*'attention'",
     ),
-    "experts": (
-        {
-            "architectures": ["Gemma4ForCausalLM"],
-            "hidden_size_per_layer_input": 0,
-            "enable_moe_block": True,
-            "sliding_window": 32,
-        },
-        "experts",
-    ),
     "bidirectional": ({"use_bidirectional_attention": True}, "bidirectional"),
 }
 

@@ -20,7 +20,7 @@ LAYER_KINDS = {"sparse": True, "dense": False}
 def hf_experts(arch: ArchSpec, text: Fields, layers: int) -> Sequence[MoE | None]:
     """Experts of each layer; None for a dense layer."""
     form = arch.experts
-    if form is None:
+    if form is None or (form.flag_key is not None and not text.flag(form.flag_key, False)):
         return [None] * layers
     keys = form.num_experts_keys
     count = text.integer(next((key for key in keys if text.has(key)), keys[0]), high=MAX_EXPERTS)
@@ -34,6 +34,8 @@ def hf_experts(arch: ArchSpec, text: Fields, layers: int) -> Sequence[MoE | None
         normalizes=_normalizes(form, text),
         eps=form.eps,
         factor=_factor(form, text),
+        has_norm=form.has_router_norm,
+        has_expert_factors=form.has_expert_factors,
     )
     size = text.integer(form.size_key, form.size_default, high=MAX_INTERMEDIATE_SIZE)
     check_router(router, text.where)
@@ -96,7 +98,7 @@ def gguf_experts(
 ) -> Sequence[MoE | None]:
     """Experts of each layer; None for a layer without a router."""
     form = arch.experts
-    if form is None:
+    if form is None or (form.flag_key is not None and own.values.get("expert_count") in (None, 0)):
         return [None] * layers
     key = "expert_feed_forward_length"
     size = own.integer(key if own.has(key) else "feed_forward_length", high=MAX_INTERMEDIATE_SIZE)
@@ -110,6 +112,8 @@ def gguf_experts(
         normalizes=own.flag("expert_weights_norm", form.gguf_normalizes),
         eps=form.eps,
         factor=own.number("expert_weights_scale", form.factor_default or 1.0),
+        has_norm=form.has_router_norm,
+        has_expert_factors=form.has_expert_factors,
     )
     check_router(router, own.where)
     names = arch.gguf

@@ -222,19 +222,18 @@ def _with_activations(
 
 
 def _refuse_unknown_parts(arch: ArchSpec, own: Fields) -> None:
-    """Refuses variants of Gemma 4 that need more than its dense layers."""
+    """Refuses variants of Gemma 4 that need more than decoder layers."""
     if arch.global_head_dim_default is None:
         return
     for key, what in (
         ("embedding_length_per_layer_input", "embeddings of their own for each layer (E2B, E4B)"),
         ("attention.shared_kv_layers", "layers that share keys and values (E2B, E4B)"),
-        ("expert_count", "experts (26B-A4B)"),
     ):
         if own.integer(key, 0, low=0) > 0:
             raise UnsupportedModelError(
                 f"{arch.name} models with {what} are not supported",
                 where=own.where,
-                next_step="The dense models (12B, 31B) are.",
+                next_step="12B, 26B-A4B and 31B are.",
             )
 
 

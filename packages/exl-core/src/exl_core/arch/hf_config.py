@@ -207,7 +207,7 @@ def _head_norm(arch: ArchSpec, text: Fields) -> HeadNorm | None:
 
 
 def _refuse_unknown_inputs(arch: ArchSpec, text: Fields) -> None:
-    """Refuses variants of a family that need more than its dense layers."""
+    """Refuses variants of a family that need more than decoder layers."""
     for key, values in arch.required:
         found = text.values.get(key)
         if any(item not in values for item in (found if isinstance(found, list) else [found])):
@@ -224,13 +224,12 @@ def _refuse_unknown_inputs(arch: ArchSpec, text: Fields) -> None:
     for what, is_there in (
         ("embeddings of their own for each layer (E2B, E4B)", per_layer > 0),
         ("layers that share keys and values (E2B, E4B)", shared > 0),
-        ("experts (26B-A4B)", text.flag("enable_moe_block", False)),
     ):
         if is_there:
             raise UnsupportedModelError(
                 f"{arch.name} models with {what} are not supported",
                 where=text.where,
-                next_step="The dense models (12B, 31B) are.",
+                next_step="12B, 26B-A4B and 31B are.",
             )
 
 
@@ -320,8 +319,9 @@ def _check_activation(arch: ArchSpec, text: Fields) -> None:
 
 
 def _tied(arch: ArchSpec, top: Fields, text: Fields) -> bool:
-    holder = text if text.has("tie_word_embeddings") else top
-    return holder.flag("tie_word_embeddings", arch.tie_embeddings_default)
+    key = "tie_word_embeddings"
+    first, second = (top, text) if arch.is_tied_by_outer else (text, top)
+    return (first if first.has(key) else second).flag(key, arch.tie_embeddings_default)
 
 
 def _softcap(text: Fields, key: str, default: float | None) -> float | None:

@@ -188,6 +188,9 @@ class Router:
                 are chosen. The score of a group is the sum of its `group_scores` best scores
     normalizes  the chosen experts' scores are divided by their sum plus `eps`
     factor      factor of the weights
+    has_norm    the router reads states with an RMSNorm of its own, whose factors are divided by the
+                root of the hidden size
+    has_expert_factors  the weights are multiplied by a number of each expert
     """
 
     num_experts: int
@@ -200,6 +203,8 @@ class Router:
     normalizes: bool = True
     eps: float = 0.0
     factor: float = 1.0
+    has_norm: bool = False
+    has_expert_factors: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +219,17 @@ class SharedExpert:
 @dataclass(frozen=True, slots=True)
 class MoE(FeedForward):
     """Mixture of experts: the sum of the chosen experts' outputs, each times its weight. An expert
-    is a gated MLP of width `intermediate_size`."""
+    is a gated MLP of width `intermediate_size`.
+
+    If `is_beside_shared`, the experts have norms of their own before and after, and the shared
+    expert has others. The norm after the layer's feed-forward part is that of their sum.
+    """
 
     router: Router
     intermediate_size: int
     activation: Activation
     shared: SharedExpert | None = None
+    is_beside_shared: bool = False
 
     @property
     def inner_size(self) -> int:

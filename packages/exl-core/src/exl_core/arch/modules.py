@@ -32,10 +32,10 @@ from exl_core.arch.layers import (
     RouterBias,
     unsupported,
 )
-from exl_core.arch.names import FileForm, Fused
+from exl_core.arch.names import FileForm
+from exl_core.arch.naming import NOWHERE, Owner, Wanted, canonical_name, ending, places_of
 from exl_core.arch.places import Place, RowPermutation
 from exl_core.arch.spec import ModelConfig
-from exl_core.errors import UnsupportedModelError
 
 
 class Kind(Enum):
@@ -46,7 +46,7 @@ class Kind(Enum):
     NORM = "norm"
     HEAD_NORM = "head norm"
     SCALAR = "scalar"
-    ROUTER_BIAS = "router bias"
+    ROUTER_VECTOR = "router vector"
 
 
 class Shard(Enum):
@@ -185,7 +185,7 @@ class ModuleTable:
         (self.head,) = _rows([head], forms)
         self.head = replace(self.head, is_normalized=config.has_normalized_head)
         layers = [
-            _rows(_layer_parts(config, layer), forms, _Owner(index))
+            _rows(_layer_parts(config, layer), forms, Owner(index))
             for index, layer in enumerate(config.layers)
         ]
         self.layers: tuple[Mapping[str, ModuleRow], ...] = tuple(
@@ -276,17 +276,6 @@ class _Part(NamedTuple):
     num_heads: int = 0
     heads: RowPermutation | None = None
     is_converted: bool = False
-
-
-class _Owner(NamedTuple):
-    """Layer of a tensor, if it has one, and the expert of it that the tensor belongs to."""
-
-    layer: int | None = None
-    expert: int | None = None
-    experts: int = 0
-
-
-_NOWHERE = _Owner()
 
 
 def _layer_parts(config: ModelConfig, layer: LayerSpec) -> list[_Part]:
@@ -398,7 +387,13 @@ def _moe_parts(hidden: int, spec: MoE) -> list[_Part]:
     has_bias = spec.router.bias is RouterBias.LOGITS
     parts = [_Part("router", Kind.LINEAR, (count, hidden), has_bias)]
     if spec.router.bias is RouterBias.CHOICE:
-        parts.append(_Part("router_bias", Kind.ROUTER_BIAS, (count,)))
+        parts.append(_Part("router_bias", Kind.ROUTER_VECTOR, (count,)))
+    if spec.router.has_expert_factors:
+        parts.append(_Part("expert_factors", Kind.ROUTER_VECTOR, (count,)))
+    norms = ["router_norm"] if spec.router.has_norm else []
+    if spec.is_beside_shared:
+        norms += ["expert_norm", "expert_post_norm", "shared_post_norm"]
+    parts += [_Part(role, Kind.NORM, (hidden,)) for role in norms]
     if spec.shared is None:
         return parts
     inner = spec.shared.intermediate_size
@@ -420,13 +415,13 @@ def _expert_rows(
     if not isinstance(spec, MoE):
         return []
     parts, count = _expert_parts(config.hidden_size, spec), spec.router.num_experts
-    return [_rows(parts, forms, _Owner(layer, index, count)) for index in range(count)]
+    return [_rows(parts, forms, Owner(layer, index, count)) for index in range(count)]
 
 
 def _surplus_row(spec: MoE, hidden: int, layer: int, forms: tuple[FileForm, FileForm]) -> ModuleRow:
     """A row of the expert after the last one. Tensors of all experts are not among its places."""
     count = spec.router.num_experts
-    row = _rows(_expert_parts(hidden, spec), forms, _Owner(layer, count, count))[0]
+    row = _rows(_expert_parts(hidden, spec), forms, Owner(layer, count, count))[0]
     safetensors, gguf = (
         tuple(place for place in places if not place.experts)
         for places in (row.safetensors, row.gguf)
@@ -453,11 +448,11 @@ def _expert_parts(hidden: int, spec: MoE) -> list[_Part]:
 def _rows(
     parts: Sequence[_Part],
     forms: tuple[FileForm, FileForm],
-    owner: _Owner = _NOWHERE,
+    owner: Owner = NOWHERE,
 ) -> list[ModuleRow]:
     rows: list[ModuleRow] = []
     first_outs: dict[Packed | None, int] = {}
-    by_role = {part.role: part for part in parts}
+    num_rows = {part.role: part.shape[0] for part in parts}
     for part in parts:
         first_out = first_outs.get(part.packed, 0)
         first_outs[part.packed] = first_out + part.shape[0]
@@ -465,12 +460,14 @@ def _rows(
         for shape, suffix in ((part.shape, "weight"), (bias_shape, "bias")):
             if shape is None:
                 continue
-            safetensors, gguf = (_places(part, suffix, by_role, form, owner) for form in forms)
+            is_norm = part.kind in (Kind.NORM, Kind.HEAD_NORM)
+            wanted = Wanted(part.role, suffix, part.shape[0], part.heads, is_norm)
+            safetensors, gguf = (places_of(wanted, num_rows, form, owner) for form in forms)
             is_weight = suffix == "weight"
-            name = _canonical(part.role, forms[0], owner)
+            name = canonical_name(part.role, forms[0], owner)
             rows.append(
                 ModuleRow(
-                    name=name + _suffix(part.role, suffix, forms[0]),
+                    name=name + ending(part.role, forms[0].names[part.role], suffix, forms[0]),
                     role=part.role,
                     layer=owner.layer,
                     kind=part.kind if is_weight else Kind.BIAS,
@@ -487,94 +484,3 @@ def _rows(
                 )
             )
     return rows
-
-
-def _places(
-    part: _Part,
-    suffix: str,
-    by_role: Mapping[str, _Part],
-    form: FileForm,
-    owner: _Owner,
-) -> tuple[Place, ...]:
-    layer = owner.layer
-    is_norm = part.kind in (Kind.NORM, Kind.HEAD_NORM)
-    addend = form.norm_addend if is_norm else 0.0
-    permutation = (
-        part.heads if form.is_interleaved and part.heads and part.heads.rotary_dim else None
-    )
-    places = []
-    for fused in form.fused:
-        is_here = part.role in fused.roles and by_role.keys() >= set(fused.roles)
-        if not is_here or layer is None:
-            continue
-        ending = "" if fused.is_bare else f".{suffix}"
-        for root in form.roots:
-            name = f"{root}{form.layer.format(layer)}{fused.name}{ending}"
-            place = _fused_place(part, name, fused, by_role, permutation)
-            places.append(_of_expert(place, owner))
-    for stem in form.stems(part.role):
-        for root in _head_roots(form) if part.role == "head" else form.roots:
-            name = _name(part.role, stem, form, root, layer) + _suffix(part.role, suffix, form)
-            places.append(_of_expert(Place(name, 0, part.shape[0], permutation, addend), owner))
-    return tuple(places)
-
-
-def _of_expert(place: Place, owner: _Owner) -> Place:
-    """The place of an expert's matrix, in a tensor of its own or in that of all experts."""
-    if owner.expert is None:
-        return place
-    if "{}" in place.name:
-        return replace(place, name=place.name.format(owner.expert))
-    return replace(
-        place,
-        first_row=owner.expert * place.num_rows + place.first_row,
-        num_rows=owner.experts * place.num_rows,
-        experts=owner.experts,
-    )
-
-
-def _suffix(role: str, suffix: str, form: FileForm) -> str:
-    return "" if role in form.bare else f".{suffix}"
-
-
-def _fused_place(
-    part: _Part,
-    name: str,
-    fused: Fused,
-    by_role: Mapping[str, _Part],
-    permutation: RowPermutation | None,
-) -> Place:
-    """The rows of `part` in a tensor that consists of several roles."""
-    rows = [by_role[role].shape[0] for role in fused.roles]
-    before = fused.roles.index(part.role)
-    if not fused.is_grouped:
-        return Place(name, sum(rows[:before]), sum(rows), permutation)
-    assert part.heads is not None, "only heads are stored in groups"
-    groups, head_dim = by_role["k"].shape[0] // part.heads.head_dim, part.heads.head_dim
-    sizes = [count // (groups * head_dim) for count in rows]  # heads of each role in a group
-    grouped = replace(
-        part.heads,
-        rotary_dim=0 if permutation is None else permutation.rotary_dim,
-        group=sizes[before],
-        stride=sum(sizes),
-    )
-    return Place(name, sum(sizes[:before]) * head_dim, sum(rows), grouped)
-
-
-def _canonical(role: str, form: FileForm, owner: _Owner) -> str:
-    if role not in form.names:
-        raise UnsupportedModelError(f"the family has no name for the tensor of role {role!r}")
-    name = _name(role, form.names[role], form, form.roots[0], owner.layer)
-    return name if owner.expert is None else name.format(owner.expert)
-
-
-def _name(role: str, stem: str, form: FileForm, root: str, layer: int | None) -> str:
-    inside = "" if layer is None else form.layer.format(layer)
-    prefix = "" if role == "head" and root == form.roots[0] else root
-    return f"{prefix}{inside}{stem}"
-
-
-def _head_roots(form: FileForm) -> tuple[str, ...]:
-    """Prefixes of the head, which is beside the `model.` of a language model."""
-    inner = [root.removesuffix("model.") for root in form.roots if root.endswith(".model.")]
-    return (form.roots[0], *inner)

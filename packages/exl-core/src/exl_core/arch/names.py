@@ -39,7 +39,9 @@ class FileForm:
     fused           fused tensors, which take precedence over separate ones
     is_interleaved  rotated heads store RoPE pairs as rows 2i and 2i + 1, not i and i + rotary_dim/2
     norm_addend     number to add to the stored norm weights
-    bare            roles whose names have no `.weight`
+    transposed      names of matrices that are stored as [in_features, out_features]
+    transposable    names of matrices that some files store so
+    bare            roles, or names of them, that have no `.weight` after the name
     """
 
     names: Mapping[str, str]
@@ -50,6 +52,8 @@ class FileForm:
     is_interleaved: bool = False
     norm_addend: float = 0.0
     bare: tuple[str, ...] = ()
+    transposed: tuple[str, ...] = ()
+    transposable: tuple[str, ...] = ()
 
     def stems(self, role: str) -> list[str]:
         """Names of a tensor of its own, the canonical one first."""

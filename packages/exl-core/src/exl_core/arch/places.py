@@ -50,8 +50,10 @@ class Place:
 
     `num_rows` counts all rows of the stored tensor. `permutation` is that of its rows, None for the
     model's order. `addend` is added to the stored values. A tensor that holds the matrices of
-    several experts has three dimensions, of which the first is `experts`, and its rows are those of
-    all experts.
+    several experts has three dimensions, of which the first is `experts`, or these matrices one
+    below the other. Its rows are those of all experts. A tensor that `is_transposed` stores its
+    matrices as [in_features, out_features], and its rows are the columns of these. One that
+    `may_be_transposed` does if it does not have the other shape.
     """
 
     name: str
@@ -60,3 +62,17 @@ class Place:
     permutation: RowPermutation | None = None
     addend: float = 0.0
     experts: int = 0
+    is_transposed: bool = False
+    may_be_transposed: bool = False
+
+    def columns(self, in_features: int) -> tuple[slice, int]:
+        """The rows of the file that hold this part of a transposed tensor, and its first column in
+        them. Other columns of the rows belong to other parts."""
+        expert, column = divmod(self.first_row, self.num_rows // max(1, self.experts))
+        return slice(expert * in_features, (expert + 1) * in_features), column
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the stored tensor that a part of this shape belongs to."""
+        rows = self.num_rows // max(1, self.experts)
+        matrix = (shape[1], rows) if self.is_transposed else (rows, *shape[1:])
+        return (self.experts, *matrix) if self.experts else matrix

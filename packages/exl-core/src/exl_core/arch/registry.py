@@ -23,7 +23,7 @@ from exl_core.arch.families.minimax import MINIMAX_M2
 from exl_core.arch.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from exl_core.arch.families.olmo import OLMO2
 from exl_core.arch.families.phi3 import PHI3
-from exl_core.arch.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from exl_core.arch.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL_MOE
 from exl_core.arch.families.seed_oss import SEED_OSS
 from exl_core.arch.families.smollm3 import SMOLLM3
 from exl_core.arch.families.starcoder2 import STARCODER2
@@ -35,7 +35,7 @@ ARCHITECTURES = (
     *(ERNIE4_5, INTERNLM2, MINISTRAL3, SMOLLM3, OLMO2, EXAONE4, GRANITE, MINICPM),
     *(GRANITE4, HUNYUAN, APERTUS, GEMMA4, COHERE, COHERE2, STARCODER2, ARCEE, ORION, INDEX),
     *(GLM4, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, ERNIE4_5_MOE, HUNYUAN_MOE, MINIMAX_M2),
-    GRANITE_MOE,
+    *(GRANITE_MOE, QWEN3_VL_MOE),
 )
 
 
@@ -88,7 +88,7 @@ def _find(
             raise UnsupportedModelError(
                 f"architecture {name!r} is not supported: {missing}",
                 where=where,
-                next_step="Gemma 3 and the dense models of Gemma 4 (12B, 31B) are.",
+                next_step="Gemma 3 and Gemma 4 12B, 26B-A4B and 31B are.",
             )
     known = list(dict.fromkeys(known))
     near = get_close_matches(name, known, n=1)

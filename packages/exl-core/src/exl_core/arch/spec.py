@@ -18,6 +18,7 @@ from exl_core.arch.layers import (
     Activation,
     Attention,
     Dense,
+    FeedForward,
     HeadNorm,
     KVShape,
     LayerSpec,
@@ -27,6 +28,7 @@ from exl_core.arch.layers import (
     QueryTemperature,
     RouterBias,
     Scores,
+    SharedExpert,
 )
 from exl_core.arch.names import GGUF, HF, FileForm
 
@@ -143,6 +145,13 @@ class ExpertForm:
     shared_size_key: str | None = None
     """Key of the width of the shared expert itself."""
     has_shared_gate: bool = False
+    flag_key: str | None = None
+    """Key that a checkpoint sets to true if its layers have experts; None: all of the family's
+    do."""
+    is_beside_dense: bool = False
+    """The dense MLP of a layer with experts is their shared expert, and each has its own norms."""
+    has_router_norm: bool = False
+    has_expert_factors: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,15 +219,22 @@ def decoder_layer(arch: ArchSpec, numbers: LayerNumbers) -> LayerSpec:
         has_qkv_bias=numbers.has_qkv_bias,
         has_output_bias=numbers.has_output_bias,
     )
-    dense = Dense(
+    part = _feed_forward(arch, numbers)
+    return LayerSpec(attention, part, arch.norm_placement, arch.norm_kind, arch.has_layer_scalar)
+
+
+def _feed_forward(arch: ArchSpec, numbers: LayerNumbers) -> FeedForward:
+    experts, form = numbers.experts, arch.experts
+    if experts is not None and form is not None and form.is_beside_dense:
+        shared = SharedExpert(numbers.intermediate_size)
+        return replace(experts, shared=shared, is_beside_shared=True)
+    return experts or Dense(
         numbers.intermediate_size,
         arch.activation,
         numbers.has_mlp_bias,
         arch.has_gated_mlp,
         numbers.activation_numbers,
     )
-    part = numbers.experts or dense
-    return LayerSpec(attention, part, arch.norm_placement, arch.norm_kind, arch.has_layer_scalar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +302,9 @@ class ArchSpec:
     """Key with the context size, if that is larger than `max_position_embeddings`."""
     has_bias_default: bool = False
     tie_embeddings_default: bool = False
+    is_tied_by_outer: bool = False
+    """`tie_word_embeddings` of a multimodal model counts rather than that of its language model,
+    which writers leave at its default."""
     hidden_size_default: int | None = None
     intermediate_size_default: int | None = None
     num_layers_default: int | None = None

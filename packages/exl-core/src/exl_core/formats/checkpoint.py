@@ -210,6 +210,11 @@ class Checkpoint:
         A range of rows is released only if it is contiguous in the file.
         """
         located = self._located[name]
+        if located.matrix is None and located.place.is_transposed:
+            if rows is None:
+                within, _ = located.place.columns(located.stored.shape[1])
+                self._source.release(located.stored.name, within)
+            return
         if rows is None and located.place.experts:
             rows = slice(0, located.stored.shape[0])
         if rows is None:
@@ -222,7 +227,9 @@ class Checkpoint:
     def _prefetch(self, name: str) -> None:
         located = self._located[name]
         rows = None
-        if located.place.experts and located.matrix is None:
+        if located.place.is_transposed and located.matrix is None:
+            rows, _ = located.place.columns(located.stored.shape[1])
+        elif located.place.experts and located.matrix is None:
             first = located.place.first_row
             rows = slice(first, first + located.stored.shape[0])
         for part in self._stored_names(name):
@@ -264,6 +271,11 @@ class Checkpoint:
             if len(self._source.tensors[tensor.name].shape) < len(tensor.shape):
                 # A matrix of one row, stored as a vector.
                 return self._source.read(tensor.name, slice(None)).view(tensor.shape)
+            if located.place.is_transposed:
+                assert permutation is None, "no file stores rotated heads transposed"
+                columns, column = located.place.columns(tensor.shape[1])
+                part = self._source.read(tensor.name, columns)[:, column + first : column + last]
+                return part.T.contiguous()
             within = slice(before + first, before + last)
             rows = within if permutation is None else permutation[first:last]
             return self._source.read(tensor.name, rows)
@@ -288,7 +300,7 @@ class Checkpoint:
         """Factors of a norm, float32 [rows], with the 1 added where the file stores them minus
         one."""
         weight, place = self.vector(name), self._located[name].place
-        if weight.dim() == MATRIX and self.rows[name].kind in (Kind.NORM, Kind.ROUTER_BIAS):
+        if weight.dim() == MATRIX and self.rows[name].kind in (Kind.NORM, Kind.ROUTER_VECTOR):
             weight = weight.flatten()
         if weight.dim() == MATRIX:
             if not torch.equal(weight, weight[:1].expand_as(weight)):

@@ -89,12 +89,14 @@ def _located_matrix(matrix: QuantizedMatrix, place: Place) -> Located:
 def _located_tensor(source: TensorSource, row: ModuleRow, place: Place) -> Located:
     found = source.tensors[place.name]
     source.check_readable(found.name)
-    whole = (place.num_rows, *row.shape[1:])
-    if place.experts:
-        whole = (place.experts, place.num_rows // place.experts, *row.shape[1:])
+    if place.may_be_transposed and found.shape != place.stored_shape(row.shape):
+        place = replace(place, is_transposed=True)
+    whole = place.stored_shape(row.shape)
+    if place.experts and found.shape == (whole[0] * whole[1], *whole[2:]):
+        whole = found.shape  # the matrices of all experts, one below the other
     if row.kind is Kind.HEAD_NORM and found.shape[1:] == row.shape:
         return Located(found, place)  # EXL2 files repeat the norm for every head
-    if row.kind in (Kind.NORM, Kind.ROUTER_BIAS) and found.num_values == row.shape[0]:
+    if row.kind in (Kind.NORM, Kind.ROUTER_VECTOR) and found.num_values == row.shape[0]:
         return Located(found, place)  # norms of all heads may be stored by head
     if row.shape[0] == 1 and found.shape == row.shape[1:]:
         whole = found.shape  # a matrix of one row may be stored as a vector

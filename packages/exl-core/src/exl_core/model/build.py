@@ -7,7 +7,7 @@ matrices that follow, so they do not raise the peak.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from threading import Lock
@@ -250,7 +250,7 @@ def block_weights(config: ModelConfig, layer: int, source: WeightSource) -> Bloc
     )
     mlp: MlpWeights | MoeWeights
     if "router" in rows:
-        mlp = _moe(config, layer, source, norm_of("mlp_norm"), norm_of("mlp_post_norm"))
+        mlp = _moe(config, layer, source, norm_of)
     else:
         mlp = MlpWeights(
             norm=norm_of("mlp_norm"),
@@ -264,22 +264,35 @@ def block_weights(config: ModelConfig, layer: int, source: WeightSource) -> Bloc
 
 
 def _moe(
-    config: ModelConfig, layer: int, source: WeightSource, norm: Norm | None, post_norm: Norm | None
+    config: ModelConfig, layer: int, source: WeightSource, norm_of: Callable[[str], Norm | None]
 ) -> MoeWeights:
     table = module_table(config)
     rows, matrices = table.layers[layer], table.packed(layer)
+
+    def vector(role: str) -> Tensor | None:
+        return source.norm(rows[role]) if role in rows else None
+
     shared = None
     if "shared_gate_up" in matrices:
         gate_up = source.packed(matrices["shared_gate_up"])
-        shared = MlpWeights(None, gate_up, source.packed(matrices["shared_down"]), None)
+        down = source.packed(matrices["shared_down"])
+        shared = MlpWeights(None, gate_up, down, norm_of("shared_post_norm"))
+    router_norm = None
+    if "router_norm" in rows:
+        factor = config.hidden_size**-0.5
+        router_norm = RmsNorm(source.norm(rows["router_norm"]) * factor, config.state_eps)
     return MoeWeights(
-        norm=norm,
+        norm=norm_of("mlp_norm"),
         router=source.packed([rows["router"]]),
-        router_bias=source.norm(rows["router_bias"]) if "router_bias" in rows else None,
+        router_bias=vector("router_bias"),
         experts=_experts(config, layer, source),
         shared=shared,
         shared_router=source.packed([rows["shared_router"]]) if "shared_router" in rows else None,
-        post_norm=post_norm,
+        post_norm=norm_of("mlp_post_norm"),
+        router_norm=router_norm,
+        expert_factors=vector("expert_factors"),
+        expert_norm=norm_of("expert_norm"),
+        expert_post_norm=norm_of("expert_post_norm"),
     )
 
 

@@ -72,12 +72,13 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """router [num_experts, hidden], numbers that are added to the scores that choose, and the
-    matrices of all experts.
+    """router [num_experts, hidden], numbers that are added to the scores that choose, factors of
+    the weights by expert, and the matrices of all experts.
 
-    `norm` comes before router and experts, `post_norm` after the sum of the experts; None where the
-    layer has no such norm. `shared` is an MLP without norms that every token passes, and
-    `shared_router` [1, hidden] scores its output.
+    `norm` comes before router, experts and shared expert, `post_norm` after their sum; None where
+    the layer has no such norm. `router_norm` and `expert_norm` replace `norm` for the router and
+    for the experts. `expert_post_norm` comes after the experts. `shared` is an MLP that every token
+    passes, with at most a `post_norm`, and `shared_router` [1, hidden] scores its output.
     """
 
     norm: Norm | None
@@ -87,6 +88,10 @@ class MoeWeights:
     shared: MlpWeights | None
     shared_router: PackedLinear | None
     post_norm: Norm | None
+    router_norm: Norm | None = None
+    expert_factors: Tensor | None = None
+    expert_norm: Norm | None = None
+    expert_post_norm: Norm | None = None
 
     @property
     def matrices(self) -> dict[Packed, PackedLinear]:
@@ -97,8 +102,11 @@ class MoeWeights:
 
     @property
     def vectors(self) -> tuple[Tensor, ...]:
-        bias = () if self.router_bias is None else (self.router_bias,)
-        return (*_norm_weights(self.norm, self.post_norm), *bias)
+        shared = () if self.shared is None else self.shared.vectors
+        own = self.router_norm, self.expert_norm, self.expert_post_norm
+        of_experts = (self.router_bias, self.expert_factors)
+        norms = _norm_weights(self.norm, self.post_norm, *own)
+        return (*norms, *shared, *(vector for vector in of_experts if vector is not None))
 
     @property
     def other_bytes(self) -> int:

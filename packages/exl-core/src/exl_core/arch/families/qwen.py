@@ -1,4 +1,5 @@
-"""Qwen 2, 2.5 and 3, Qwen3-MoE: Llama's architecture with biases on q, k, v, or with head norms.
+"""Qwen 2, 2.5 and 3, their models with experts: Llama's architecture with biases on q, k, v, or
+with head norms.
 
 The language models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL are the same: for text alone, their RoPE of
 three sections is the usual one. Checkpoints give a window size, and `use_sliding_window` says
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from exl_core.arch.layers import HeadNorm
-from exl_core.arch.names import HF, MULTIMODAL_ROOTS
+from exl_core.arch.names import HF, MULTIMODAL_ROOTS, Fused
 from exl_core.arch.spec import ArchSpec, ExpertForm, Window
 
 QWEN2 = ArchSpec(
@@ -72,3 +73,25 @@ QWEN3_MOE = replace(
     safetensors=HF,
 )
 """Router: softmax over all experts. Layers of `mlp_only_layers` are dense."""
+
+QWEN3_VL_MOE = replace(
+    QWEN3,
+    name="qwen3vlmoe",
+    hf_names=("Qwen3VLMoeForConditionalGeneration",),
+    gguf_names=("qwen3vlmoe",),
+    is_tied_by_outer=True,
+    experts=ExpertForm(),
+    safetensors=replace(
+        HF,
+        roots=MULTIMODAL_ROOTS,
+        aliases={"expert_down": ("mlp.experts.down_proj",)},
+        fused=(
+            *HF.fused,
+            Fused("mlp.experts.gate_up_proj", ("expert_gate", "expert_up"), is_bare=True),
+        ),
+        bare=("mlp.experts.down_proj",),
+        transposable=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    ),
+)
+"""Router: softmax over all experts, normalized over those chosen. One tensor holds the matrices of
+all experts."""

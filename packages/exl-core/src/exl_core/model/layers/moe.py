@@ -9,11 +9,11 @@ from torch import Tensor
 
 from exl_core.arch.layers import MoE, Router
 from exl_core.model.layers.mlp import GATES
-from exl_core.model.layers.residual import normed, read_gated_linear
+from exl_core.model.layers.residual import add_output, normed, read_gated_linear
 from exl_core.model.layers.state import PassState
 from exl_core.model.weights import BlockWeights, MoeWeights
 from exl_core.ops.elementwise import GateKind
-from exl_core.ops.moe import Routing
+from exl_core.ops.moe import Routed, Routing
 from exl_core.ops.table import LayerOps
 
 
@@ -43,16 +43,25 @@ def routing_of(router: Router) -> Routing:
 
 
 def moe(step: MoeStep, ops: LayerOps, x: Tensor, block: BlockWeights, state: PassState) -> Tensor:  # noqa: ARG001
-    """x [R, hidden] plus the weighted outputs of each row's experts."""
+    """x [R, hidden] plus the weighted outputs of each row's experts, times the factor of the
+    layer."""
     weights = cast(MoeWeights, block.mlp)
     h = x if weights.norm is None else normed(ops, x, weights.norm)  # [R, hidden]
-    routed = ops.route(h, weights.router, step.routing, weights.router_bias)  # [R, k] each
-    y = ops.expert_mlp(h, routed, weights.experts)  # [R, hidden]
+    scored = h if weights.router_norm is None else normed(ops, x, weights.router_norm)
+    inputs = h if weights.expert_norm is None else normed(ops, x, weights.expert_norm)
+    routed = ops.route(scored, weights.router, step.routing, weights.router_bias)  # [R, k] each
+    if weights.expert_factors is not None:
+        factors = weights.expert_factors[routed.ids.long()]  # [R, k]
+        routed = Routed(routed.ids, routed.weights * factors)
+    y = ops.expert_mlp(inputs, routed, weights.experts)  # [R, hidden]
+    if weights.expert_post_norm is not None:
+        y = normed(ops, y, weights.expert_post_norm)
     if weights.shared is not None:
         y = _add_shared(step, ops, h, y, weights)
     if weights.post_norm is not None:
         y = normed(ops, y, weights.post_norm)
-    return ops.add_(x, y)
+    x = ops.add_(x, y)
+    return x if block.scalar is None else x * block.scalar
 
 
 def _add_shared(step: MoeStep, ops: LayerOps, h: Tensor, y: Tensor, weights: MoeWeights) -> Tensor:
@@ -62,6 +71,6 @@ def _add_shared(step: MoeStep, ops: LayerOps, h: Tensor, y: Tensor, weights: Moe
     assert shared is not None, "the caller has checked it"
     inner = read_gated_linear(ops, h, None, shared.gate_up, step.gate)  # [R, intermediate]
     if weights.shared_router is None:
-        return ops.linear_add_(inner, shared.down, y)
+        return add_output(ops, y, inner, shared.down, shared.post_norm)
     scores = torch.sigmoid(ops.linear(h, weights.shared_router))  # [R, 1]
     return ops.add_(y, ops.linear(cast(Tensor, inner), shared.down) * scores)

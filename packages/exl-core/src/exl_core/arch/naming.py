@@ -1,0 +1,133 @@
+"""Derives the places of a tensor in one kind of file from its role and the family's `FileForm`.
+
+Knows names, fused tensors, row orders and the storage of experts. Knows no files and no values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from exl_core.arch.names import FileForm, Fused
+from exl_core.arch.places import Place, RowPermutation
+from exl_core.errors import UnsupportedModelError
+
+
+class Owner(NamedTuple):
+    """Layer of a tensor, if it has one, and the expert of it that the tensor belongs to."""
+
+    layer: int | None = None
+    expert: int | None = None
+    experts: int = 0
+
+
+NOWHERE = Owner()
+
+
+class Wanted(NamedTuple):
+    """The weight or the bias of a role, as `suffix` says. `heads` are those of its rows, with the
+    rows of each that files may store as interleaved RoPE pairs."""
+
+    role: str
+    suffix: str
+    num_rows: int
+    heads: RowPermutation | None
+    is_norm: bool
+
+
+def places_of(
+    wanted: Wanted, num_rows: Mapping[str, int], form: FileForm, owner: Owner
+) -> tuple[Place, ...]:
+    """Possible places, fused tensors first. `num_rows`: rows of all roles of the layer."""
+    role, suffix, heads, layer = wanted.role, wanted.suffix, wanted.heads, owner.layer
+    addend = form.norm_addend if wanted.is_norm else 0.0
+    permutation = heads if form.is_interleaved and heads and heads.rotary_dim else None
+    places = []
+    for fused in form.fused:
+        is_here = role in fused.roles and num_rows.keys() >= set(fused.roles)
+        if not is_here or layer is None:
+            continue
+        tail = "" if fused.is_bare else f".{suffix}"
+        for root in form.roots:
+            name = f"{root}{form.layer.format(layer)}{fused.name}{tail}"
+            place = _fused_place(wanted, name, fused, num_rows, permutation)
+            places.append(_of_expert(_turned(place, fused.name, suffix, form), owner))
+    for stem in form.stems(role):
+        for root in _head_roots(form) if role == "head" else form.roots:
+            name = _name(role, stem, form, root, layer) + ending(role, stem, suffix, form)
+            place = Place(name, 0, wanted.num_rows, permutation, addend)
+            places.append(_of_expert(_turned(place, stem, suffix, form), owner))
+    return tuple(places)
+
+
+def canonical_name(role: str, form: FileForm, owner: Owner) -> str:
+    """Canonical name of a role's tensors, without the ending."""
+    if role not in form.names:
+        raise UnsupportedModelError(f"the family has no name for the tensor of role {role!r}")
+    name = _name(role, form.names[role], form, form.roots[0], owner.layer)
+    return name if owner.expert is None else name.format(owner.expert)
+
+
+def ending(role: str, stem: str, suffix: str, form: FileForm) -> str:
+    """End of the name of a role's weight or bias, after `stem`."""
+    return "" if role in form.bare or stem in form.bare else f".{suffix}"
+
+
+def _turned(place: Place, stem: str, suffix: str, form: FileForm) -> Place:
+    """The place of a tensor that the file may store transposed."""
+    if suffix != "weight":
+        return place
+    is_transposed, may_be = stem in form.transposed, stem in form.transposable
+    return replace(place, is_transposed=is_transposed, may_be_transposed=may_be)
+
+
+def _of_expert(place: Place, owner: Owner) -> Place:
+    """The place of an expert's matrix, in a tensor of its own or in that of all experts."""
+    if owner.expert is None:
+        return place
+    if "{}" in place.name:
+        return replace(place, name=place.name.format(owner.expert))
+    return replace(
+        place,
+        first_row=owner.expert * place.num_rows + place.first_row,
+        num_rows=owner.experts * place.num_rows,
+        experts=owner.experts,
+    )
+
+
+def _fused_place(
+    wanted: Wanted,
+    name: str,
+    fused: Fused,
+    num_rows: Mapping[str, int],
+    permutation: RowPermutation | None,
+) -> Place:
+    """The rows of a role in a tensor that consists of several."""
+    rows = [num_rows[role] for role in fused.roles]
+    before = fused.roles.index(wanted.role)
+    if not fused.is_grouped:
+        return Place(name, sum(rows[:before]), sum(rows), permutation)
+    assert wanted.heads is not None, "only heads are stored in groups"
+    head_dim = wanted.heads.head_dim
+    groups = num_rows["k"] // head_dim
+    sizes = [count // (groups * head_dim) for count in rows]  # heads of each role in a group
+    grouped = replace(
+        wanted.heads,
+        rotary_dim=0 if permutation is None else permutation.rotary_dim,
+        group=sizes[before],
+        stride=sum(sizes),
+    )
+    return Place(name, sum(sizes[:before]) * head_dim, sum(rows), grouped)
+
+
+def _name(role: str, stem: str, form: FileForm, root: str, layer: int | None) -> str:
+    inside = "" if layer is None else form.layer.format(layer)
+    prefix = "" if role == "head" and root == form.roots[0] else root
+    return f"{prefix}{inside}{stem}"
+
+
+def _head_roots(form: FileForm) -> tuple[str, ...]:
+    """Prefixes of the head, which is beside the `model.` of a language model."""
+    inner = [root.removesuffix("model.") for root in form.roots if root.endswith(".model.")]
+    return (form.roots[0], *inner)
