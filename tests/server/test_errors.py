@@ -38,7 +38,7 @@ def one() -> Any:
     ("path", "body", "param", "code"),
     [
         (TEXT, {"prompt": "a", "suffix": "b"}, "suffix", "unsupported_parameter"),
-        (TEXT, {"prompt": "a", "mirostat": 1}, "mirostat", "invalid_value"),
+        (TEXT, {"prompt": "a", "mirostat": 3}, "mirostat", "invalid_value"),
         (TEXT, {"prompt": "a", "best_of": 2}, "best_of", "unsupported_parameter"),
         (TEXT, {"prompt": "a", "num_beams": 2}, "num_beams", "unsupported_parameter"),
         (TEXT, {"prompt": "a", "temperature": "hot"}, "temperature", "invalid_value"),

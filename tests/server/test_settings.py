@@ -61,6 +61,7 @@ def sampler(**body: Any) -> SamplerParams:
         ({"nsigma": -1}, {"top_n_sigma": 0.0}),
         ({"mirostat_mode": 2, "mirostat_tau": 4}, {"mirostat_tau": 4.0}),
         ({"mirostat": 2}, {"mirostat_tau": 5.0}),
+        ({"mirostat": "1"}, {"mirostat_tau": 5.0, "mirostat_version": 1}),
         ({"mirostat": 0, "mirostat_tau": 4, "mirostat_eta": 0.2}, {}),
         (
             {"min_temp": 0.5, "max_temp": 1.5, "temperature": 2},
@@ -76,7 +77,11 @@ def sampler(**body: Any) -> SamplerParams:
         ),
         ({"dynamic_temperature": False, "min_temp": 0.5, "max_temp": 1.5}, {}),
         ({"dynatemp_exponent": 2}, {"temp_exponent": 2.0}),
-        ({"smoothing_factor": 0, "smoothing_curve": 2}, {}),
+        ({"smoothing_factor": 0, "smoothing_curve": 0}, {}),
+        (
+            {"smoothing_factor": 0.2, "smoothing_curve": 2},
+            {"smoothing_factor": 0.2, "smoothing_curve": 2.0},
+        ),
         (
             {"dry_multiplier": 1, "dry_range": 5, "dry_sequence_breakers": ["a"]},
             {
@@ -177,8 +182,6 @@ def test_time_limit_of_a_request_is_below_that_of_the_server(given: int, expecte
         ("memory", "Before the prompt"),
         ("grammar_retain_state", True),
         ("post_sampling_probs", True),
-        ("smoothing_curve", 2),
-        ("mirostat", 1),
     ],
 )
 def test_what_would_change_figures_is_refused_by_name(

@@ -50,7 +50,10 @@ RARE = [
         xtc_probability=0.5, xtc_threshold=0.02, xtc_protected=frozenset(range(40)), top_k=30
     ),
     SamplerParams(skew=0.5, top_k=40, temperature=0.9),
+    SamplerParams(smoothing_factor=0.2, smoothing_curve=2.5, top_p=0.9),
     SamplerParams(mirostat_tau=2.0, frequency_penalty=0.1),
+    SamplerParams(mirostat_tau=2.0, mirostat_version=1, top_k=40),
+    SamplerParams(mirostat_tau=3.0, mirostat_version=1, temperature=0.8),
 ]
 CHAINS = COMMON + RARE
 
@@ -248,8 +251,10 @@ def test_mirostat_keeps_its_cut_and_rewinds_it() -> None:
     assert got.tolist() == pytest.approx(softmax(expected).tolist(), rel=1e-5)
 
 
-def test_mirostat_reaches_its_target_surprise() -> None:
-    sampler = Sampler(SamplerParams(mirostat_tau=3.0, seed=1), OPS)
+@pytest.mark.parametrize("version", [1, 2])
+def test_mirostat_reaches_its_target_surprise(version: int) -> None:
+    params = SamplerParams(mirostat_tau=3.0, mirostat_version=version, seed=1)
+    sampler = Sampler(params, OPS)
     logits = random_logits(2, 2000, 1.0)
     surprise = []
     for turn in range(400):

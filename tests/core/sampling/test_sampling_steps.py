@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exl_core.sampling.chain import steps_for
-from exl_core.sampling.feedback import Mirostat, SurpriseCut
+from exl_core.sampling.feedback import Mirostat, SurpriseCut, ZipfCut
 from exl_core.sampling.params import SamplerParams, TokenBias
 from exl_core.sampling.penalties import Allow, Ban, Bias, Dry, Mask, Penalties
 from exl_core.sampling.steps import (
@@ -40,11 +40,13 @@ CUTS: list[LogitStep] = [
     TailFree(0.9),
     Typical(0.7),
     SurpriseCut(3.0),
+    ZipfCut(3.0),
     ExcludeTop(1.0, 0.05),
 ]
 RESHAPING: list[LogitStep] = [
     Temperature(0.6),
     Smoothing(0.3),
+    Smoothing(0.3, 2.0),
     DynamicTemperature(0.2, 2.0, 0.8),
     ExcludeTop(0.4, 0.05, frozenset({2})),
 ]
@@ -128,6 +130,19 @@ def test_smoothing_is_quadratic_in_the_distance_from_the_largest(
     assert torch.allclose(after.double() - after.max(), exponent, rtol=6 * 2**-24, atol=1e-12)
     alone = torch.tensor([-math.inf, 2.0])
     assert Smoothing(factor)(alone).tolist() == [-math.inf, 0.0]
+
+
+@pytest.mark.parametrize("curve", [1.0, 1.5, 3.0, 7.0])
+def test_smoothing_curve_mixes_square_and_cube(curve: float) -> None:
+    logits = random_logits(4)
+    logits[9] = -math.inf
+    largest = max(logits.tolist())
+    # text-generation-webui's formula in float64, one token at a time.
+    k, s = (3 - curve) / 2, (curve - 1) / 2
+    wanted = [-k * 0.4 * (x - largest) ** 2 + s * 0.4 * (x - largest) ** 3 for x in logits.tolist()]
+    wanted[9] = -math.inf
+    after = Smoothing(0.4, curve)(logits)
+    assert after.tolist() == pytest.approx(wanted, rel=2e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -245,6 +260,40 @@ def test_the_surprise_cut(seed: int, mu: float) -> None:
     p = probabilities(logits)
     wanted = {i for i in range(64) if -math.log2(p[i]) <= mu}
     assert kept(SurpriseCut(mu)(logits)) == (wanted or {p.index(max(p))})
+
+
+def zipf_size(p: list[float], mu: float) -> float:
+    """k of the paper's algorithm 1 (arXiv 2007.14966) from descending probabilities."""
+    m, size = min(100, len(p)), len(p)
+    t = [math.log((i + 2) / (i + 1)) for i in range(m - 1)]
+    b = [math.log(p[i] / p[i + 1]) for i in range(m - 1)]
+    s = sum(x * y for x, y in zip(t, b, strict=True)) / sum(x * x for x in t)
+    e = s - 1
+    return (e * 2**mu / (1 - size**-e)) ** (1 / s)
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("mu", [-3.0, 0.5, 2.0, 5.0, 9.0, 1000.0])
+@pytest.mark.parametrize("count", [2, 64, 400])
+def test_the_zipf_cut_keeps_the_k_of_the_paper(seed: int, mu: float, count: int) -> None:
+    logits = random_logits(seed, count)
+    p = probabilities(logits)
+    order = ordered(p)
+    wanted = int(min(max(zipf_size([p[i] for i in order], min(mu, 50.0)), 1), count))
+    assert kept(ZipfCut(mu)(logits)) == set(order[:wanted])
+
+
+def test_the_zipf_cut_at_the_ends() -> None:
+    exact = torch.arange(1, 1001, dtype=torch.float64).log().neg().float()  # exponent 1
+    # The limit of the formula at exponent 1 is 2^mu / ln(N).
+    assert len(kept(ZipfCut(8.0)(exact))) == pytest.approx(2**8 / math.log(1000), abs=1)
+    flat = torch.zeros(64)  # exponent 0: the surprise does not depend on k
+    assert [len(kept(ZipfCut(mu)(flat))) for mu in (-1000.0, 1000.0)] == [1, 64]
+    certain = torch.tensor([0.0, -3e38, -math.inf])
+    assert kept(ZipfCut(5.0)(certain)) == {0}
+    few = random_logits(1)
+    few[10:] = -math.inf
+    assert kept(ZipfCut(1000.0)(few)) == set(range(10))
 
 
 def test_mirostat_moves_its_cut_by_the_surprise_and_rewinds_it() -> None:

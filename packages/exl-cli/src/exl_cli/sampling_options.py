@@ -181,6 +181,17 @@ MirostatEta = Annotated[
         rich_help_panel=_CUTS,
     ),
 ]
+MirostatVersion = Annotated[
+    int,
+    typer.Option(
+        "--mirostat-version",
+        metavar="N",
+        min=1,
+        max=2,
+        help="Mirostat's cut. 2: by surprise; 1: by rank, from an estimated Zipf distribution.",
+        rich_help_panel=_CUTS,
+    ),
+]
 Skew = Annotated[
     float,
     typer.Option(
@@ -212,6 +223,18 @@ Smoothing = Annotated[
         max=100.0,
         help="Quadratic smoothing: logits fall with the square of their distance from the largest; "
         "0: off.",
+        rich_help_panel=_TEMPERATURE,
+    ),
+]
+SmoothingCurve = Annotated[
+    float,
+    typer.Option(
+        "--smoothing-curve",
+        metavar="X",
+        min=1.0,
+        max=100.0,
+        help="With --smoothing: above 1, logits fall faster far from the largest, and slower close "
+        "to it.",
         rich_help_panel=_TEMPERATURE,
     ),
 ]
@@ -334,9 +357,11 @@ class SamplingOptions:
     xtc_threshold: XtcThreshold = 0.1
     mirostat: Mirostat = None
     mirostat_eta: MirostatEta = 0.1
+    mirostat_version: MirostatVersion = 2
     skew: Skew = 0.0
     dynatemp: Dynatemp = None
     smoothing: Smoothing = 0.0
+    smoothing_curve: SmoothingCurve = 1.0
     temp_last: TempLast = False
     frequency_penalty: FrequencyPenalty = 0.0
     presence_penalty: PresencePenalty = 0.0
@@ -374,11 +399,13 @@ class SamplingOptions:
             xtc_threshold=self.xtc_threshold,
             mirostat_tau=self.mirostat,
             mirostat_eta=self.mirostat_eta,
+            mirostat_version=self.mirostat_version,
             skew=self.skew,
             min_temp=min_temp,
             max_temp=max_temp,
             temp_exponent=exponent,
             smoothing_factor=self.smoothing,
+            smoothing_curve=self.smoothing_curve,
             temperature_last=self.temp_last,
             frequency_penalty=self.frequency_penalty,
             presence_penalty=self.presence_penalty,

@@ -245,13 +245,6 @@ def _breakers(given: object) -> tuple[str, ...]:
     return found
 
 
-def _mirostat(given: object) -> int:
-    version: int = whole(0, 2).read(given)
-    if version == 1:
-        raise ValueError("0 is off and 2 is version 2; version 1 is not supported")
-    return version
-
-
 def _some_tokens(given: object) -> int:
     limit: int = whole(-2).read(given)
     if limit == 0:
@@ -302,7 +295,7 @@ SAMPLING = (
     sampler("dry_allowed_length", whole(0)),
     sampler("dry_range", whole(0, replace={-1: 0}), "dry_penalty_last_n"),
     reply("dry_sequence_breakers", custom(_breakers), to="dry_breakers"),
-    sampler("mirostat", custom(_mirostat, {"enum": [0, 2]}), "mirostat_mode"),
+    sampler("mirostat", whole(0, 2), "mirostat_mode"),
     sampler("mirostat_tau", number(0, 100)),
     sampler("mirostat_eta", SHARE),
     sampler("smoothing_factor", number(0, 100)),
@@ -452,7 +445,7 @@ def _engine_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of SamplerParams from the fields of the table that several servers define
     differently."""
     left = dict(given)
-    _check_smoothing(left)
+    _set_smoothing(left)
     _set_dry_range(left)
     _set_mirostat(left)
     _set_penalty_range(left)
@@ -460,16 +453,10 @@ def _engine_names(given: Mapping[str, Any]) -> dict[str, Any]:
     return left
 
 
-def _check_smoothing(left: dict[str, Any]) -> None:
-    """A curve other than 1 is not supported. Without smoothing it has no effect."""
-    curve = left.pop("smoothing_curve", 1.0)
-    if curve != 1.0 and left.get("smoothing_factor") != 0.0:
-        raise ApiError(
-            400,
-            "smoothing_curve: this server does not support it; send 1, or smoothing_factor 0",
-            param="smoothing_curve",
-            code="unsupported_parameter",
-        )
+def _set_smoothing(left: dict[str, Any]) -> None:
+    """Without smoothing, a curve has no effect, and clients send 0 for it."""
+    if left.get("smoothing_curve", 1.0) < 1.0 and not left.get("smoothing_factor"):
+        del left["smoothing_curve"]
 
 
 def _set_dry_range(left: dict[str, Any]) -> None:
@@ -483,10 +470,10 @@ def _set_dry_range(left: dict[str, Any]) -> None:
 
 
 def _set_mirostat(left: dict[str, Any]) -> None:
-    """`mirostat` is the version: 0 or 2. Without it, a tau and an eta have no effect."""
-    tau = left.pop("mirostat_tau", 5.0)
-    if left.pop("mirostat", 0) == 2:
-        left["mirostat_tau"] = tau
+    """`mirostat` is the version; 0 is off. Without it, a tau and an eta have no effect."""
+    tau, version = left.pop("mirostat_tau", 5.0), left.pop("mirostat", 0)
+    if version:
+        left |= {"mirostat_tau": tau, "mirostat_version": version}
     else:
         left.pop("mirostat_eta", None)
 

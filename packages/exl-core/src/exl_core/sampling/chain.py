@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from exl_core.sampling.feedback import SurpriseCut
+from exl_core.sampling.feedback import SurpriseCut, ZipfCut
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.penalties import Allow, Ban, Bias, Dry, Mask, Penalties
 from exl_core.sampling.steps import (
@@ -90,7 +90,7 @@ def scaling(params: SamplerParams) -> list[LogitStep]:
     if params.top_n_sigma > 0.0:
         steps.append(TopNSigma(params.top_n_sigma))
     if params.smoothing_factor > 0.0:
-        steps.append(Smoothing(params.smoothing_factor))
+        steps.append(Smoothing(params.smoothing_factor, params.smoothing_curve))
     if params.temperature != 1.0 and not params.temperature_last:
         steps.append(Temperature(params.temperature))
     return steps
@@ -120,7 +120,8 @@ def later_steps(
     if params.typical < 1.0:
         steps.append(Typical(params.typical))
     if params.mirostat_tau is not None:
-        steps.append(SurpriseCut(2.0 * params.mirostat_tau if mu is None else mu))
+        bits = 2.0 * params.mirostat_tau if mu is None else mu
+        steps.append(ZipfCut(bits) if params.mirostat_version == 1 else SurpriseCut(bits))
     if params.has_dynamic_temperature:
         low, high = params.min_temp, params.max_temp
         steps.append(DynamicTemperature(low, high, params.temp_exponent))

@@ -96,6 +96,7 @@ class SamplerParams:
     top_n_sigma          keep tokens whose logit is within this many standard deviations of the
                          largest; 0 is off
     smoothing_factor     logits fall with the square of their distance from the largest; 0 is off
+    smoothing_curve      above 1 they fall faster far from the largest, and slower close to it
     top_k                keep the k likeliest tokens; 0 is off, 1 is greedy
     top_p                keep the likeliest tokens up to this total probability; 1 is off
     top_a                keep tokens of at least this times the largest probability squared; 0 is
@@ -105,6 +106,7 @@ class SamplerParams:
     typical              typical sampling: keep tokens whose surprise is near the entropy; 1 is off
     mirostat_tau         mean surprise in bits that a moving cut maintains; None is off
     mirostat_eta         learning rate of that cut
+    mirostat_version     2 cuts by surprise; 1 by rank, from an estimated Zipf distribution
     temperature_last     apply the temperature after the cuts instead of before
     min_temp, max_temp   dynamic temperature, by the entropy of the remaining tokens; off unless max
                          is above min. Applied in addition to `temperature`; with
@@ -137,11 +139,13 @@ class SamplerParams:
     max_temp: float = 0.0
     temp_exponent: float = 1.0
     smoothing_factor: float = 0.0
+    smoothing_curve: float = 1.0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     xtc_protected: frozenset[int] = frozenset()
     mirostat_tau: float | None = None
     mirostat_eta: float = 0.1
+    mirostat_version: int = 2
     dry_multiplier: float = 0.0
     dry_base: float = 1.75
     dry_allowed_length: int = 2
@@ -168,6 +172,7 @@ class SamplerParams:
             _check_int("seed", self.seed, 0, 2**63 - 1)
         if self.mirostat_tau is not None:
             _check_float("mirostat_tau", self.mirostat_tau, 0.0, 100.0)
+        _check_int("mirostat_version", self.mirostat_version, 1, 2)
         if self.cfg_scale is not None:
             _check_float("cfg_scale", self.cfg_scale, -100.0, 100.0)
         if 0 < self.dry_range <= self.dry_max_ngram:
@@ -238,6 +243,7 @@ _FLOATS = (
     ("max_temp", 0.0, 100.0),
     ("temp_exponent", 0.0, 100.0),
     ("smoothing_factor", 0.0, 100.0),
+    ("smoothing_curve", 1.0, 100.0),
     ("top_n_sigma", 0.0, 100.0),
     ("top_a", 0.0, 1.0),
     ("min_p", 0.0, 1.0),

@@ -53,12 +53,22 @@ class TopNSigma:
 
 @dataclass(frozen=True, slots=True)
 class Smoothing:
-    """Logits fall with the square of their distance from the largest, times `factor`."""
+    """Logits fall with the square of their distance from the largest, times `factor`.
+
+    A `curve` c other than 1 mixes square and cube of the distance: (3 - c) / 2 of the square and
+    (c - 1) / 2 of the cube. Source of the formula: QuadraticSamplingLogitsProcessor of
+    text-generation-webui.
+    """
 
     factor: float
+    curve: float = 1.0
 
     def __call__(self, logits: Tensor) -> Tensor:
-        return (logits - logits.amax()).square() * -self.factor
+        distance = logits.amax() - logits
+        fall = distance.square() * self.factor
+        if self.curve != 1.0:
+            fall = fall * ((3.0 - self.curve) / 2.0 + (self.curve - 1.0) / 2.0 * distance)
+        return -fall
 
 
 @dataclass(frozen=True, slots=True)
