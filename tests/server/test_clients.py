@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from openai import pydantic_function_tool
 from pydantic import BaseModel
 
-from support.scripted import reply_with
+from support.scripted import BOS_ID, HashRule, reply_with
 from support.server import Running, running, scripted_runtime
 
 pytestmark = [
@@ -82,6 +83,51 @@ def test_openai_uses_tools_over_three_turns_with_its_own_history(caller: Running
             assert json.loads(call.function.arguments) == {"city": "Rome"}
             messages.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
         assert message.content == "It is sunny."
+
+
+class Weather(BaseModel):
+    """The weather in a city."""
+
+    city: Literal["Rome", "Oslo"]
+    days: int
+
+
+WRONG = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Ro'
+
+
+def begins_a_call(history: Any) -> Any:
+    """Begins a call of `Weather`; the mask alone decides how it goes on."""
+    said = bytes(one for one in history if one < BOS_ID).rpartition(b"[assistant]")[2]
+    return (reply_with(WRONG) if len(said) < len(WRONG) else HashRule(5))(history)
+
+
+def test_clients_with_strict_tools_receive_valid_arguments() -> None:
+    runtime = scripted_runtime(begins_a_call, template=TEMPLATE, ctx_size=4096)
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    with running(runtime) as one:
+        client = one.openai()
+        tool = pydantic_function_tool(Weather)
+        assert tool["function"]["strict"] is True
+        settings: Any = {"model": "x", "messages": messages, "temperature": 1}
+        settings |= {"max_tokens": 200, "parallel_tool_calls": False}
+        for seed in range(3):
+            reply = client.chat.completions.parse(**settings, tools=[tool], seed=seed)
+            (call,) = reply.choices[0].message.tool_calls or ()
+            assert isinstance(call.function.parsed_arguments, Weather)
+        with client.chat.completions.stream(**settings, tools=[tool]) as stream:
+            (call,) = stream.get_final_completion().choices[0].message.tool_calls or ()
+        assert isinstance(call.function.parsed_arguments, Weather)
+        flat: Any = [{"type": "function", **tool["function"]}]
+        response = client.responses.parse(
+            model="x", input=QUESTION, tools=flat, parallel_tool_calls=False
+        )
+        (item,) = [item for item in response.output if item.type == "function_call"]
+        assert isinstance(Weather.model_validate_json(item.arguments), Weather)
+        openai = pytest.importorskip("langchain_openai", reason="langchain-openai is optional")
+        chat = openai.ChatOpenAI(base_url=f"{one.url}/v1", api_key="x", model="x", max_tokens=200)
+        bound = chat.bind_tools([Weather], strict=True, parallel_tool_calls=False)
+        (made,) = bound.invoke(QUESTION).tool_calls
+        assert isinstance(Weather(**made["args"]), Weather)
 
 
 def test_openai_parses_replies_and_responses(person: Running, talker: Running) -> None:

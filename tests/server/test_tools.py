@@ -162,6 +162,71 @@ def test_required_call_is_always_made(template: str) -> None:
         assert choice.message.tool_calls[0].function.name in NAMES
 
 
+STRICT: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY, "strict": True}},
+    TOOLS[1],
+]
+
+
+def begin_with(text: str, seed: int) -> Rule:
+    """Writes `text`, and anything after it: what follows the mask alone."""
+    begun, then = reply_with(text), HashRule(seed)
+
+    def rule(history: Any) -> Any:
+        said = bytes(one for one in history if one < BOS_ID).rpartition(b"[assistant]")[2]
+        return (begun if len(said) < len(text) else then)(history)
+
+    return rule
+
+
+@pytest.mark.parametrize("template", [HERMES, LLAMA, MISTRAL])
+@pytest.mark.parametrize("stream", [False, True])
+def test_strict_call_that_the_model_may_make_follows_its_schema(
+    template: str, stream: bool
+) -> None:
+    """After the beginning of a call, the model's logits are random."""
+    tool_format = format_of(template)
+    assert tool_format is not None
+    call = f'{{"name": "weather", "{tool_format.arguments_key}": '
+    call = f"[{call}" if tool_format is ToolFormat.MISTRAL else call
+    said = "" if tool_format is ToolFormat.LLAMA else "I look.\n"
+    for seed in range(3):
+        wrong = begin_with(f'{said}{tool_format.opening}{call}{{"city": "', seed)
+        with serving(wrong, template) as one:
+            reply = ask(one, tools=STRICT, stream=stream, parallel_tool_calls=False)
+            loose = ask(one, max_tokens=120)
+        if stream:
+            deltas = [c.choices[0].delta for c in reply]
+            (made,) = [call for delta in deltas for call in delta.tool_calls or []]
+            text = "".join(delta.content or "" for delta in deltas)
+        else:
+            (made,) = reply.choices[0].message.tool_calls
+            text = reply.choices[0].message.content or ""
+        assert json.loads(made.function.arguments) in ({"city": "Oslo"}, {"city": "Rome"})
+        assert text.strip() == said.strip()
+        assert not loose.choices[0].message.tool_calls, "without the constraint there is no call"
+
+
+@pytest.mark.parametrize("tool_format", list(ToolFormat))
+def test_strict_tools_leave_answers_and_good_calls_as_they_are(tool_format: ToolFormat) -> None:
+    template = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}[tool_format.value]
+    with serving(reply_with("Plain text, < and [TOOL, <tool_ and {."), template) as one:
+        assert ask(one, tools=STRICT).choices[0].message.content.startswith("Plain text, < and [")
+    with serving(reply_with(f"<think>I write {OSLO[:-1]}</think>Sunny."), template) as one:
+        message = ask(one, tools=STRICT).choices[0].message
+        assert (message.content, message.tool_calls) == ("Sunny.", None)
+        assert message.reasoning_content == f"I write {OSLO[:-1]}"
+    reply = REPLIES[tool_format].replace("arguments", tool_format.arguments_key)
+    with serving(reply_with(reply), template) as one:
+        (choice,) = ask(one, tools=STRICT).choices
+    calls = [(made.function.name, made.function.arguments) for made in choice.message.tool_calls]
+    assert [(name, json.loads(text)) for name, text in calls] == [
+        ("weather", {"city": "Oslo"}),
+        ("now", {}),
+    ]
+    assert choice.finish_reason == "tool_calls"
+
+
 def test_tool_results_are_rendered_by_the_template() -> None:
     seen: list[str] = []
     rule = reply_with("ok")
@@ -217,12 +282,12 @@ def test_invalid_tools_are_refused() -> None:
     for _ in range(450):
         deep = {"properties": {"a": deep}}
     nested = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
-    strict = {"type": "function", "function": {"name": "f", "parameters": CITY, "strict": True}}
+    broken = {"name": "f", "parameters": {"type": "nothing"}, "strict": True}
     refused: list[tuple[dict[str, Any], str]] = [
         ({"tool_choice": {"type": "function", "function": {"name": "zzz"}}}, "no tool 'zzz'"),
         ({"tools": [], "tool_choice": "required"}, "without tools"),
         ({"response_format": {"type": "json_object"}}, "contradict"),
-        ({"tools": [strict]}, "where a call is required"),
+        ({"tools": [{"type": "function", "function": broken}]}, "schema of the tools"),
         ({"tools": nested, "tool_choice": "required"}, "ecursion|deep"),
     ]
     with serving(reply_with("ok"), HERMES) as one:

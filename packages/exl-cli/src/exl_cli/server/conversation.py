@@ -14,9 +14,10 @@ from exl_cli.server.errors import ApiError
 from exl_cli.server.prompt_style import PromptStyle
 from exl_cli.server.schema import ChatBody, Function, Message, NamedTool, TextPart
 from exl_cli.server.settings import Settings
-from exl_cli.server.tools import ToolFormat, call_schema, format_of
+from exl_cli.server.tools import ToolFormat, call_schema, format_of, strict_calls
 from exl_core.constrain.filter import Constraint
 from exl_core.constrain.json_schema import JsonSchema
+from exl_core.constrain.triggered import Triggered
 from exl_core.prompt.reasoning import ends_inside
 from exl_core.prompt.tracked import TrackedText, template_text
 from exl_core.session.load import LoadedModel
@@ -33,7 +34,7 @@ class ChatPrompt:
     is_call         the reply is constrained to a tool call
     tags            opening and closing tag of reasoning
     begins_inside   the prompt ends inside an opened reasoning
-    constraints     rules that the whole reply matches
+    constraints     rules that the reply matches, as a whole or in its calls
     negative_ids    prompt that guidance steers away from
     """
 
@@ -48,7 +49,8 @@ class ChatPrompt:
 
     @property
     def is_constrained(self) -> bool:
-        return bool(self.constraints)
+        """Whether all of the reply is constrained, which leaves no place for reasoning."""
+        return not all(isinstance(one, Triggered) for one in self.constraints)
 
 
 def num_chars(body: ChatBody) -> int:
@@ -81,10 +83,10 @@ def chat_prompt(
             "response_format and tools contradict each other; tool_choice 'none' turns tools off",
             param="response_format",
         )
+    only_one = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
     if is_call:
         assert tool_format is not None, "tools are offered"
         functions = [_as_tool(one) for one in offered]
-        only_one = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
         constraints = (JsonSchema(call_schema(functions, tool_format, only_one=only_one)),)
     tags = style.tags
     begins_inside = ends_inside(text, tags[0])
@@ -92,6 +94,11 @@ def chat_prompt(
         text, begins_inside = text + template_text(f"\n{tags[1]}\n\n"), False
     if is_call and tool_format is not None:
         text += template_text(tool_format.opening)
+    elif tool_format is not None and any(one.strict for one in offered):
+        strict = strict_calls(
+            offered, tool_format, only_one=only_one, reasoning=tags, begins_inside=begins_inside
+        )
+        constraints = (strict,)
     trusts_all = allow_special if body.allow_special is None else body.allow_special
     negative_ids = None
     if uses_guidance(body.settings):
@@ -231,15 +238,6 @@ def _offered(body: ChatBody) -> tuple[list[Function], bool]:
         return [], False
     if choice == "none":
         return [], False
-    is_free = choice in (None, "auto")
-    if is_free and any(one.strict for one in functions):
-        raise ApiError(
-            400,
-            "strict: arguments follow their schema where a call is required (tool_choice "
-            "'required', or a tool by name); a call that the model may make is only parsed",
-            param="tools",
-            code="unsupported_parameter",
-        )
     if isinstance(choice, NamedTool):
         named = [one for one in functions if one.name == choice.function.name]
         if not named:

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from exl_cli.server.schema import Function
+from exl_core.constrain.triggered import Triggered
+
 
 class ToolFormat(Enum):
     HERMES = "hermes"
@@ -24,6 +27,11 @@ class ToolFormat(Enum):
     def opening(self) -> str:
         """Text before the JSON of a call. The prompt ends with it if a call is required."""
         return {"hermes": "<tool_call>\n", "llama": "", "mistral": "[TOOL_CALLS]"}[self.value]
+
+    @property
+    def closing(self) -> str:
+        """Text after the JSON of a call, which free text may follow. "": the reply ends there."""
+        return "</tool_call>" if self is ToolFormat.HERMES else ""
 
     @property
     def arguments_key(self) -> str:
@@ -210,6 +218,35 @@ def call_schema(
     if only_one:
         listed["maxItems"] = 1
     return {**listed, "$defs": definitions}
+
+
+def strict_calls(
+    tools: Sequence[Function],
+    tool_format: ToolFormat,
+    *,
+    only_one: bool,
+    reasoning: tuple[str, str],
+    begins_inside: bool,
+) -> Triggered:
+    """Constraint of a reply that may call functions: arguments of strict ones follow the schema.
+
+    Arguments of the other functions are any JSON object. `reasoning` holds the tags, and
+    `begins_inside` states that the prompt ends inside them.
+    """
+    loose = {"type": "object"}
+    shown = [
+        {"name": one.name, "parameters": one.parameters if one.strict else loose} for one in tools
+    ]
+    is_llama = tool_format is ToolFormat.LLAMA
+    return Triggered(
+        call_schema(shown, tool_format, only_one=only_one),
+        _PYTHON_TAG if is_llama else tool_format.opening.strip(),
+        closing="" if only_one else tool_format.closing,
+        separator=";" if is_llama and not only_one else "",
+        begins=is_llama,
+        reasoning=reasoning,
+        begins_inside=begins_inside,
+    )
 
 
 def _moved(schema: object, home: str) -> object:

@@ -55,21 +55,22 @@ class Source:
     name     name of the constraint in messages
     is_lark  the caller wrote the grammar, so that messages may contain its line numbers
     schema   the JSON schema, if it is one
+    special  special tokens that a generated grammar names
     """
 
     name: str
     is_lark: bool = False
     schema: object = None
+    special: tuple[str, ...] = ()
 
 
-def guided_filter(lark: str, vocabulary: Vocabulary, source: Source) -> Filter:
+def guided_filter(lark: str, vocabulary: Vocabulary, source: Source) -> GuidedFilter:
     """Compile a grammar. May take twice the time limit; the global interpreter lock is released."""
     from llguidance import LLMatcher, LLParserLimits
 
     grammar = lark + _OPTIONS
     limits = _LARK_LIMITS if source.is_lark else _LIMITS
-    # Generated grammars name no special tokens.
-    special = vocabulary.special_tokens if source.is_lark else ()
+    special = vocabulary.special_tokens if source.is_lark else source.special
     trial = Trial(grammar, special, limits, source.schema)
     answer = run(trial, vocabulary.limits, source.name)
     if answer.error:
@@ -102,6 +103,12 @@ class GuidedFilter(Filter):
         self._vocabulary = vocabulary
         self._num_accepted = 0
         self._mask: Tensor | None = None
+
+    def copy(self) -> GuidedFilter:
+        """Independent filter with the same state, without compiling again."""
+        other = GuidedFilter(self._matcher.deep_copy(), self._vocabulary)
+        other._num_accepted, other._mask = self._num_accepted, self._mask
+        return other
 
     def mask(self) -> Tensor:
         if self._mask is None:

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 
 from exl_core.constrain.filter import Filter
 from exl_core.constrain.guided import Source, guided_filter
-from exl_core.constrain.limits import check_length, check_schema, without_unreachable
+from exl_core.constrain.limits import (
+    CompileLimits,
+    check_length,
+    check_schema,
+    without_unreachable,
+)
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.errors import ConstraintError
 
@@ -35,36 +40,46 @@ class JsonSchema:
     compact: bool
 
     def __init__(self, schema: str | Mapping[str, object] | bool, *, compact: bool = False) -> None:
-        object.__setattr__(self, "schema", schema if isinstance(schema, str) else _text_of(schema))
+        object.__setattr__(self, "schema", schema if isinstance(schema, str) else text_of(schema))
         object.__setattr__(self, "compact", compact)
 
     def filter(self, vocabulary: Vocabulary) -> Filter:
-        check_length(self.schema, vocabulary.limits, _NAME)
-        schema = without_unreachable(_parse(self.schema))
-        check_schema(schema, _NAME)
-        if schema is True:
-            schema = {}
-        if isinstance(schema, dict):
-            own = schema.get("x-guidance", {})
-            layout = _COMPACT if self.compact else _SPACED
-            if isinstance(own, dict):
-                schema = {**schema, "x-guidance": {**layout, **own}}
-        lark = f"start: %json {_text_of(schema)}"
+        schema = checked_schema(self.schema, vocabulary.limits, _NAME, compact=self.compact)
+        lark = f"start: %json {text_of(schema)}"
         return guided_filter(lark, vocabulary, Source(_NAME, schema=schema))
 
 
-def _text_of(schema: object) -> str:
+def checked_schema(text: str, limits: CompileLimits, name: str, *, compact: bool = False) -> object:
+    """The schema in `text` with the settings of white space, ready for the library.
+
+    Raises ConstraintError for a schema that explodes, under the given name.
+    """
+    check_length(text, limits, name)
+    schema = without_unreachable(_parse(text, name))
+    check_schema(schema, name)
+    if schema is True:
+        schema = {}
+    if isinstance(schema, dict):
+        own = schema.get("x-guidance", {})
+        layout = _COMPACT if compact else _SPACED
+        if isinstance(own, dict):
+            schema = {**schema, "x-guidance": {**layout, **own}}
+    return schema
+
+
+def text_of(schema: object) -> str:
+    """JSON text of a schema. Raises ConstraintError for what is no JSON value."""
     try:
         return json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConstraintError(f"{_NAME} is not a JSON value: {error}") from error
 
 
-def _parse(text: str) -> object:
+def _parse(text: str, name: str) -> object:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConstraintError(f"{_NAME} is not JSON: {error}") from error
+        raise ConstraintError(f"{name} is not JSON: {error}") from error
     if not isinstance(schema, dict | bool):
-        raise ConstraintError(f"{_NAME} is neither an object nor true or false", got=text[:60])
+        raise ConstraintError(f"{name} is neither an object nor true or false", got=text[:60])
     return schema

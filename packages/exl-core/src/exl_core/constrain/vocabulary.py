@@ -42,6 +42,7 @@ class Vocabulary:
         self._token_bytes: tuple[bytes, ...] | None = None
         self._sorted: SortedTokens | None = None
         self._guide: LLTokenizer | None = None
+        self._everything: Tensor | None = None
 
     @property
     def token_bytes(self) -> tuple[bytes, ...]:
@@ -96,8 +97,12 @@ class Vocabulary:
         return pack((i for i in ids if i < self.num_tokens), self.size)
 
     def everything(self) -> Tensor:
-        """Mask of all tokens, special tokens and EOS included."""
-        return self.mask_of(filter(self.tokenizer.has_token, range(self.num_tokens)))
+        """Mask of all tokens, special tokens and EOS included. Not to be written to."""
+        with self._lock:
+            if self._everything is None:
+                ids = filter(self.tokenizer.has_token, range(self.num_tokens))
+                self._everything = self.mask_of(ids)
+            return self._everything
 
     def starting_with(self, prefix: bytes) -> Tensor:
         """Mask of the tokens whose bytes start with `prefix` or equal it."""
