@@ -111,11 +111,12 @@ def test_clients_with_strict_tools_receive_valid_arguments() -> None:
         settings: Any = {"model": "x", "messages": messages, "temperature": 1}
         settings |= {"max_tokens": 200, "parallel_tool_calls": False}
         for seed in range(3):
-            reply = client.chat.completions.parse(**settings, tools=[tool], seed=seed)
-            (call,) = reply.choices[0].message.tool_calls or ()
+            reply: Any = client.chat.completions.parse(**settings, tools=[tool], seed=seed)
+            (call,) = reply.choices[0].message.tool_calls
             assert isinstance(call.function.parsed_arguments, Weather)
         with client.chat.completions.stream(**settings, tools=[tool]) as stream:
-            (call,) = stream.get_final_completion().choices[0].message.tool_calls or ()
+            reply = stream.get_final_completion()
+        (call,) = reply.choices[0].message.tool_calls
         assert isinstance(call.function.parsed_arguments, Weather)
         flat: Any = [{"type": "function", **tool["function"]}]
         response = client.responses.parse(

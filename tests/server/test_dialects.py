@@ -7,6 +7,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -250,10 +251,25 @@ def test_ollama_generate(plain: Running) -> None:
 def test_ollama_models(plain: Running) -> None:
     (model,) = plain.http.get("/api/tags").json()["models"]
     assert model["name"] == model["model"] == "scripted" and len(model["digest"]) == 64
-    assert plain.http.get("/api/ps").json()["models"][0]["name"] == "scripted"
-    assert plain.http.get("/api/version").json()["version"]
+    (loaded,) = plain.http.get("/api/ps").json()["models"]
+    assert loaded["name"] == "scripted" and loaded["context_length"] == 1024
+    assert datetime.fromisoformat(loaded["expires_at"]) > datetime.now(UTC), "else it is not loaded"
+    # Copilot Chat in VS Code refuses versions below 0.6.4.
+    found = plain.http.get("/api/version").json()["version"]
+    assert tuple(map(int, found.split("."))) >= (0, 6, 4)
     shown = plain.post("/api/show", {"model": "scripted"}).json()
-    assert "completion" in shown["capabilities"] and shown["template"] == PLAIN_TEMPLATE
+    assert shown["capabilities"] == ["completion"] and shown["template"] == PLAIN_TEMPLATE
+    family = shown["model_info"]["general.architecture"]
+    assert shown["model_info"][f"{family}.context_length"] == 1024
+
+
+def test_ollama_lists_what_a_template_can_do(full: Running) -> None:
+    shown = full.post("/api/show", {"model": "scripted"}).json()
+    assert shown["capabilities"] == ["completion", "tools"]
+    template = TEMPLATE + "{# </think> #}"
+    with running(scripted_runtime(reply_with(SAID), template=template)) as one:
+        shown = one.post("/api/show", {"name": "scripted"}).json()
+    assert shown["capabilities"] == ["completion", "tools", "thinking"]
 
 
 def test_llama_cpp_completion(plain: Running) -> None:

@@ -113,8 +113,13 @@ def test_wrong_paths_methods_and_content_types(one: Running) -> None:
     assert error_of(one.http.get("/v1/models/none"), 404)["code"] == "model_not_found"
     assert "GET" in error_of(one.http.get(TEXT), 405)["message"]
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
-        sent = one.http.post(TEXT, content=b'{"prompt": "a"}', headers={"content-type": kind})
-        error_of(sent, 415)
+        for browser in ({"origin": "http://other.site"}, {"sec-fetch-site": "cross-site"}):
+            headers = {"content-type": kind, **browser}
+            error_of(one.http.post(TEXT, content=b'{"prompt": "a"}', headers=headers), 415)
+    for headers in ({}, {"content-type": "application/x-www-form-urlencoded"}):  # curl -d
+        sent = one.http.post(TEXT, content=b'{"prompt": "a"}', headers=headers)
+        assert sent.status_code == 200, "as in the examples of ollama and llama.cpp"
+        error_of(one.http.post(TEXT, content=b"prompt=a", headers=headers), 400)
     error_of(one.http.get("/docs"), 404)
     long = one.http.get("/health", headers={"x-long": "a" * 66_000})
     error_of(long, 431)

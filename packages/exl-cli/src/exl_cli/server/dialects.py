@@ -10,7 +10,6 @@ import hashlib
 import hmac
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import AsyncExitStack
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 from fastapi import Body, FastAPI, Request, Response
@@ -25,10 +24,14 @@ from exl_cli.server.record import record_of
 from exl_cli.server.schema import ChatBody, CompletionBody, GenerationBody, parsed
 from exl_cli.server.service import Service
 from exl_cli.server.streaming import EVENTS_WITHOUT_END, ClientGoneError, unless_gone
+from exl_cli.server.tools import format_of
+from exl_core.prompt.reasoning import find_tags
 
 JsonObject = Annotated[dict[str, Any], Body()]
 Answer = Callable[[Any, GenerationBody, Request], Coroutine[Any, Any, Response]]
 _TAG = "other APIs"
+_OLLAMA_VERSION = "0.14.2"
+"""The first version with `/v1/messages`. Copilot Chat in VS Code wants 0.6.4 or newer."""
 
 
 def add_dialects(app: FastAPI, service: Service, answer: Answer) -> None:
@@ -194,17 +197,12 @@ def _add_ollama_models(app: FastAPI, service: Service) -> None:
     async def running_models() -> Response:
         """The loaded model, by ollama's API."""
         resident = host.resident
-        models = [] if resident is None else [_model_json(resident, resident.name)]
-        return json_reply({"models": models})
+        return json_reply({"models": [] if resident is None else [_running_json(resident)]})
 
     @app.get("/api/version", tags=[_TAG])
     async def api_version() -> Response:
-        """Version of this server, by ollama's API."""
-        try:
-            found = version("exl-cli")
-        except PackageNotFoundError:
-            found = "0.0.0"
-        return json_reply({"version": found})
+        """Version of ollama whose API this is. Clients refuse to work with older ones."""
+        return json_reply({"version": _OLLAMA_VERSION})
 
     @app.post("/api/show", tags=[_TAG])
     async def show(body: JsonObject) -> Response:
@@ -213,20 +211,35 @@ def _add_ollama_models(app: FastAPI, service: Service) -> None:
         if not isinstance(name, str):
             raise ApiError(400, "model: a name is expected", param="model")
         async with host.use(name) as resident:
-            template = resident.runtime.loaded.template
-            capabilities = ["completion", "embedding"]
-            if template is not None and "tools" in template.source:
-                capabilities.append("tools")
+            template = resident.style.source if resident.style.has_template else ""
+            details = _details(resident)
+            family = details["family"]
             return json_reply(
                 {
                     "modelfile": "",
                     "parameters": "\n".join(f"{k} {v}" for k, v in resident.defaults.items()),
-                    "template": "" if template is None else template.source,
-                    "details": _details(resident),
-                    "model_info": {"general.context_length": resident.runtime.ctx_size},
-                    "capabilities": capabilities,
+                    "template": template,
+                    "details": details,
+                    "model_info": {
+                        "general.architecture": family,
+                        f"{family}.context_length": resident.runtime.ctx_size,
+                    },
+                    "capabilities": _capabilities(template),
                 }
             )
+
+
+def _capabilities(template: str) -> list[str]:
+    """Abilities of a model, read from its chat template.
+
+    ollama names embedding only for models that do nothing else, and clients then offer no chat.
+    """
+    found = ["completion"]
+    if format_of(template) is not None:
+        found.append("tools")
+    if find_tags(template)[1] in template:
+        found.append("thinking")
+    return found
 
 
 def _details(resident: Resident | None) -> dict[str, object]:
@@ -254,6 +267,18 @@ def _model_json(resident: Resident | None, name: str) -> dict[str, object]:
         "size": size,
         "digest": hashlib.sha256(name.encode("utf-8", "replace")).hexdigest(),
         "details": _details(resident if is_loaded else None),
+    }
+
+
+def _running_json(resident: Resident) -> dict[str, object]:
+    """The loaded model in ollama's list of running ones. It never expires."""
+    shown = _model_json(resident, resident.name)
+    on_gpu = about(resident.runtime.loaded)["device"] == "cuda"
+    return {
+        **shown,
+        "expires_at": "9999-12-31T23:59:59Z",
+        "size_vram": shown["size"] if on_gpu else 0,
+        "context_length": resident.runtime.ctx_size,
     }
 
 

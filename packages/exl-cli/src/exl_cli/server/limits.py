@@ -103,6 +103,8 @@ class Gate:
             return
         if scope["method"] == "HEAD":  # uvicorn drops the body of the answer
             scope = {**scope, "method": "GET"}
+        if scope["method"] == "POST" and not _is_json(headers):
+            scope = _as_json(scope)
         is_long = len(body) > memory.LONG_BYTES
         if is_long:
             self._memory.schedule()
@@ -230,10 +232,22 @@ def _check_head(scope: Scope, headers: dict[bytes, bytes]) -> None:
     size += sum(len(name) + len(value) for name, value in scope["headers"])
     if size > MAX_HEAD_BYTES:
         raise ApiError(431, f"the head is too long: at most {MAX_HEAD_BYTES} bytes")
-    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    # Browsers let forms of other sites send other content types without a preflight request.
-    if scope["method"] == "POST" and kind != b"application/json":
+    # Browsers let forms of other sites send other content types without a preflight request. They
+    # send Origin with every POST. curl does not, and its default is the type of a form.
+    is_browser = b"origin" in headers or b"sec-fetch-site" in headers
+    if scope["method"] == "POST" and is_browser and not _is_json(headers):
         raise ApiError(415, "the body needs the header Content-Type: application/json")
+
+
+def _is_json(headers: dict[bytes, bytes]) -> bool:
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    return kind == b"application/json"
+
+
+def _as_json(scope: Scope) -> Scope:
+    """The request with the content type of JSON: the only bodies that this server reads."""
+    others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+    return {**scope, "headers": [*others, (b"content-type", b"application/json")]}
 
 
 def check_bind(host: str, *, has_key: bool) -> None:
