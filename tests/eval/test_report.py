@@ -9,6 +9,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,10 @@ def test_a_report_covers_working_and_damaged_models(folders: Path, tmp_path: Pat
     kld: Any = second.parts["divergence"]["kld"]
     assert kld["mean"] > 0.01
     assert second.parts["divergence"]["tokens"] == second.parts["perplexity"]["tokens"] == 126
+    times: Any = second.parts["speed"]["layers"]
+    assert times["prompt_tokens"] == OPTIONS.speed.prefill[0]
+    assert len(times["prefill_s"]) == len(times["decode_s"]) == 2
+    assert min(times["prefill_s"] + times["decode_s"]) > 0
     layers: Any = second.parts["description"]["layers"]
     assert [layer["name"] for layer in layers if "layer" in layer["name"]] == ["layer 0", "layer 1"]
     assert damaged.failure is not None
@@ -261,6 +266,19 @@ def test_likelihood_by_position_is_plotted(folders: Path, tmp_path: Path) -> Non
         assert f"{bucket['first']}-{bucket['last']}" in text
     older = known("a", 1e8, 10.0)  # a record without positions
     assert "Likelihood by position" not in page_of(older)[0]
+
+
+def test_times_by_layer_are_plotted(folders: Path, tmp_path: Path) -> None:
+    report, _ = made(folders, tmp_path, "second")
+    measured = page_of(*report.rows)[0]
+    assert "Decode time by layer" in measured
+    assert "Prompt time by layer" in measured
+    speed: Any = dict(report.rows[0].parts["speed"])
+    speed["layers"] = {**speed["layers"], "decode_s": None}  # a GPU
+    html = page_of(replace(report.rows[0], parts={**report.rows[0].parts, "speed": speed}))[0]
+    assert "Decode time by layer" not in html
+    assert "Prompt time by layer" in html
+    assert "time by layer" not in page_of(known("a", 1e8, 10.0))[0], "a record without times"
 
 
 def test_names_from_files_are_escaped() -> None:

@@ -19,6 +19,7 @@ from exl_core.session.describe import ModelDescription, describe_model
 from exl_core.session.load import LoadedModel
 from exl_core.session.resolve import resolve_model
 from exl_eval.divergence import DivergenceOptions, measure_divergence
+from exl_eval.layer_speed import measure_layers
 from exl_eval.machine import peak_memory_bytes
 from exl_eval.perplexity import PerplexityOptions, measure_perplexity
 from exl_eval.result import SCHEMA_VERSION
@@ -191,7 +192,8 @@ class _Work:
             found = measure_divergence(loaded, reference, options.text, against, on_window)
             return found.as_dict()
         before = peak_memory_bytes()
-        return measure_speed(loaded, options.speed, start_memory_bytes=before).as_dict()
+        speed = measure_speed(loaded, options.speed, start_memory_bytes=before)
+        return {**speed.as_dict(), "layers": measure_layers(loaded, options.speed).as_dict()}
 
     def _loaded_reference(self) -> LoadedModel:
         if self._reference is None:

@@ -25,6 +25,11 @@ from exl_eval.report_plots import Line, Point, bars, color_index, curves, scatte
 _WILD = 1e6
 """Values from here on, of broken models, are written as powers of ten."""
 
+_TIME_NOTES = {
+    "decode_s": "One token, median. Embedding and head are left out. Not measured on a GPU.",
+    "prefill_s": "One pass over the prompt, median. Embedding and head are left out.",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Plot:
@@ -152,7 +157,7 @@ def _plots(rows: Sequence[tuple[int, Row]], report: Report) -> list[Plot]:
 
 
 def _layer_plots(rows: Sequence[tuple[int, Row]]) -> list[Plot]:
-    """Plots of what the files store for each layer. Decoding reads all of it for every token."""
+    """Plots of the stored size of each layer, and of the time that it takes."""
     plots = []
     note = "As stored, with scales. Embedding and head are left out."
     for key, unit, title, label in (
@@ -163,7 +168,21 @@ def _layer_plots(rows: Sequence[tuple[int, Row]]) -> list[Plot]:
         if lines:
             svg = steps(lines, x_label="layer", y_label=label)
             plots.append(Plot(title, Markup(svg), note))
+    for key, title, label in (
+        ("decode_s", "Decode time by layer", "decode time, ms"),
+        ("prefill_s", "Prompt time by layer", "prompt time, ms"),
+    ):
+        lines = [Line(n, values) for n, row in rows if (values := _layer_times(row, key))]
+        if lines:
+            svg = steps(lines, x_label="layer", y_label=label)
+            plots.append(Plot(title, Markup(svg), _TIME_NOTES[key]))
     return plots
+
+
+def _layer_times(row: Row, key: str) -> tuple[float, ...]:
+    """Milliseconds of each layer; empty if they were not measured."""
+    times: Any = row.parts.get("speed", {}).get("layers", {})
+    return tuple(1e3 * float(seconds) for seconds in times.get(key) or ())
 
 
 def _position_plot(rows: Sequence[tuple[int, Row]]) -> list[Plot]:

@@ -70,7 +70,7 @@ def report(
     exact: options.Exact = False,
     batch_invariant: options.EvalBatchInvariant = True,
 ) -> None:
-    """Report size, perplexity, divergence, speed and bits by layer of several models on one page.
+    """Report size, perplexity, divergence and speed of several models, also by layer, on one page.
 
     The page needs no network and no other file. A model that cannot be measured has a row with the
     reason, and the exit code is then 1. Figures are stored once measured: repeating the command
