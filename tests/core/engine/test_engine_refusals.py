@@ -151,6 +151,9 @@ def test_invalid_requests_are_refused_at_construction(
 def test_invalid_sampler_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         SamplerParams.from_mapping(settings)
+    if "token_bias" not in settings:  # `from_mapping` takes ids as text
+        with pytest.raises(RequestError, match=message):
+            SamplerParams(**settings)
     with pytest.raises(RequestError, match="top_tokens is out of range"):
         Report(top_tokens=-1)
 

@@ -8,13 +8,19 @@ they sample the model's own distribution.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from exl_core.errors import RequestError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Settings = TypeVar("_Settings", bound="DataclassInstance")
 
 GREEDY_BELOW = 0.01
 """Temperatures below this are greedy: dividing by them would select the likeliest token anyway."""
@@ -70,6 +76,28 @@ class TokenBias(Mapping[int, float]):
         return f"TokenBias({self._bias!r})"
 
 
+def _names_nearest(cls: type[_Settings]) -> type[_Settings]:
+    """`cls`, which answers an unknown setting with a RequestError that has the nearest name."""
+    known = [field.name for field in fields(cls)]
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: _Settings, *args: object, **settings: object) -> None:
+        for name in settings:
+            if name not in known:
+                nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+                raise RequestError(
+                    f"unknown setting {name!r}",
+                    where="sampler",
+                    next_step=f"The nearest known one is {nearest}.",
+                )
+        init(self, *args, **settings)
+
+    cls.__init__ = checked  # type: ignore[method-assign,assignment]
+    return cls
+
+
+@_names_nearest
 @dataclass(frozen=True, slots=True)
 class SamplerParams:
     """Settings of one request's sampler.
@@ -190,15 +218,6 @@ class SamplerParams:
     def from_mapping(cls, mapping: Mapping[str, object]) -> SamplerParams:
         """Settings by name, as in a configuration file: sets may be lists, and the ids of
         `token_bias` strings."""
-        known = {field.name for field in fields(cls)}
-        for name in mapping:
-            if name not in known:
-                nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                raise RequestError(
-                    f"unknown setting {name!r}",
-                    where="sampler",
-                    next_step=f"The nearest known one is {nearest}.",
-                )
         values = dict(mapping)
         bias = values.get("token_bias")
         if isinstance(bias, Mapping):
