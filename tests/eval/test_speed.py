@@ -19,7 +19,9 @@ from exl_core.errors import RequestError
 from exl_core.model.batch import Batch
 from exl_core.model.runner import Runner
 from exl_core.model.segment import LogitRows, Segment
+from exl_core.model.stage import StageTable
 from exl_core.model.transformer import Transformer
+from exl_core.ops.table import OpTable
 from exl_core.session.load import LoadedModel, load_model
 from exl_eval import speed, workload
 from exl_eval.machine import peak_memory_bytes, read_bandwidth
@@ -52,6 +54,18 @@ def batches(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     monkeypatch.setattr(type(tiny.model), "forward", record)
     monkeypatch.setattr(speed, "read_bandwidth", lambda _threads: BANDWIDTH)
     return seen
+
+
+class OtherDevice:
+    """A CPU op table that names another device."""
+
+    device = torch.device("meta")
+
+    def __init__(self, ops: OpTable) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
 
 
 def measure(loaded: LoadedModel, **options: object) -> SpeedResult:
@@ -254,3 +268,28 @@ def test_peak_memory_grows_and_never_falls() -> None:
     assert during - before > 2**26 / 2
     del used
     assert peak_memory_bytes() > during - 2**22  # the kernel sums its per-core counters late
+
+
+def test_the_floor_of_a_split_model_adds_the_times_of_its_stages(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, layers = tiny.model, tiny.config.num_layers
+    tables = [StageTable(range(1), whole.ops), StageTable(range(1, layers), OtherDevice(whole.ops))]
+    weights = whole._held_weights
+    assert weights is not None
+    split = Transformer(tiny.config, weights, whole.ops, split=tables)
+    sizes = split.stage_pass_bytes(1)
+    assert sum(sizes) == whole.pass_weight_bytes(1)
+    assert sizes[0] == weights.blocks[0].size_bytes
+
+    rates = {"cpu": BANDWIDTH, "meta": BANDWIDTH / 10}
+    monkeypatch.setattr(speed, "memory_bandwidth", lambda ops: rates[ops.device.type])
+    options = SpeedOptions(decode=3)
+    first, second = (
+        speed.kv_read_bytes(tiny.config, options, tiny.config.layers[part])
+        for part in (slice(1), slice(1, None))
+    )
+    floor = speed.StepFloor(split, options)
+    expected = (sizes[0] + 4 * first) / BANDWIDTH + 10 * (sizes[1] + 4 * second) / BANDWIDTH
+    assert floor.step_seconds(4) == pytest.approx(expected)
+    assert BANDWIDTH / 10 < floor.bytes_per_s < BANDWIDTH

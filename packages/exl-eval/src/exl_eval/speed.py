@@ -17,19 +17,21 @@ once per batch size.
 
 The floor: a decode step cannot be faster than reading its weights and the attended keys and values
 at the memory bandwidth. The bandwidth is measured in the same run: reads by the CPU's threads, or a
-copy within the GPU's memory.
+copy within the GPU's memory. The stages of a split model read one after another, each from the
+memory of its device.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
 
 import torch
 
+from exl_core.arch.layers import LayerSpec
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
 from exl_core.errors import RequestError
@@ -107,13 +109,13 @@ def measure_speed(
         for prompt, size in product(options.prefill, options.batch)
     ]
     peak = peak_memory_bytes()  # before the buffer of the next line
-    bandwidth = memory_bandwidth(ops)
+    floor = StepFloor(loaded.model, options)
     weights = loaded.model.decode_weight_bytes
     cache_bytes = kv_read_bytes(config, options)
     runs = []
     for prompt, size, prefill in grid:
         step_bytes = loaded.model.pass_weight_bytes(size) + size * cache_bytes
-        floor = bandwidth / (step_bytes / size)
+        floor_tok_s = size / floor.step_seconds(size)
         runs.append(
             SpeedRun(
                 prompt_tokens=prompt,
@@ -122,8 +124,8 @@ def measure_speed(
                 prefill=prefill,
                 decode=decoded[size].rate,
                 bytes_per_token=step_bytes / size,
-                floor_tok_s=floor,
-                floor_share=decoded[size].rate.median / floor,
+                floor_tok_s=floor_tok_s,
+                floor_share=decoded[size].rate.median / floor_tok_s,
                 launches=decoded[size].launches,
             )
         )
@@ -138,7 +140,7 @@ def measure_speed(
         repeat=options.repeat,
         weights_bytes=loaded.weights_bytes,
         decode_weight_bytes=weights,
-        read_bytes_per_s=bandwidth,
+        read_bytes_per_s=floor.bytes_per_s,
         load_s=loaded.load_s,
         start_memory_bytes=start_memory_bytes,
         peak_memory_bytes=peak,
@@ -148,10 +150,43 @@ def measure_speed(
     )
 
 
-def kv_read_bytes(config: ModelConfig, options: SpeedOptions) -> int:
-    """Bytes of keys and values that a decode step reads per sequence, averaged over the steps."""
+class StepFloor:
+    """Time that the memory bandwidth of each stage's device sets for a decode step.
+
+    `bytes_per_s` is the bandwidth, of a split model its mean over the weights of a step.
+    """
+
+    def __init__(self, model: Transformer, options: SpeedOptions) -> None:
+        self._model = model
+        layers = model.config.layers
+        self._cache_bytes = [
+            kv_read_bytes(model.config, options, [layers[index] for index in stage.layers])
+            for stage in model.stages
+        ]
+        measured: dict[torch.device, float] = {}
+        for stage in model.stages:
+            if stage.ops.device not in measured:
+                measured[stage.ops.device] = memory_bandwidth(stage.ops)
+        self._bandwidths = [measured[stage.ops.device] for stage in model.stages]
+        sizes = model.stage_pass_bytes(1)
+        self.bytes_per_s = sum(sizes) / self._seconds(sizes)
+
+    def step_seconds(self, batch: int) -> float:
+        weights = self._model.stage_pass_bytes(batch)
+        caches = self._cache_bytes
+        return self._seconds([w + batch * c for w, c in zip(weights, caches, strict=True)])
+
+    def _seconds(self, sizes: Sequence[int]) -> float:
+        return sum(size / rate for size, rate in zip(sizes, self._bandwidths, strict=True))
+
+
+def kv_read_bytes(
+    config: ModelConfig, options: SpeedOptions, layers: Sequence[LayerSpec] | None = None
+) -> int:
+    """Bytes of keys and values that a decode step reads per sequence, averaged over the steps: in
+    all layers, or in some."""
     read = 0
-    for layer in config.layers:
+    for layer in config.layers if layers is None else layers:
         window = layer.attention.window or config.max_seq_len
         # Step i sees the `depth` cached tokens, i decoded tokens, and itself.
         seen = sum(min(options.depth + i + 1, window) for i in range(options.decode))

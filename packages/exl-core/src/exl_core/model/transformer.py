@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from exl_core.arch.layers import MoE
+from exl_core.arch.layers import LayerSpec, MoE
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, RowFormat, pages_for
 from exl_core.cache.memory import return_freed_memory
@@ -156,15 +156,21 @@ class Transformer:
         Of the experts, those that a row chooses are counted, as if rows chose independently and all
         experts equally often: a share of 1 - (1 - k / E)^rows. Streamed weights are all read.
         """
-        size = float(self._weights.decode_bytes)
+        return sum(self.stage_pass_bytes(rows))
+
+    def stage_pass_bytes(self, rows: int) -> tuple[int, ...]:
+        """`pass_weight_bytes` of each stage. Those of the head belong to the last one."""
+        whole = self._weights.decode_bytes
         if self.is_streamed:
-            return int(size)
-        for layer, block in zip(self.config.layers, self._weights.blocks, strict=True):
-            if isinstance(layer.feed_forward, MoE) and isinstance(block.mlp, MoeWeights):
-                router = layer.feed_forward.router
-                unused = (1.0 - router.top_k / router.num_experts) ** rows
-                size -= unused * block.mlp.expert_bytes
-        return int(size)
+            return (whole,)
+        weights = zip(self.config.layers, self._weights.blocks, strict=True)
+        unread = [_unread_bytes(layer, block, rows) for layer, block in weights]
+        stages = [
+            sum(self._weights.blocks[i].size_bytes - unread[i] for i in stage.layers)
+            for stage in self.stages[:-1]
+        ]
+        last = whole - sum(unread) - sum(stages)
+        return tuple(int(size) for size in (*stages, last))
 
     def reserve_positions(self, end: int) -> None:
         """Computes the RoPE tables for positions below `end`.
@@ -280,3 +286,11 @@ class Transformer:
         """Ops of a layer that append its key smoothing to `found`."""
         angles = stage.angles(self.config.layers[layer].attention.attend_rope, positions)
         return KeySmoothingOps(ops, stage.ops, angles, found.append)
+
+
+def _unread_bytes(layer: LayerSpec, block: BlockWeights, rows: int) -> float:
+    """Bytes of the experts of a layer that a pass of some rows is expected not to read."""
+    if not isinstance(layer.feed_forward, MoE) or not isinstance(block.mlp, MoeWeights):
+        return 0.0
+    router = layer.feed_forward.router
+    return float((1.0 - router.top_k / router.num_experts) ** rows * block.mlp.expert_bytes)
