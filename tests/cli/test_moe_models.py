@@ -17,6 +17,7 @@ from support.paged import logits_of
 from support.quantized_models import METHODS, SIZES, quantize
 from support.tiny_models import (
     save,
+    tiny_dbrx,
     tiny_gemma4_moe,
     tiny_mixtral,
     tiny_qwen3_moe,
@@ -143,7 +144,12 @@ STACKED = {
             "model.language_model.layers.0.mlp.gate.weight",
             "model.language_model.layers.0.mlp.experts.gate_up_proj",
         ),
-        "num_experts_per_tok",
+        "text_config.num_experts_per_tok",
+    ),
+    "dbrx": (
+        tiny_dbrx,
+        ("transformer.blocks.0.ffn.router.layer.weight", "transformer.blocks.0.ffn.experts.mlp.w2"),
+        "ffn_config.moe_top_k",
     ),
 }
 """Families of which one tensor holds all experts: a builder, the names of a router and of such a
@@ -189,10 +195,9 @@ def test_more_experts_per_token_than_a_stack_has(
     stacked: tuple[Path, tuple[str, str], str], exl: Command
 ) -> None:
     folder, _, key = stacked
+    section, _, last = key.rpartition(".")
     config = json.loads((folder / "config.json").read_text())
-    part = "text_config" if "text_config" in config else None
-    changed = {**(config if part is None else config[part]), key: 9}
-    change_config(folder, **(changed if part is None else {part: changed}))
+    change_config(folder, **({section: {**config[section], last: 9}} if section else {last: 9}))
     line = exl("generate", "-m", folder, "-p", "x").error_line(3)
     assert "more experts than the model has" in line
 

@@ -16,6 +16,7 @@ from support.renamed_models import (
     as_internlm2,
     as_minicpm,
     as_orion,
+    as_renamed_dbrx,
     as_transposed_experts,
     as_yi,
 )
@@ -81,6 +82,7 @@ REWRITTEN: dict[str, Callable[[Path], Path]] = {
     "orion": as_orion,
     "index": as_index,
     "qwen3-vl-moe-transposed": as_transposed_experts,
+    "dbrx-renamed": as_renamed_dbrx,
 }
 """Functions that turn a saved folder into one of the family."""
 

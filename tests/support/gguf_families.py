@@ -9,6 +9,7 @@ from support.tiny_models import (
     tiny_arcee,
     tiny_cohere,
     tiny_cohere2,
+    tiny_dbrx,
     tiny_ernie,
     tiny_ernie_moe,
     tiny_exaone4,
@@ -99,6 +100,7 @@ GGUF_FAMILIES: dict[str, tuple[str | None, Any]] = {
     "gemma4": (None, tiny_gemma4),
     "gemma4-moe": (None, tiny_gemma4_moe),
     "gemma4-values": (None, lambda: tiny_gemma4(attention_k_eq_v=False)),
+    "dbrx": (None, tiny_dbrx),
     "gemma": (None, tiny_gemma),
     "gemma2": (None, lambda: tiny_gemma2(query_pre_attn_scalar=20)),
     "gemma3": (
@@ -112,6 +114,6 @@ GGUF_FAMILIES: dict[str, tuple[str | None, Any]] = {
 EXPERTS = (
     *("qwen3moe", "mixtral", "qwen2moe", "glm4moe"),
     *("ernie4_5-moe", "hunyuan-moe", "minimax-m2", "granitemoe", "gemma4-moe"),
-    "qwen3vlmoe",
+    *("qwen3vlmoe", "dbrx"),
 )
 """Families with experts, which `exl convert` refuses."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ _TOP = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
+    "transformer.wte": "token_embd",
+    "transformer.norm_f": "output_norm",
 }
 _PARTS = {
     "input_layernorm": "attn_norm",
@@ -61,6 +64,14 @@ _PARTS = {
     "shared_mlp.output_linear": "ffn_down",
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
+    "norm_attn_norm.norm_1": "attn_norm",
+    "norm_attn_norm.norm_2": "attn_output_norm",
+    "norm_attn_norm.attn.Wqkv": "attn_qkv",
+    "norm_attn_norm.attn.out_proj": "attn_output",
+    "ffn.router.layer": "ffn_gate_inp",
+    "ffn.experts.mlp.w1": "ffn_gate_exps",
+    "ffn.experts.mlp.v1": "ffn_up_exps",
+    "ffn.experts.mlp.w2": "ffn_down_exps",
 }
 _PERMUTED = (  # architectures of which the converter interleaves the rows of q and k
     *("llama", "mistral3", "internlm2", "smollm3", "granite", "granitemoe", "minicpm", "arcee"),
@@ -70,6 +81,7 @@ _LAYER_NORMS = {  # architectures with LayerNorm, and the name of its epsilon in
     "cohere2": "layer_norm_eps",
     "starcoder2": "norm_epsilon",
     "orion": "rms_norm_eps",
+    "dbrx": "norm_eps",
 }
 _LLAMA_NORMS = {"post_attention_layernorm": "ffn_norm"}
 _FUSED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}  # Phi-3
@@ -126,23 +138,12 @@ def write_gguf(
     The vocabulary is byte-level. `arch` is the architecture's name in the file, if it is not the
     one of the model's class.
     """
-    config = model.config
+    config = _usual_config(model.config)
     arch = arch or _ARCHITECTURES.get(config.model_type, config.model_type)
     if arch == "gemma4":  # its sizes differ by layer
         config.allow_global_per_layer_attribute_access = True
     writer = GGUFWriter(path, arch)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-    writer.add_key_length(head_dim)
-    if arch in _LAYER_NORMS:
-        writer.add_layer_norm_eps(getattr(config, _LAYER_NORMS[arch]))
-    else:
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    head_dim = _add_sizes(writer, config, arch)
     rope = config.rope_parameters
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     base = rope.get("full_attention", rope)["rope_theta"]
@@ -174,6 +175,45 @@ def write_gguf(
     return path
 
 
+def _add_sizes(writer: GGUFWriter, config: Any, arch: str) -> int:
+    """Writes the sizes of layers and heads, and returns that of a head."""
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    writer.add_key_length(head_dim)
+    if arch in _LAYER_NORMS:
+        writer.add_layer_norm_eps(getattr(config, _LAYER_NORMS[arch]))
+        if arch == "dbrx":
+            writer.add_clamp_kqv(config.clip_qkv)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    return int(head_dim)
+
+
+def _usual_config(config: Any) -> Any:
+    """The configuration under the names that most families use."""
+    if config.model_type != "dbrx":
+        return config
+    attention, experts = config.attn_config, config.ffn_config
+    return SimpleNamespace(
+        **{key: getattr(config, key) for key in ("model_type", "num_hidden_layers", "hidden_size")},
+        max_position_embeddings=config.max_seq_len,
+        intermediate_size=experts.ffn_hidden_size,
+        num_attention_heads=config.n_heads,
+        num_key_value_heads=attention.kv_n_heads,
+        rope_parameters=config.rope_parameters,
+        clip_qkv=attention.clip_qkv,
+        norm_eps=1e-5,
+        num_experts=experts.moe_num_experts,
+        num_experts_per_tok=experts.moe_top_k,
+        tie_word_embeddings=False,
+    )
+
+
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a model, gate and up of the experts and of Granite 4 apart."""
     for name, weight in model.state_dict().items():
@@ -187,6 +227,9 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             stem = name.removesuffix("input_linear.weight")
             for part, half in zip(("gate", "up"), weight.chunk(2, 0), strict=True):
                 yield f"{stem}{part}_proj.weight", half
+        elif ".experts.mlp." in name:  # DBRX
+            experts = weight.view(model.config.ffn_config.moe_num_experts, -1, weight.shape[1])
+            yield name, experts.transpose(1, 2) if name.endswith("w2") else experts
         elif ".act_fn." not in name:  # numbers that are in the metadata
             yield name, weight
 

@@ -42,6 +42,45 @@ def as_transposed_experts(folder: Path) -> Path:
     return _rewrite(folder, turned)
 
 
+DBRX_NAMES = {
+    "transformer.wte": "model.embed_tokens",
+    "transformer.norm_f": "model.norm",
+    "transformer.blocks": "model.layers",
+    "norm_attn_norm.norm_1": "input_layernorm",
+    "norm_attn_norm.norm_2": "post_attention_layernorm",
+    "norm_attn_norm.attn.out_proj": "self_attn.o_proj",
+    "ffn.router.layer": "block_sparse_moe.gate",
+}
+
+
+def as_renamed_dbrx(folder: Path) -> Path:
+    """Tensors as in EXL2 files: one for each expert, and q, k and v apart."""
+
+    def rewritten(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+        found: Tensors = {}
+        experts = config["ffn_config"]["moe_num_experts"]
+        size = config["d_model"] // config["n_heads"]
+        kv_size = config["attn_config"]["kv_n_heads"] * size
+        for name, values in tensors.items():
+            new = _renamed(name, DBRX_NAMES)
+            stem, _, last = new.rpartition(".")
+            if "Wqkv" in name:
+                parts = values.split([config["d_model"], kv_size, kv_size])
+                for letter, own in zip("qkv", parts, strict=True):
+                    key = new.replace("norm_attn_norm.attn.Wqkv", f"self_attn.{letter}_proj")
+                    found[key] = own.clone()
+            elif stem.endswith("ffn.experts.mlp"):
+                stem = stem.replace("ffn.experts.mlp", "block_sparse_moe.experts")
+                for index, part in enumerate(values.chunk(experts)):
+                    own = part.T if last == "w2" else part
+                    found[f"{stem}.{index}.{last}.weight"] = own.contiguous().clone()
+            else:
+                found[new] = values
+        return found
+
+    return _rewrite(folder, rewritten)
+
+
 INTERNLM2_NAMES = {
     "embed_tokens": "tok_embeddings",
     "lm_head": "output",

@@ -20,6 +20,8 @@ from transformers import (
     Cohere2ForCausalLM,
     CohereConfig,
     CohereForCausalLM,
+    DbrxConfig,
+    DbrxForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
@@ -381,6 +383,16 @@ def tiny_gemma4_moe(**changes: Any) -> Gemma4ForCausalLM:
     """Each layer has experts beside its MLP."""
     experts = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3}
     return tiny_gemma4(**{**experts, "moe_intermediate_size": 40, **changes})
+
+
+def tiny_dbrx(**changes: Any) -> DbrxForCausalLM:
+    """The clip changes a fifth of queries, keys and values."""
+    attention = {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 10000.0}
+    experts = {"ffn_hidden_size": 40, "moe_num_experts": 8, "moe_top_k": 3}
+    defaults = {key: _COMMON[key] for key in _COMMON if key.endswith("_id")}
+    defaults |= {"d_model": 96, "n_heads": 6, "n_layers": 3, "max_seq_len": 2048}
+    defaults |= {"vocab_size": VOCAB_SIZE, "attn_config": attention, "ffn_config": experts}
+    return _randomized(DbrxForCausalLM(DbrxConfig(**{**defaults, **changes})))
 
 
 def tiny_granite4(**changes: Any) -> GraniteMoeHybridForCausalLM:

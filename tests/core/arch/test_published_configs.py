@@ -164,6 +164,7 @@ def test_published_configurations_of_each_family(
         "bias": (attention.has_qkv_bias, attention.has_output_bias),
         "head_dim": attention.head_dim,
         "kv_size": attention.kv_size,
+        "clip": attention.clip,
         "caps": (attention.softcap, config.final_softcap),
         "scale": pytest.approx(attention.scale),
     }

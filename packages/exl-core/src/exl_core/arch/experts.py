@@ -58,6 +58,17 @@ def _shared_size(form: ExpertForm, text: Fields, size: int) -> int:
 
 
 def _normalizes(form: ExpertForm, text: Fields) -> bool:
+    key = form.norm_power_key
+    if key is not None and key in text.values:
+        power = text.optional_number(key)
+        if power not in (None, 1.0):
+            raise UnsupportedModelError(
+                f"weights of experts with this {key!r} are not supported",
+                where=text.where,
+                expected="1 or null",
+                got=power,
+            )
+        return power is not None
     if form.normalizes is not None:
         return form.normalizes
     return text.flag("norm_topk_prob", form.normalizes_default)

@@ -174,6 +174,7 @@ def _layer_numbers(
         has_mlp_bias=arch.gguf.is_stored("up", "bias", tensor_names, layer=0),
         temperature=_temperature(arch, own),
         head_norm=_head_norm(arch, tensor_names),
+        clip=own.optional_number("attention.clamp_kqv") if arch.has_qkv_clip else None,
     )
     experts = gguf_experts(arch, own, tensor_names, layers)
     return [

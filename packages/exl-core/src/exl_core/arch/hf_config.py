@@ -74,6 +74,7 @@ def read_hf_config(directory: Path) -> ModelConfig:
     top = Fields(read_json_object(path, ConfigError), path)
     arch = _architecture(top)
     text = top.nested("text_config") if top.has("text_config") else top
+    text = _with_usual_keys(arch, text)
     config = _model_config(arch, top, text)
     generation = directory / "generation_config.json"
     if is_present(generation, ConfigError):
@@ -142,6 +143,7 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         has_mlp_bias=text.flag(arch.mlp_bias_key, arch.has_bias_default),
         temperature=_temperature(arch, text),
         head_norm=_head_norm(arch, text),
+        clip=text.optional_number("clip_qkv") if arch.has_qkv_clip else None,
     )
     of_layers = _numbers_by_layer(arch, text, numbers, windows)
     by_layer = with_windows(of_layers, windows, window, len(ropes))
@@ -162,6 +164,19 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         multipliers=_multipliers(arch, text, hidden_size, layers),
         has_normalized_head=arch.may_normalize_head and text.integer("norm_head", 0, low=0) != 0,
     )
+
+
+def _with_usual_keys(arch: ArchSpec, text: Fields) -> Fields:
+    """The same values, with those that the family has under other keys."""
+    found = dict(text.values)
+    for usual, own in arch.renamed_keys:
+        *sections, key = own.split(".")
+        holder: Fields | None = text
+        for section in sections:
+            holder = holder.nested(section) if holder is not None and holder.has(section) else None
+        if holder is not None and key in holder.values:
+            found[usual] = holder.values[key]
+    return Fields(found, text.where)
 
 
 def _scale(arch: ArchSpec, text: Fields, head_dim: int) -> float:

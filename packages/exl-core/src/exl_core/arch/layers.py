@@ -116,6 +116,7 @@ class Attention(Mixer):
     window  number of keys that a query attends to, its own included; 0 means all
     softcap limit of the scores, by tanh; None means no limit
     temperature  factor on the queries by position; None means 1
+    clip    limit of the projected queries, keys and values, of either sign; None means no limit
     is_value_key  values are the projected keys, before norms and RoPE; there is no projection of v
     has_value_norm  values have an RMSNorm of each head, without factors
     """
@@ -131,6 +132,7 @@ class Attention(Mixer):
     head_norm: HeadNorm = HeadNorm.NONE
     has_qkv_bias: bool = False
     has_output_bias: bool = False
+    clip: float | None = None
     is_value_key: bool = False
     has_value_norm: bool = False
 

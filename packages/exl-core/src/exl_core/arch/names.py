@@ -32,6 +32,7 @@ class FileForm:
 
     roots           prefixes of names outside the layers and of `layer`; the first is canonical
     layer           prefix of the names within a layer, after the root
+    other_layers    other prefixes of the names within a layer, which some files have
     names           name of each role after these prefixes, without `.weight` or `.bias`; {} in it
                     is the index of an expert. A tensor of an expert's role without {} in its name
                     holds all experts of the layer, one after the other
@@ -47,6 +48,7 @@ class FileForm:
     names: Mapping[str, str]
     roots: tuple[str, ...] = ("",)
     layer: str = "layers.{}."
+    other_layers: tuple[str, ...] = ()
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fused: tuple[Fused, ...] = ()
     is_interleaved: bool = False
@@ -60,16 +62,22 @@ class FileForm:
         canonical = [self.names[role]] if role in self.names else []
         return [*canonical, *self.aliases.get(role, ())]
 
+    def prefixes(self, layer: int | None) -> list[str]:
+        """Prefixes of the names in a layer, or outside the layers; the canonical one first."""
+        if layer is None:
+            return list(self.roots)
+        insides = (self.layer, *self.other_layers)
+        return [f"{root}{inside.format(layer)}" for inside in insides for root in self.roots]
+
     def is_stored(
         self, role: str, suffix: str, tensor_names: Collection[str], layer: int | None = None
     ) -> bool:
         """Whether a file with these tensors has the weight or bias of a role, alone or fused."""
-        inside = "" if layer is None else self.layer.format(layer)
         stems = [fused.name for fused in self.fused if role in fused.roles and layer is not None]
         stems += self.stems(role)
         return any(
-            f"{root}{inside}{stem}.{suffix}" in tensor_names
-            for root in self.roots
+            f"{prefix}{stem}.{suffix}" in tensor_names
+            for prefix in self.prefixes(layer)
             for stem in stems
         )
 

@@ -49,13 +49,13 @@ def places_of(
         if not is_here or layer is None:
             continue
         tail = "" if fused.is_bare else f".{suffix}"
-        for root in form.roots:
-            name = f"{root}{form.layer.format(layer)}{fused.name}{tail}"
+        for prefix in form.prefixes(layer):
+            name = f"{prefix}{fused.name}{tail}"
             place = _fused_place(wanted, name, fused, num_rows, permutation)
             places.append(_of_expert(_turned(place, fused.name, suffix, form), owner))
     for stem in form.stems(role):
-        for root in _head_roots(form) if role == "head" else form.roots:
-            name = _name(role, stem, form, root, layer) + ending(role, stem, suffix, form)
+        for prefix in _head_prefixes(form) if role == "head" else form.prefixes(layer):
+            name = prefix + stem + ending(role, stem, suffix, form)
             place = Place(name, 0, wanted.num_rows, permutation, addend)
             places.append(_of_expert(_turned(place, stem, suffix, form), owner))
     return tuple(places)
@@ -65,7 +65,8 @@ def canonical_name(role: str, form: FileForm, owner: Owner) -> str:
     """Canonical name of a role's tensors, without the ending."""
     if role not in form.names:
         raise UnsupportedModelError(f"the family has no name for the tensor of role {role!r}")
-    name = _name(role, form.names[role], form, form.roots[0], owner.layer)
+    prefix = "" if role == "head" else form.prefixes(owner.layer)[0]
+    name = prefix + form.names[role]
     return name if owner.expert is None else name.format(owner.expert)
 
 
@@ -121,13 +122,7 @@ def _fused_place(
     return Place(name, sum(sizes[:before]) * head_dim, sum(rows), grouped)
 
 
-def _name(role: str, stem: str, form: FileForm, root: str, layer: int | None) -> str:
-    inside = "" if layer is None else form.layer.format(layer)
-    prefix = "" if role == "head" and root == form.roots[0] else root
-    return f"{prefix}{inside}{stem}"
-
-
-def _head_roots(form: FileForm) -> tuple[str, ...]:
+def _head_prefixes(form: FileForm) -> tuple[str, ...]:
     """Prefixes of the head, which is beside the `model.` of a language model."""
     inner = [root.removesuffix("model.") for root in form.roots if root.endswith(".model.")]
-    return (form.roots[0], *inner)
+    return ("", *inner)

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 
 from exl_core.arch.families.apertus import APERTUS
 from exl_core.arch.families.cohere import COHERE, COHERE2
+from exl_core.arch.families.dbrx import DBRX
 from exl_core.arch.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from exl_core.arch.families.exaone4 import EXAONE4
 from exl_core.arch.families.gemma import GEMMA
@@ -35,7 +36,7 @@ ARCHITECTURES = (
     *(ERNIE4_5, INTERNLM2, MINISTRAL3, SMOLLM3, OLMO2, EXAONE4, GRANITE, MINICPM),
     *(GRANITE4, HUNYUAN, APERTUS, GEMMA4, COHERE, COHERE2, STARCODER2, ARCEE, ORION, INDEX),
     *(GLM4, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, ERNIE4_5_MOE, HUNYUAN_MOE, MINIMAX_M2),
-    *(GRANITE_MOE, QWEN3_VL_MOE),
+    *(GRANITE_MOE, QWEN3_VL_MOE, DBRX),
 )
 
 

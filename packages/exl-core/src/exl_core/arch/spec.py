@@ -130,6 +130,8 @@ class ExpertForm:
     """Whether weights are divided by their sum; None: as `norm_topk_prob` says, or
     `normalizes_default`."""
     normalizes_default: bool = False
+    norm_power_key: str | None = None
+    """Key of the power of the norm that weights are divided by; null: they are not divided."""
     gguf_normalizes: bool = True
     """The same for GGUF files without `expert_weights_norm`."""
     eps: float = 0.0
@@ -173,6 +175,7 @@ class LayerNumbers:
     temperature: QueryTemperature | None = None
     head_norm: HeadNorm | None = None
     """None: the choice of the family."""
+    clip: float | None = None
     is_value_key: bool = False
     activation_numbers: tuple[float, float] | None = None
     experts: MoE | None = None
@@ -215,6 +218,7 @@ def decoder_layer(arch: ArchSpec, numbers: LayerNumbers) -> LayerSpec:
         temperature=numbers.temperature,
         head_norm=numbers.head_norm or arch.head_norm,
         is_value_key=numbers.is_value_key,
+        clip=numbers.clip,
         has_value_norm=arch.has_value_norm,
         has_qkv_bias=numbers.has_qkv_bias,
         has_output_bias=numbers.has_output_bias,
@@ -265,6 +269,8 @@ class ArchSpec:
     required: tuple[tuple[str, tuple[object, ...]], ...] = ()
     """Keys of `config.json` with the only values that are supported, which all items of a list must
     have."""
+    renamed_keys: tuple[tuple[str, str], ...] = ()
+    """Usual keys of `config.json`, and this family's keys for them. A dot leads into a section."""
     intermediate_size_key: str = "intermediate_size"
     optional_head_norm: HeadNorm | None = None
     """Norm that a checkpoint has if its `use_qk_norm` is true."""
@@ -277,6 +283,8 @@ class ArchSpec:
     is_window_optional: bool = False
     """All layers of a checkpoint without a window size are GLOBAL, whatever the pattern says."""
     no_rope: NoRope = NoRope.NONE
+    has_qkv_clip: bool = False
+    """A checkpoint may limit queries, keys and values (`clip_qkv`)."""
     has_query_temperature: bool = False
     """A checkpoint may ask for a `QueryTemperature`."""
     has_multipliers: bool = False

@@ -32,6 +32,7 @@ class AttentionStep(NamedTuple):
     temperature: QueryTemperature | None
     is_value_key: bool
     own_rope: int | None
+    clip: float | None
 
     @classmethod
     def of(cls, layer: int, spec: Attention) -> AttentionStep:
@@ -46,6 +47,7 @@ class AttentionStep(NamedTuple):
             spec.temperature,
             spec.is_value_key,
             None if spec.attend_rope == spec.rope else spec.rope,
+            spec.clip,
         )
 
 
@@ -78,6 +80,8 @@ def attended(
     out: Inputs | None = inputs_buffer(ops, weights.output, buffers.queries, weights.post_norm)
 
     qkv = read_linear(ops, x, norm, weights.qkv, buffers.qkv)  # [R, (H + 2K) * D]
+    if step.clip is not None:
+        qkv = qkv.clamp(-step.clip, step.clip)
     factors = state.temperatures.get(step.temperature)
     if step.is_value_key or factors is not None or has_norms(weights):
         if step.own_rope is not None:
