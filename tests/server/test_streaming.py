@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import time
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
+from exl_cli.server import streaming
 from exl_cli.server.app import create_app
 from exl_cli.server.errors import to_json
 from exl_cli.server.limits import Limits
@@ -174,6 +176,48 @@ def test_pieces_hold_back_partial_characters_and_stop_strings(path: str) -> None
     assert "".join(texts) == "é€💥 a STOP is no "
     assert "ST" not in texts and "S" not in texts
     assert choices[-1]["finish_reason"] == "stop"
+
+
+def slowly(history: Any) -> Any:
+    """Takes its time, as a long prompt on a CPU does."""
+    time.sleep(0.15)
+    return reply_with("ok")(history)
+
+
+@pytest.mark.parametrize(
+    "path", [TEXT, CHAT, "/v1/messages", "/v1/responses", "/completion", "/api/chat"]
+)
+def test_silent_stream_sends_comments(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Proxies close a connection that is silent for a minute. Lines of JSON have no comments."""
+    monkeypatch.setattr(streaming, "PING_S", 0.03)
+    body = {"messages": [{"role": "user", "content": "Q"}], "max_tokens": 9, "stream": True}
+    if path in (TEXT, "/completion"):
+        body = {"prompt": "Q", "max_tokens": 9, "stream": True}
+    elif path == "/v1/responses":
+        body = {"input": "Q", "stream": True}
+    with running(scripted_runtime(slowly, template=TEMPLATE)) as one:
+        text = one.post(path, body).text
+        if path == CHAT:
+            made: Any = one.openai().chat.completions.create(model="x", **body)  # type: ignore[call-overload]
+            said = [piece.choices[0].delta.content or "" for piece in made]
+            assert "".join(said) == "ok", "the client ignores comments"
+    assert text.count(": ping\n\n") >= 3 or path == "/api/chat"
+    assert (": ping" in text) == (path != "/api/chat")
+
+
+def test_log_says_that_a_client_left(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "exl.server")
+    with running(scripted_runtime(always(certain(ord("a"))))) as one:
+        body = json.loads(ask(TEXT, max_tokens=1000))
+        with one.http.stream("POST", TEXT, json=body) as answer:
+            next(answer.iter_lines())
+        one.wait_until_idle()
+        end = time.monotonic() + LIMIT_S
+        while not caplog.records:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("POST /v1/completions 200") and line.endswith("the client left")
 
 
 def test_client_that_does_not_read_is_disconnected_and_frees_its_pages() -> None:

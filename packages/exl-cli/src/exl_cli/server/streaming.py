@@ -27,6 +27,9 @@ from exl_core.generate.dynamic import Result
 
 T = TypeVar("T")
 Event = dict[str, object] | bytes
+PING_S = 15.0
+"""Seconds without an event after which a comment is sent. Proxies close a connection that is silent
+for 60 s by default, and a long prompt or a queue may take longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Framing:
     """How the events of a stream are written.
 
     has_names   each event is preceded by its type, as in Anthropic's API
-    has_prefix  events are server-sent events; otherwise lines of JSON
+    has_prefix  events are server-sent events; otherwise lines of JSON, which have no comments
     end         what follows the last event
     """
 
@@ -42,6 +45,11 @@ class Framing:
     has_names: bool = False
     has_prefix: bool = True
     end: bytes = b""
+
+    @property
+    def ping(self) -> bytes:
+        """Comment that clients ignore. "": the framing has none."""
+        return b": ping\n\n" if self.has_prefix else b""
 
     def frame(self, event: Event) -> bytes:
         data = event if isinstance(event, bytes) else to_json(event)
@@ -119,7 +127,7 @@ class EventStreamResponse(Response):
             try:
                 await _first(asyncio.create_task(self._write(scope, send)), receive)
             except ClientGoneError:
-                return
+                record_of(scope).reason = "the client left"
 
     async def _write(self, scope: Scope, send: Send) -> None:
         pipe: Pipe = scope.get("state", {}).get(PIPE) or _AsgiPipe(send)
@@ -150,7 +158,9 @@ class _StreamWriter:
     def __init__(self, events: EventStream, pipe: Pipe) -> None:
         self._events = events
         self._frame = events.framing.frame
+        self._ping = events.framing.ping
         self._pipe = pipe
+        self._num_written = 0
         self._is_done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
@@ -161,9 +171,20 @@ class _StreamWriter:
             await self._pipe.drain()
             self._is_done = asyncio.get_running_loop().create_future()
             self._forward()
-            if await self._is_done:  # False: the pipe is paused, because the client is slow
+            await self._wait()
+            if self._is_done.result():  # False: the pipe is paused, because the client is slow
                 break
         self._write(self._events.end())
+
+    async def _wait(self) -> None:
+        """Wait until all jobs have ended or the pipe is paused. Keep a silent connection open."""
+        while not self._is_done.done():
+            before = self._num_written
+            await asyncio.wait([self._is_done], timeout=PING_S)
+            is_silent = self._num_written == before and not self._is_done.done()
+            if is_silent and self._ping:
+                self._pipe.write(self._ping)
+                await self._pipe.drain()
 
     def _forward(self) -> None:
         if self._is_done.done():
@@ -183,6 +204,7 @@ class _StreamWriter:
 
     def _write(self, events: Iterable[Event]) -> None:
         for event in events:
+            self._num_written += 1
             self._pipe.write(self._frame(event))
 
 
