@@ -75,6 +75,29 @@ FAMILIES: dict[str, Callable[..., Any]] = {
 }
 """Builders by family. Families that transformers has no class for are in `REWRITTEN` too."""
 
+_EXPERTS: dict[str, Any] = {**_OWN_HEADS, "moe_intermediate_size": 64}
+
+EXPERT_FAMILIES: dict[str, Callable[..., Any]] = {
+    "qwen3-moe": lambda: tiny.tiny_qwen3_moe(**_EXPERTS),
+    "mixtral": _own_heads(tiny.tiny_mixtral),
+    "qwen2-moe": lambda: tiny.tiny_qwen2_moe(
+        **{**_EXPERTS, "head_dim": 16}, shared_expert_intermediate_size=160
+    ),
+    "glm4-moe": lambda: tiny.tiny_glm4_moe(**_EXPERTS),
+    "ernie4.5-moe": lambda: tiny.tiny_ernie_moe(**_EXPERTS),
+    "hunyuan-moe": _own_heads(tiny.tiny_hunyuan_moe),
+    "minimax-m2": _own_heads(
+        tiny.tiny_minimax_m2,
+        rope_parameters={
+            **{"rope_type": "default", "rope_theta": 10000.0},
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "granite-moe": lambda: tiny.tiny_granite_moe(intermediate_size=160),
+}
+"""Builders of families with experts. Layer 1 of Qwen3-MoE and layer 0 of GLM-4.5 and ERNIE are
+dense. Qwen2-MoE has a shared expert with a gate. Granite stores all experts in one tensor."""
+
 REWRITTEN: dict[str, Callable[[Path], Path]] = {
     "yi": as_yi,
     "internlm2": as_internlm2,

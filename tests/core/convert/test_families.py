@@ -22,7 +22,7 @@ from exl_core.session.load import LoadOptions
 from exl_core.session.open import open_checkpoint
 from support.conversions import conversion, hooks, run
 from support.exl2_directory import read_model
-from support.families import FAMILIES, save_family
+from support.families import EXPERT_FAMILIES, FAMILIES, save_family
 from support.paged import logits_of
 from support.profiles import first_by_default
 from support.tiny_models import VOCAB_SIZE
@@ -52,9 +52,12 @@ def our_logits(folder: Path, x: Tensor) -> Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+BUILDERS = FAMILIES | EXPERT_FAMILIES
+
+
+@pytest.mark.parametrize("family", BUILDERS)
 def test_layers_and_their_gradients_match_transformers(tmp_path: Path, family: str) -> None:
-    model: Any = FAMILIES[family]()
+    model: Any = BUILDERS[family]()
     output = model(IDS, output_hidden_states=True)
     first = output.hidden_states[0]
     probe = torch.randn(output.logits.shape, generator=torch.Generator().manual_seed(2))

@@ -268,6 +268,13 @@ class LayerSpec:
         return self.mixer.kv_shape
 
 
+def inner_width(layer: LayerSpec) -> int:
+    """Width inside the feed-forward part that one token passes, chosen experts included."""
+    part = layer.feed_forward
+    chosen = part.router.top_k * part.intermediate_size if isinstance(part, MoE) else 0
+    return part.inner_size + chosen
+
+
 def unsupported(part: str, found: object) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"a layer has a {part} that is not supported here", got=type(found).__name__

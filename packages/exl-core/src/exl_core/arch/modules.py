@@ -114,6 +114,11 @@ class ModuleRow:
         return self.kind in (Kind.EMBEDDING, Kind.LINEAR, Kind.HEAD)
 
     @property
+    def key(self) -> str:
+        """Name of the weight within its layer: its role, and the index of its expert if any."""
+        return self.role if self.expert is None else f"{self.role}.{self.expert}"
+
+    @property
     def stem(self) -> str:
         """Name of the module: of the tensor without `.weight` or `.bias`."""
         return self.name.rpartition(".")[0]
@@ -228,6 +233,11 @@ class ModuleTable:
             if row.packed is not None:
                 found[row.packed] = (*found.get(row.packed, ()), row)
         return found
+
+    def weights_of(self, layer: int) -> dict[str, ModuleRow]:
+        """Weights of a layer by key, those of its experts included, without biases."""
+        rows = chain(self.layers[layer].values(), *(one.values() for one in self.experts[layer]))
+        return {row.key: row for row in rows if row.kind is not Kind.BIAS}
 
     def packed_with(self, row: ModuleRow) -> tuple[ModuleRow, ...]:
         """Matrices that are packed into one with `row`, itself included."""

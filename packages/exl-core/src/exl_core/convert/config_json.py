@@ -11,16 +11,23 @@ from dataclasses import replace
 from pathlib import Path
 from struct import pack, unpack
 
+from exl_core.arch.experts import LAYER_KINDS
 from exl_core.arch.hf_config import ACTIVATIONS, LAYER_TYPES, ROPE_METHODS
-from exl_core.arch.layers import Attention, HeadNorm, LayerSpec
+from exl_core.arch.layers import Attention, Dense, LayerSpec, MoE
 from exl_core.arch.spec import ArchSpec, ModelConfig, NoRope, RopeConfig, RopeMethod, Window
 from exl_core.errors import UnsupportedModelError
 
 MODEL_TYPES = {
+    "ernie4_5-moe": "ernie4_5_moe",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "glm4moe": "glm4_moe",
     "granite4": "granitemoehybrid",
     "hunyuan-dense": "hunyuan_v1_dense",
+    "hunyuan-moe": "hunyuan_v1_moe",
+    "minimax-m2": "minimax_m2",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
     "seed-oss": "seed_oss",
 }
 """`model_type` of families whose name here is another one."""
@@ -32,14 +39,18 @@ def hf_config(config: ModelConfig, where: Path) -> dict[str, object]:
     arch, layers = config.arch, config.layers
     local = next((one for one in layers if one.attention.window), layers[0])
     wide = next((one for one in layers if not one.attention.window), local)
-    if local.dense.activation_numbers is not None:
+    dense = next((one.dense for one in layers if isinstance(one.feed_forward, Dense)), None)
+    experts = next((p for one in layers if isinstance(p := one.feed_forward, MoE)), None)
+    mlp = dense or experts
+    assert mlp is not None, "other parts cannot be converted"
+    if dense is not None and dense.activation_numbers is not None:
         raise UnsupportedModelError(
             "the activation's numbers are in the metadata of this GGUF file",
             where=where,
             next_step="Start from the model's safetensors files, which have tensors of them.",
         )
     _check_layers(config, (local, wide), where)
-    attention, mlp = local.attention, local.dense
+    attention = local.attention
     written: dict[str, object] = {
         "architectures": [arch.hf_names[0]],
         "model_type": MODEL_TYPES.get(arch.name, arch.name),
@@ -55,7 +66,7 @@ def hf_config(config: ModelConfig, where: Path) -> dict[str, object]:
         arch.norm_eps_keys[0]: config.norm_eps,
         arch.bias_key: attention.has_qkv_bias,
         "attention_out_bias": attention.has_output_bias,
-        arch.mlp_bias_key: mlp.has_bias,
+        arch.mlp_bias_key: dense is not None and dense.has_bias,
         "tie_word_embeddings": config.has_tied_embeddings,
         "bos_token_id": config.bos_id,
         "eos_token_id": list(config.eos_ids),
@@ -64,12 +75,13 @@ def hf_config(config: ModelConfig, where: Path) -> dict[str, object]:
         **_scales(config, attention),
         **_by_layer(config),
         **_required(arch, config.num_layers),
+        **({} if experts is None else _experts(config, experts)),
     }
     activation = next(name for name, kind in ACTIVATIONS.items() if kind is mlp.activation)
     written |= dict.fromkeys(("hidden_act", "hidden_activation"), activation)
     if arch.global_head_dim_default is not None:
         written |= _global_heads(wide.attention)
-    if attention.head_norm is HeadNorm.LAYER:
+    if attention.head_norm is not arch.head_norm:
         written["use_qk_norm"] = True
     if config.has_normalized_head:
         written["norm_head"] = 1
@@ -78,10 +90,16 @@ def hf_config(config: ModelConfig, where: Path) -> dict[str, object]:
 
 
 def _check_layers(config: ModelConfig, kinds: tuple[LayerSpec, LayerSpec], where: Path) -> None:
-    """Refuses layers that differ in more than their window and RoPE."""
+    """Refuses layers that differ in more than their window and RoPE, and whether they have
+    experts."""
+    parts = {isinstance(one.feed_forward, MoE): one.feed_forward for one in reversed(config.layers)}
     if config.arch.global_head_dim_default is None:
         kinds = kinds[0], kinds[0]
-    known = [_without_window(layer) for layer in kinds]
+    known = [
+        replace(_without_window(layer), feed_forward=part)
+        for layer in kinds
+        for part in parts.values()
+    ]
     if any(_without_window(layer) not in known for layer in config.layers):
         raise UnsupportedModelError(
             "the layers of this GGUF file differ in ways that config.json cannot state",
@@ -111,6 +129,33 @@ def _scales(config: ModelConfig, attention: Attention) -> dict[str, object]:
     is_usual = math.isclose(attention.scale, attention.head_dim**-0.5, rel_tol=1e-12)
     if not arch.has_multipliers and arch.attention_scale is None and not is_usual:
         found["query_pre_attn_scalar"] = _as_float32(attention.scale**-2)
+    return found
+
+
+def _experts(config: ModelConfig, part: MoE) -> dict[str, object]:
+    """Experts, their router, and the layers that have them."""
+    form, router = config.arch.experts, part.router
+    assert form is not None, "the family has experts"
+    found: dict[str, object] = {
+        form.num_experts_keys[0]: router.num_experts,
+        form.top_k_key: router.top_k,
+        form.size_key: part.intermediate_size,
+    }
+    if form.normalizes is None:
+        found["norm_topk_prob"] = router.normalizes
+    if form.factor_default is not None:
+        found["routed_scaling_factor"] = router.factor
+    if form.has_groups:
+        found |= {"n_group": router.groups, "topk_group": router.kept_groups}
+    shared = 0 if part.shared is None else part.shared.intermediate_size
+    if form.shared_size_key is not None:
+        found[form.shared_size_key] = shared
+    elif form.shared_count_key is not None:
+        found[form.shared_count_key] = shared // part.intermediate_size
+    is_sparse = [isinstance(layer.feed_forward, MoE) for layer in config.layers]
+    if not all(is_sparse) or form.first_sparse_default:
+        names = {value: name for name, value in LAYER_KINDS.items()}
+        found["mlp_layer_types"] = [names[one] for one in is_sparse]
     return found
 
 

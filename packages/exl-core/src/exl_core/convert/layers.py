@@ -6,7 +6,7 @@ Tensors are in the model's form: rows of heads in its order, norms as factors. `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,17 +34,18 @@ def bias_role(role: str) -> str:
 @dataclass(frozen=True, slots=True)
 class LayerSource:
     """Tensors of one layer by canonical name, float32: matrices [out, in], biases, numbers, and
-    norms as factors. All values are finite. `rows` are the layer's weights by role."""
+    norms as factors. All values are finite. `rows` are the layer's weights by key, which is the
+    role, and the index of the expert for weights of experts."""
 
     layer: int
     rows: Mapping[str, ModuleRow]
     tensors: Mapping[str, Tensor]
 
-    def matrix(self, role: str) -> Tensor:
-        return self.tensors[self.rows[role].name]
+    def matrix(self, key: str) -> Tensor:
+        return self.tensors[self.rows[key].name]
 
-    def bias(self, role: str) -> Tensor | None:
-        name = self.rows[role].bias
+    def bias(self, key: str) -> Tensor | None:
+        name = self.rows[key].bias
         return None if name is None else self.tensors[name]
 
     @property
@@ -56,20 +57,36 @@ class LayerSource:
         return _vectors(self.rows.values(), self.tensors, is_stored=is_stored)
 
     @property
-    def matrix_roles(self) -> tuple[str, ...]:
-        """Roles of the matrices, in the order in which their inputs are computed."""
-        return tuple(role for role, row in self.rows.items() if row.packed is not None)
+    def matrix_keys(self) -> tuple[str, ...]:
+        """Keys of the matrices that a conversion quantizes."""
+        return tuple(key for key, row in self.rows.items() if row.packed is not None)
+
+    def routers(self, *, is_stored: bool = False) -> dict[str, Tensor]:
+        """Routers by key, float32; with `is_stored` rounded to float16 as EXL2 files store them."""
+        routers = {key: self.matrix(key) for key, row in self.rows.items() if is_router(row)}
+        return {key: x.half().float() for key, x in routers.items()} if is_stored else routers
 
     def products(self) -> Product:
         """Products with the source's matrices."""
         dtype = compute_type(self.device)
-        weights = {part: self.matrix(part).to(dtype) for part in self.matrix_roles}
-        biases = {part: bias.to(dtype) for part in weights if (bias := self.bias(part)) is not None}
+        weights = {key: self.matrix(key).to(dtype) for key in self.matrix_keys}
+        return product_of(weights | self.routers(), self.bias)
 
-        def product(part: str, x: Tensor) -> Tensor:
-            return linear(x.to(dtype), weights[part], biases.get(part))
 
-        return product
+def is_router(row: ModuleRow) -> bool:
+    """Whether this is a matrix of a layer that is never quantized."""
+    return row.kind is Kind.LINEAR and row.packed is None
+
+
+def product_of(weights: Mapping[str, Tensor], bias: Callable[[str], Tensor | None]) -> Product:
+    """Products with `weights` by key, each in the weight's own type. `bias` returns the bias of a
+    key."""
+
+    def product(key: str, x: Tensor) -> Tensor:
+        weight, added = weights[key], bias(key)
+        return linear(x.to(weight), weight, None if added is None else added.to(weight))
+
+    return product
 
 
 def _vectors(
@@ -91,8 +108,11 @@ def _vectors(
 def stored_vector(row: ModuleRow, values: Tensor) -> Tensor:
     """A norm's factors, or a number, as EXL2 files store them, in float16.
 
-    Norms are rounded as factors. A norm of one head is repeated for every head.
+    Norms are rounded as factors. A norm of one head is repeated for every head. Numbers of a
+    router stay float32, because rounding them could change the choice of experts.
     """
+    if row.kind is Kind.ROUTER_VECTOR:
+        return values
     rounded, addend = values.half(), row.written.addend
     stored = in_file_order(row, (rounded - addend).half() if addend else rounded)
     if row.kind is Kind.HEAD_NORM:
@@ -137,7 +157,7 @@ def read_layer(
     tensors = {
         row.name: read_tensor(checkpoint, row.name).to(device) for row in table.rows_of(layer)
     }
-    return LayerSource(layer, table.layers[layer], tensors)
+    return LayerSource(layer, table.weights_of(layer), tensors)
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
@@ -145,7 +165,8 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
 
     Raises WeightValueError for values that are not finite or exceed float16.
     """
-    if checkpoint.rows[name].is_norm:
+    row = checkpoint.rows[name]
+    if row.is_norm or row.kind is Kind.ROUTER_VECTOR:
         values = checkpoint.norm(name)
     else:
         values = torch.empty(checkpoint.stored[name].shape)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.convert.candidates import Costs, cost_of, layouts_for
+from exl_core.convert.experts import Routes, expert_keys, gather, minimum_rows
 from exl_core.convert.gptq import Variant, factorize, identity_factor, quantize_columns
 from exl_core.convert.hessian import measure_hessian
 from exl_core.convert.layers import LayerSource
+from exl_core.convert.measurement import set_name
 from exl_core.convert.parallel import Workers
-from exl_core.convert.passes import CapturingPass, LayerFunction
+from exl_core.convert.passes import ROUTER, CapturingPass, LayerFunction
 from exl_core.convert.plan import (
     GROUP_SIZES,
     WIDTHS,
@@ -35,7 +38,7 @@ size; forms are quantized side by side. On a CPU, 32 rows of 4096 columns fill t
 faster the wider a job is, up to 1 GB for the copies of the matrix in all its forms."""
 
 _Job = list[tuple[str, tuple[int, int]]]
-"""Pairs of a matrix and a form, which is a width and a group size."""
+"""Pairs of the key of a matrix and a form, which is a width and a group size."""
 
 FAST_SIZES = dict.fromkeys(WIDTHS, (64,)) | {4: GROUP_SIZES}
 """Group sizes that are measured at each width with `fast`. The costs of the others are derived from
@@ -56,66 +59,104 @@ def measure_layer(
 
     `states` float32 [rows, length, hidden] are replaced by those after the (unquantized) layer.
     """
-    measured: list[MatrixMeasurement] = []
+    layer = _LayerMeasurer(source, config, sensitivity, options, workers)
     function = LayerFunction(config, source.layer, source.vectors(), source.products())
     layer_pass = CapturingPass(function, states, source.device, workers)
-    for parts in layer_pass.groups():
-        hessian = measure_hessian(layer_pass.inputs, None, workers).hessian
-        measured += _measure(
-            source, parts, hessian, sensitivity=sensitivity, options=options, workers=workers
-        )
+    measured: list[MatrixMeasurement] = []
+    for keys in layer_pass.groups():
+        if ROUTER in keys:
+            measured += layer.measure_experts(function, layer_pass.inputs)
+        measured += layer.measure([key for key in keys if key != ROUTER], layer_pass.inputs)
     return LayerMeasurement(source.layer, tuple(measured))
 
 
-def _measure(
-    source: LayerSource,
-    parts: tuple[str, ...],
-    hessian: Tensor,
-    *,
-    sensitivity: Sensitivity,
-    options: ConvertOptions,
-    workers: Workers,
-) -> list[MatrixMeasurement]:
-    """Measures `parts`, which read the same input with the Hessian `hessian`."""
-    factor = factorize(hessian) or identity_factor(len(hessian), hessian.device)
-    sizes = FAST_SIZES if options.fast else dict.fromkeys(WIDTHS, GROUP_SIZES)
-    forms = [(bits, size) for bits in WIDTHS for size in sizes[bits]]
+@dataclass(frozen=True, slots=True)
+class _LayerMeasurer:
+    """Measures the matrices of one layer."""
 
-    def run(job: _Job) -> list[list[float]]:
-        distinct = {part for part, _ in job}
-        stored = {part: source.matrix(part).T[factor.order] for part in distinct}  # [in, out]
-        sensitivities = [sensitivity[source.rows[part].name].to(hessian.device) for part, _ in job]
-        variants, first = [], 0
-        for part, (bits, size) in job:
-            k, n = stored[part].shape
-            groups = Layout((Section(bits, 100, size),)).groups(k)
-            variants.append(Variant(slice(first, first + n), groups))
-            first += n
-        weight = torch.cat([stored[part] for part, _ in job], 1)
-        weights = torch.cat(sensitivities)
-        rounded = quantize_columns(weight, factor, variants, TRIALS, weights, check=workers.check)
-        return [costs.tolist() for costs in (rounded.cost / 2).T]
+    source: LayerSource
+    config: ModelConfig
+    sensitivity: Sensitivity
+    options: ConvertOptions
+    workers: Workers
 
-    columns = GPU_VALUES // len(hessian) if hessian.is_cuda else CPU_COLUMNS
-    jobs = _split_into_jobs(
-        [(part, form) for part in parts for form in forms],
-        [len(source.matrix(part)) for part in parts for _ in forms],
-        columns,
-    )
-    costs_of_jobs = (costs for results in workers.map(run, jobs) for costs in results)
-    measured = []
-    for part in parts:
-        costs = _fill_in_sizes({form: next(costs_of_jobs) for form in forms})
-        n, k = source.matrix(part).shape
-        has_bias = source.bias(part) is not None
+    def measure(self, keys: Sequence[str], inputs: Sequence[Tensor]) -> Iterator[MatrixMeasurement]:
+        """Measures matrices that read the same inputs, pieces [R, T, K]."""
+        if keys:
+            for key, costs in self._costs(keys, inputs).items():
+                yield self._measurement(key, costs, 1)
+
+    def measure_experts(
+        self, function: LayerFunction, inputs: Sequence[Tensor]
+    ) -> Iterator[MatrixMeasurement]:
+        """Measures the experts, each on its own rows of `inputs`. The costs of a layout are summed
+        over the experts: their sensitivities already count how often each is used."""
+        layer, sums = self.source.layer, dict[str, Costs]()
+        routes = Routes.of(function, inputs, self.workers)
+        minimum = minimum_rows(self.config, layer)
+        experts = list(expert_keys(self.config, layer))
+        for expert, gate_up, down in experts:
+            x = gather(inputs, routes.rows_of(expert, minimum).rows)
+            costs = self._costs(gate_up, [x[None]])
+            inner = function.expert_inner(expert, x)[None].to(x)
+            costs |= self._costs(down, [inner])
+            for key, own in costs.items():
+                role = self.source.rows[key].role
+                sums[role] = _added(sums[role], own) if role in sums else own
+        first = experts[0]
+        for key in (*first.gate_up, *first.down):
+            yield self._measurement(key, sums[self.source.rows[key].role], len(experts))
+
+    def _measurement(self, key: str, costs: Costs, count: int) -> MatrixMeasurement:
+        """Candidates of a matrix, or of `count` matrices of experts of which it is one. `costs` are
+        their sums."""
+        (n, k), has_bias = self.source.matrix(key).shape, self.source.bias(key) is not None
         candidates = tuple(
             Candidate(
-                str(layout), layout.cost_bits(k, n, has_bias=has_bias), cost_of(layout, k, costs)
+                str(layout),
+                layout.cost_bits(k, n, has_bias=has_bias) * count,
+                cost_of(layout, k, costs),
             )
             for layout in layouts_for(k)
         )
-        measured.append(MatrixMeasurement(source.rows[part].name, k * padded(n), candidates))
-    return measured
+        name = set_name(self.source.rows[key])
+        return MatrixMeasurement(name, k * padded(n) * count, candidates)
+
+    def _costs(self, keys: Sequence[str], inputs: Sequence[Tensor]) -> dict[str, Costs]:
+        """Costs of matrices that read the same inputs, by key, width and group size."""
+        hessian = measure_hessian(inputs, None, self.workers).hessian
+        sizes = FAST_SIZES if self.options.fast else dict.fromkeys(WIDTHS, GROUP_SIZES)
+        forms = [(bits, size) for bits in WIDTHS for size in sizes[bits]]
+        source, sensitivity = self.source, self.sensitivity
+        factor = factorize(hessian) or identity_factor(len(hessian), hessian.device)
+
+        def run(job: _Job) -> list[list[float]]:
+            distinct = {key for key, _ in job}
+            stored = {key: source.matrix(key).T[factor.order] for key in distinct}  # [in, out]
+            sensitivities = [
+                sensitivity[source.rows[key].name].to(hessian.device) for key, _ in job
+            ]
+            variants, first = [], 0
+            for key, (bits, size) in job:
+                k, n = stored[key].shape
+                groups = Layout((Section(bits, 100, size),)).groups(k)
+                variants.append(Variant(slice(first, first + n), groups))
+                first += n
+            weight = torch.cat([stored[key] for key, _ in job], 1)
+            weights = torch.cat(sensitivities)
+            rounded = quantize_columns(
+                weight, factor, variants, TRIALS, weights, check=self.workers.check
+            )
+            return [costs.tolist() for costs in (rounded.cost / 2).T]
+
+        columns = GPU_VALUES // len(hessian) if hessian.is_cuda else CPU_COLUMNS
+        jobs = _split_into_jobs(
+            [(key, form) for key in keys for form in forms],
+            [len(source.matrix(key)) for key in keys for _ in forms],
+            columns,
+        )
+        costs_of_jobs = (costs for results in self.workers.map(run, jobs) for costs in results)
+        return {key: _fill_in_sizes({form: next(costs_of_jobs) for form in forms}) for key in keys}
 
 
 def _split_into_jobs(forms_of_parts: _Job, widths: Sequence[int], columns: int) -> list[_Job]:
@@ -129,6 +170,12 @@ def _split_into_jobs(forms_of_parts: _Job, widths: Sequence[int], columns: int) 
         jobs[-1].append(part_form)
         capacity -= width
     return jobs
+
+
+def _added(costs: Costs, others: Costs) -> Costs:
+    return {
+        form: [a + b for a, b in zip(own, others[form], strict=True)] for form, own in costs.items()
+    }
 
 
 def _fill_in_sizes(costs: dict[tuple[int, int], list[float]]) -> Costs:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from exl_core.arch.modules import module_table
+from exl_core.arch.modules import ModuleRow, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.convert.plan import LayerMeasurement, Layout, padded
 from exl_core.errors import RequestError
@@ -70,18 +70,18 @@ class Measurement:
                 got=self.source_sha256[:16],
                 next_step="Convert without --measurement.",
             )
-        shapes = matrix_shapes(config)
+        sets = matrix_sets(config)
         found = [matrix for layer in self.layers for matrix in layer.matrices]
-        if {matrix.name for matrix in found} != set(shapes) or len(found) != len(shapes):
+        if {matrix.name for matrix in found} != set(sets) or len(found) != len(sets):
             raise MeasurementError(
                 "is damaged: it is not about each matrix of the model once",
                 where=where,
-                expected=f"{len(shapes)} matrices",
+                expected=f"{len(sets)} matrices",
                 got=len(found),
             )
         for matrix in found:
-            out_features, in_features = shapes[matrix.name]
-            numel = padded(out_features) * in_features
+            (out_features, in_features), count = sets[matrix.name]
+            numel = padded(out_features) * in_features * count
             bad = [
                 candidate
                 for candidate in matrix.candidates
@@ -101,3 +101,34 @@ def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
         for row in module_table(config).rows
         if row.is_converted and row.layer is not None
     }
+
+
+class MatrixSet(NamedTuple):
+    """Matrices that get one layout together: a single one, or the same one of each expert of a
+    layer. `shape` is [out_features, in_features] of each, `size` their number."""
+
+    shape: tuple[int, int]
+    size: int
+
+
+def set_name(row: ModuleRow) -> str:
+    """Name of the set that a matrix belongs to: its own, for experts with * in place of the index.
+
+    One layout for a layer's experts has three reasons. Kernels are fastest with equal layouts. The
+    use of an expert on the calibration text is not its use on other text. The candidates of
+    thousands of matrices are no problem that a search can solve exactly.
+    """
+    if row.expert is None:
+        return row.name
+    before, _, after = row.name.rpartition(f".{row.expert}.")
+    return f"{before}.*.{after}"
+
+
+def matrix_sets(config: ModelConfig) -> dict[str, MatrixSet]:
+    """Sets of matrices of all layers that a conversion quantizes, by name."""
+    sets: dict[str, MatrixSet] = {}
+    for row in module_table(config).rows:
+        if row.is_converted and row.layer is not None:
+            before = sets[set_name(row)].size if set_name(row) in sets else 0
+            sets[set_name(row)] = MatrixSet((row.shape[0], row.shape[1]), before + 1)
+    return sets

@@ -9,26 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from exl_core.arch.layers import LayerSpec, QueryTemperature
+from exl_core.arch.layers import LayerSpec, MoE, QueryTemperature
 from exl_core.arch.modules import ModuleRow, module_table
 from exl_core.arch.spec import ModelConfig, RopeConfig
 from exl_core.convert.layers import Vectors, bias_role, compute_type
 from exl_core.convert.parallel import Workers
 from exl_core.model.build import block_weights, final_norm
+from exl_core.model.layers.moe import routing_of
 from exl_core.model.layers.residual import normed
 from exl_core.model.layers.state import PassState, make_buffers
 from exl_core.model.layers.steps import layer_steps
 from exl_core.model.rotation import RotationTable, query_factors
+from exl_core.model.weights import MoeWeights
 from exl_core.ops.attention import CacheLayer
 from exl_core.ops.backends.autograd.attention import WholeSequences, no_pages
 from exl_core.ops.backends.autograd.linear import Product, RoleMatrices
+from exl_core.ops.backends.autograd.moe import expert_inner
 from exl_core.ops.backends.autograd.table import AUTOGRAD
+from exl_core.ops.backends.routing import StackedExperts, scores_of
 from exl_core.ops.linear import PackedLinear
-from exl_core.ops.moe import PackedExperts
+from exl_core.ops.moe import PackedExperts, Routing
+
+ROUTER = "router"
 
 
 class LayerFunction:
@@ -67,6 +74,26 @@ class LayerFunction:
         finish = self._steps[step].finish
         assert finish is not None, "`can_finish` says so"
         return finish.run(AUTOGRAD, x, inputs, self._weights)
+
+    def scores(self, h: Tensor) -> Tensor:
+        """The router's scores of all experts, float32 [m, E], for inputs h [m, hidden]."""
+        return scores_of(self.product(ROUTER, h).float(), self._routing)
+
+    def choices(self, h: Tensor) -> Tensor:
+        """Experts of each row, int32 [m, k], for the same inputs."""
+        return AUTOGRAD.route(h, self._moe.router, self._routing, self._moe.router_bias).ids
+
+    def expert_inner(self, expert: int, h: Tensor) -> Tensor:
+        """Inputs of the expert's last matrix, for those of its first ones."""
+        return expert_inner(h, self._moe.experts, expert)
+
+    @property
+    def _moe(self) -> MoeWeights:
+        return cast(MoeWeights, self._weights.mlp)
+
+    @property
+    def _routing(self) -> Routing:
+        return routing_of(cast(MoE, self._spec.feed_forward).router)
 
     def _state(self, x: Tensor) -> PassState:
         count = self._layer + 1  # entries are by layer
@@ -110,12 +137,12 @@ class _Source:
         return None if row.bias is None else self._vectors[bias_role(row.role)]
 
     def packed(self, rows: Sequence[ModuleRow]) -> RoleMatrices:
-        roles, sizes = tuple(row.role for row in rows), tuple(row.shape[0] for row in rows)
-        return RoleMatrices(roles, sizes, rows[0].shape[1], self._product)
+        keys, sizes = tuple(row.key for row in rows), tuple(row.shape[0] for row in rows)
+        return RoleMatrices(keys, sizes, rows[0].shape[1], self._product)
 
     @staticmethod
     def stack(experts: Sequence[PackedLinear]) -> PackedExperts:
-        raise AssertionError(f"the checks refuse models with experts, here {len(experts)}")
+        return StackedExperts.of(experts)
 
 
 class _NoCache:
@@ -147,10 +174,14 @@ def _sequences(rope: RopeConfig | None, length: int, device: torch.device) -> Wh
 
 
 def matrix_groups(config: ModelConfig, layer: int) -> tuple[tuple[str, ...], ...]:
-    """Roles of a layer's matrices, grouped by the inputs that they read, in the order in which
-    these are computed."""
-    packed = module_table(config).packed(layer).values()
-    return tuple(tuple(row.role for row in rows) for rows in packed)
+    """Keys of a layer's matrices, grouped by the inputs that they read, in the order in which these
+    are computed. Experts, of which each reads its own rows, are not among them: the router, whose
+    inputs are theirs, stands for all of them."""
+    table = module_table(config)
+    groups = {name: tuple(row.key for row in rows) for name, rows in table.packed(layer).items()}
+    if ROUTER in table.layers[layer]:
+        groups["shared_gate_up"] = (ROUTER, *groups.get("shared_gate_up", ()))
+    return tuple(groups.values())
 
 
 class CapturingPass:

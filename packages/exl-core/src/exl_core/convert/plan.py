@@ -109,7 +109,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class MatrixMeasurement:
-    """All candidates of one matrix (`name` ends with `.weight`); `numel` with padded columns."""
+    """All candidates of one matrix (`name` ends with `.weight`), or of the same matrix of all
+    experts of a layer (then * replaces their index). `numel` counts padded columns. Bits and errors
+    are sums over the experts."""
 
     name: str
     numel: int
@@ -145,8 +147,8 @@ class LayerMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The chosen layout of every matrix. `budget_bits` is the upper limit of `bits`. `error` is the
-    sum of the chosen candidates' errors."""
+    """The chosen layout of every matrix, or of the same matrix of all experts. `budget_bits` is the
+    upper limit of `bits`. `error` is the sum of the chosen candidates' errors."""
 
     layouts: Mapping[str, str]
     bits: int
@@ -170,7 +172,8 @@ def budget(layers: Sequence[LayerMeasurement], bits: float) -> tuple[int, int]:
 
 class Incident(NamedTuple):
     """Problem with one matrix that is reported to the user. `kind` is `damped` for a Hessian that
-    needed more damping than usual, or `rounded` for a matrix that was rounded to nearest."""
+    needed more damping than usual, `rounded` for a matrix that was rounded to nearest, or
+    `few rows` for experts that also read rows which did not choose them."""
 
     matrix: str
     kind: str

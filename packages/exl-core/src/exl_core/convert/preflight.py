@@ -26,8 +26,9 @@ from exl_core.cache.memory import available_memory_bytes
 from exl_core.convert import side_files
 from exl_core.convert.calibration import rows_at_once
 from exl_core.convert.candidates import layouts_for
+from exl_core.convert.layers import compute_type
 from exl_core.convert.measure import CPU_COLUMNS
-from exl_core.convert.measurement import matrix_shapes
+from exl_core.convert.measurement import matrix_sets, matrix_shapes
 from exl_core.convert.passes import matrix_groups
 from exl_core.convert.plan import HEAD_LAYOUTS, ConvertOptions, Layout, padded
 from exl_core.convert.publish import partial_of
@@ -55,6 +56,14 @@ MEASURED_COPIES, QUANTIZED_COPIES = 7, 13
 """Copies of a matrix in float32, while its layouts are measured and while it is quantized."""
 LOGIT_BYTES = 36  # per logit, while a token is sampled and its gradient computed
 HASH_BYTES = 1 << 22  # bytes per read
+
+
+FAMILIES_WITH_EXPERTS = (
+    *("qwen3moe", "mixtral", "qwen2moe", "glm4moe"),
+    *("ernie4_5-moe", "hunyuan-moe", "minimax-m2", "granitemoe"),
+)
+"""Families with experts whose conversion is tested. A conversion must know all that enters an
+expert's outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +109,12 @@ def model_problems(
             next_step="Convert the model that it was made from.",
         )
         return
-    if any(isinstance(layer.feed_forward, MoE) for layer in config.layers):
+    has_experts = any(isinstance(layer.feed_forward, MoE) for layer in config.layers)
+    if has_experts and config.arch.name not in FAMILIES_WITH_EXPERTS:
         yield UnsupportedModelError(
-            "models with experts cannot be converted yet",
+            f"models with experts of the family {config.arch.name!r} cannot be converted yet",
             where=path,
+            expected=f"one of {', '.join(FAMILIES_WITH_EXPERTS)}",
             next_step="Models that are quantized already can be used.",
         )
         return
@@ -133,7 +144,11 @@ def shape_problems(path: Path, config: ModelConfig) -> Iterator[ExlError]:
     widths = [("the hidden size", config.hidden_size)]
     for layer in config.layers:
         widths.append(("the width of the attention", layer.attention.q_size))
-        widths.append(("the intermediate size", layer.dense.intermediate_size))
+        part = layer.feed_forward
+        if part.inner_size:
+            widths.append(("the intermediate size", part.inner_size))
+        if isinstance(part, MoE):
+            widths.append(("the width of the experts", part.intermediate_size))
     for label, width in dict.fromkeys(widths):
         if width % ROW_STEP or width > MAX_IN_FEATURES:
             yield UnsupportedModelError(
@@ -146,12 +161,12 @@ def shape_problems(path: Path, config: ModelConfig) -> Iterator[ExlError]:
 
 def rate_problems(config: ModelConfig, bits: float, head_bits: int) -> Iterator[ExlError]:
     """Requested bit rates above those of the largest layouts, or below those of the smallest."""
-    shapes = matrix_shapes(config).values()
+    sets = matrix_sets(config).values()
     costs = [
-        [layout.cost_bits(columns, rows) for layout in layouts_for(columns)]
-        for rows, columns in shapes
+        [layout.cost_bits(columns, rows) * count for layout in layouts_for(columns)]
+        for (rows, columns), count in sets
     ]
-    numel = sum(padded(rows) * columns for rows, columns in shapes)
+    numel = sum(padded(rows) * columns * count for (rows, columns), count in sets)
     least, most = (sum(map(select, costs)) / numel for select in (min, max))
     if not least <= bits <= most:
         yield RequestError(
@@ -218,25 +233,32 @@ def writing_problems(folder: Path) -> Iterator[ExlError]:
 def memory_needed(config: ModelConfig, tokens: int, threads: int) -> int:
     """Upper estimate of the bytes in memory at a time, which do not grow with the number of layers.
     `tokens` counts the tokens of all calibration rows."""
-    layers = [
-        [prod(row.shape) for row in rows.values() if row.is_converted]
-        for rows in module_table(config).layers
+    table = module_table(config)
+    matrices = [
+        [row.shape for row in table.weights_of(layer).values() if row.is_converted]
+        for layer in range(config.num_layers)
     ]
-    sizes = max(layers, key=sum)
-    largest = max(max(one) for one in layers)
+    layer_weights = max(sum(map(prod, shapes)) for shapes in matrices)
+    different = {shape for shapes in matrices for shape in shapes}
+    largest, widest = max(map(prod, different)), max(shape[1] for shape in different)
     hidden, vocab = config.hidden_size, padded(config.vocab_size)
-    widths = [max(one.attention.q_size, one.dense.intermediate_size) for one in config.layers]
-    widest = max(hidden, *widths)
     measuring = MEASURED_COPIES * threads * max(largest, CPU_COLUMNS * widest)
     together = max(len(roles) for roles in matrix_groups(config, 0))
     quantizing = QUANTIZED_COPIES * min(threads, together) * largest
-    factors = 6 * 8 * widest**2  # six matrices in float64
-    layer_bytes = 4 * (2 * sum(sizes) + max(measuring, quantizing)) + factors
+    # Six matrices in float64, the Hessian and the cross moment in float32.
+    factors = (6 * 8 + 2 * 4) * widest**2
+    compute_bytes = compute_type(torch.device("cpu")).itemsize
+    # Each weight as float32, as the source's and the quantized factor of products, and as codes.
+    # Rows and Hessians are those of one expert at a time (`experts.py`).
+    layer_bytes = (4 + 2 * compute_bytes + 1) * layer_weights
+    layer_bytes += 4 * max(measuring, quantizing) + factors
     head_bytes = 4 * QUANTIZED_COPIES * vocab * hidden
     logit_bytes = LOGIT_BYTES * threads * HEAD_ROWS * vocab
     states = 4 * tokens * hidden
     inputs = 2 * 2 * tokens * widest  # of one matrix, in two streams, 2 bytes per value
-    return 2 * states + inputs + max(layer_bytes, head_bytes, logit_bytes)
+    parts = [layer.feed_forward for layer in config.layers]
+    scores = 4 * tokens * max(p.router.num_experts if isinstance(p, MoE) else 0 for p in parts)
+    return 2 * states + inputs + scores + max(layer_bytes, head_bytes, logit_bytes)
 
 
 def space_needed(

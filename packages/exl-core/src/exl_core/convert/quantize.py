@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
 from exl_core.arch.modules import Kind, module_table
 from exl_core.arch.spec import ModelConfig
+from exl_core.convert.experts import Routes, expert_keys, gather, minimum_rows
 from exl_core.convert.hessian import measure_hessian
 from exl_core.convert.layers import (
     LayerSource,
@@ -18,18 +19,21 @@ from exl_core.convert.layers import (
     compute_type,
     in_file_order,
     in_model_order,
+    product_of,
     read_final_norm,
     read_tensor,
     stored_vector,
 )
 from exl_core.convert.matrix import MatrixQuantizer, QuantizedMatrix
+from exl_core.convert.measurement import set_name
 from exl_core.convert.parallel import Workers
-from exl_core.convert.passes import CapturingPass, LayerFunction, final_states
+from exl_core.convert.passes import ROUTER, CapturingPass, LayerFunction, final_states
 from exl_core.convert.plan import (
     COLUMN_STEP,
     HEAD_LAYOUTS,
     Allocation,
     ConvertOptions,
+    Incident,
     Layout,
     MatrixReport,
 )
@@ -54,59 +58,116 @@ def quantize_layer(
     workers: Workers,
 ) -> QuantizedPart:
     """Quantizes one layer: all its tensors. `states` are replaced by those after the layer."""
-    done = _quantize_matrices(source, config, allocation, states, workers)
+    quantizer = _LayerQuantizer(source, config, allocation, workers)
+    quantizer.run(states)
     tensors: dict[str, Tensor] = {}
     for row in module_table(config).rows_of(source.layer):
         values = source.tensors[row.name]
-        if row.is_matrix:
-            tensors |= _pieces(row.stem, done[row.role])
+        if row.is_converted:
+            tensors |= _pieces(row.stem, quantizer.packed[row.key])
+        elif row.is_matrix:
+            tensors[row.name] = values.half().cpu()  # a router
         elif row.kind is Kind.BIAS and row.packed is not None:
             padding = (0, -len(values) % COLUMN_STEP)
             tensors[row.name] = pad(in_file_order(row, values), padding).half().cpu()
         else:
             tensors[row.name] = stored_vector(row, values).cpu()
-    return QuantizedPart(tensors, tuple(done[part].report for part in source.matrix_roles))
+    reports = quantizer.reports
+    return QuantizedPart(tensors, tuple(reports[key] for key in source.matrix_keys))
 
 
-def _quantize_matrices(
-    source: LayerSource,
-    config: ModelConfig,
-    allocation: Allocation,
-    states: States,
-    workers: Workers,
-) -> dict[str, QuantizedMatrix]:
-    """Quantizes the matrices, each on the outputs of the quantized ones before it.
+class _LayerQuantizer:
+    """Quantizes the matrices of one layer on the outputs of the quantized ones before it.
 
-    Results are by role.
+    `packed` and `reports` are the results by key.
     """
-    device, dtype = source.device, compute_type(source.device)
-    done: dict[str, QuantizedMatrix] = {}
-    weights: dict[str, Tensor] = {}
 
-    def product(part: str, x: Tensor) -> Tensor:
-        bias = source.bias(part)
-        return linear(x.to(dtype), weights[part], None if bias is None else bias.to(dtype))
+    def __init__(
+        self, source: LayerSource, config: ModelConfig, allocation: Allocation, workers: Workers
+    ) -> None:
+        self.packed: dict[str, exl2.Exl2Linear] = {}
+        self.reports: dict[str, MatrixReport] = {}
+        self._source = source
+        self._config = config
+        self._allocation = allocation
+        self._workers = workers
+        self._weights = source.routers(is_stored=True)  # and the finished matrices, in compute type
 
-    layer = source.layer
-    exact = LayerFunction(config, layer, source.vectors(), source.products())
-    stored = LayerFunction(config, layer, source.vectors(is_stored=True), product)
-    original = CapturingPass(exact, states.source, device, workers)
-    quantized = CapturingPass(stored, states.quantized, device, workers)
-    for parts, _ in zip(quantized.groups(), original.groups(), strict=True):
-        statistics = measure_hessian(quantized.inputs, original.inputs, workers)
-        quantizer = MatrixQuantizer(statistics, workers.check)
+    def run(self, states: States) -> None:
+        """Quantizes all matrices, and replaces `states` by those after the layer."""
+        source, config, workers = self._source, self._config, self._workers
+        exact = LayerFunction(config, source.layer, source.vectors(), source.products())
+        product = product_of(self._weights, source.bias)
+        stored = LayerFunction(config, source.layer, source.vectors(is_stored=True), product)
+        original = CapturingPass(exact, states.source, source.device, workers)
+        quantized = CapturingPass(stored, states.quantized, source.device, workers)
+        for keys, _ in zip(quantized.groups(), original.groups(), strict=True):
+            if ROUTER in keys:
+                self._quantize_experts(stored, exact, quantized.inputs, original.inputs)
+            matrices = tuple(key for key in keys if key != ROUTER)
+            self._quantize(matrices, quantized.inputs, original.inputs)
 
-        def quantize(part: str, quantizer: MatrixQuantizer = quantizer) -> QuantizedMatrix:
-            row = source.rows[part]
-            has_bias = source.bias(part) is not None
-            layout = allocation.layout(row.name)
-            weight = in_file_order(row, source.matrix(part))
+    def _quantize(
+        self, keys: tuple[str, ...], inputs: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> None:
+        """Quantizes matrices that read `inputs`, pieces [R, T, K]. `sources` are the inputs of the
+        source's matrices on the same tokens."""
+        if not keys:
+            return
+        statistics = measure_hessian(inputs, sources, self._workers)
+        quantizer = MatrixQuantizer(statistics, self._workers.check)
+        source, dtype = self._source, compute_type(self._source.device)
+
+        def quantize(key: str) -> QuantizedMatrix:
+            row = source.rows[key]
+            has_bias = source.bias(key) is not None
+            layout = self._allocation.layout(set_name(row))
+            weight = in_file_order(row, source.matrix(key))
             return quantizer.quantize(row.name, weight, layout, has_bias=has_bias)
 
-        for part, matrix in zip(parts, workers.map(quantize, parts), strict=True):
-            done[part] = matrix
-            weights[part] = in_model_order(source.rows[part], matrix.weight).to(dtype)
-    return done
+        for key, matrix in zip(keys, self._workers.map(quantize, keys), strict=True):
+            self.packed[key] = matrix.packed
+            self.reports[key] = matrix.report
+            self._weights[key] = in_model_order(source.rows[key], matrix.weight).to(dtype)
+
+    def _quantize_experts(
+        self,
+        stored: LayerFunction,
+        exact: LayerFunction,
+        inputs: Sequence[Tensor],
+        sources: Sequence[Tensor],
+    ) -> None:
+        """Quantizes the experts one by one, each on the rows that the quantized layer routes to it
+        (`experts.py`). `inputs` and `sources` are those of the router."""
+        layer = self._source.layer
+        routes = Routes.of(stored, inputs, self._workers)
+        minimum = minimum_rows(self._config, layer)
+        counts: list[int] = []
+        for expert, gate_up, down in expert_keys(self._config, layer):
+            rows, chosen = routes.rows_of(expert, minimum)
+            x, s = gather(inputs, rows), gather(sources, rows)
+            self._quantize(gate_up, [x[None]], [s[None]])
+            inner, exact_inner = (
+                function.expert_inner(expert, h)[None].to(x)
+                for function, h in ((stored, x), (exact, s))
+            )
+            self._quantize(down, [inner], [exact_inner])
+            counts.append(chosen)
+        self._report_few_rows(counts, min(minimum, len(routes.ids)))
+
+    def _report_few_rows(self, counts: Sequence[int], minimum: int) -> None:
+        """Adds an incident to the first expert that fewer than `minimum` rows chose."""
+        few = [index for index, count in enumerate(counts) if count < minimum]
+        if not few:
+            return
+        key = f"expert_gate.{few[0]}"
+        detail = (
+            f"{len(few)} of {len(counts)} experts were chosen by fewer than {minimum} rows, the"
+            f" least used by {min(counts)}, and read the rows with the next scores too"
+        )
+        incident = Incident(set_name(self._source.rows[key]), "few rows", detail)
+        report = self.reports[key]
+        self.reports[key] = replace(report, incidents=(*report.incidents, incident))
 
 
 @torch.no_grad()
@@ -141,9 +202,9 @@ def quantize_ends(
     for row in table.rows_of(None):
         if not row.is_matrix:
             tensors[row.name] = stored_vector(row, read_tensor(checkpoint, row.name))
-    tensors |= _pieces(table.head.stem, matrix)
+    tensors |= _pieces(table.head.stem, matrix.packed)
     return QuantizedPart(tensors, (matrix.report,))
 
 
-def _pieces(stem: str, matrix: QuantizedMatrix) -> dict[str, Tensor]:
-    return {f"{stem}.{piece}": getattr(matrix.packed, piece) for piece in exl2.PARTS}
+def _pieces(stem: str, packed: exl2.Exl2Linear) -> dict[str, Tensor]:
+    return {f"{stem}.{piece}": getattr(packed, piece) for piece in exl2.PARTS}

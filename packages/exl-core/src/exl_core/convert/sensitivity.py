@@ -5,6 +5,9 @@ their loss say how much a change of an output changes the predictions (Fisher in
 E of a matrix is expected to increase the loss by half the sum over outputs n of
 mean(g_n^2) * E_n' H E_n.
 
+The mean is over all tokens. The outputs of an expert for a token that did not choose it have no
+effect, so their gradients are 0: an expert counts by how often it is used, and with which weights.
+
 Gradients are computed from the last layer to the first, with one layer in memory at a time. States
 between layers are kept in files.
 """
@@ -12,8 +15,9 @@ between layers are kept in files.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +47,10 @@ stored in a safetensors file."""
 ROWS = 8
 """Calibration rows in use. Few are enough, because each token has a gradient for every output of
 every matrix."""
+
+PRIOR_ROWS = 8
+"""Each expert counts as if so many more tokens had chosen it, with the mean squares of gradients of
+the layer's experts. No expert then has a sensitivity of 0 because these few rows do not use it."""
 
 HEAD_ROWS = 256  # positions whose logits are in memory at a time
 
@@ -144,30 +152,59 @@ def _backward(
     `gradient` is the gradient with respect to the layer's outputs. It is replaced by the gradient
     with respect to its inputs, `states`.
     """
-    vectors, product, roles = source.vectors(), source.products(), source.matrix_roles
+    vectors, product, keys = source.vectors(), source.products(), source.matrix_keys
 
-    def run(row: int) -> list[Tensor]:
+    def run(row: int) -> dict[str, _Squares]:
         outputs: dict[str, Tensor] = {}
 
-        def recorded(part: str, x: Tensor) -> Tensor:
-            outputs[part] = product(part, x)
-            return outputs[part]
+        def recorded(key: str, x: Tensor) -> Tensor:
+            outputs[key] = product(key, x)
+            return outputs[key]
 
         x = states[row : row + 1].to(source.device).requires_grad_()
         y = LayerFunction(config, source.layer, vectors, recorded)(x)
-        operands = [x, *(outputs[part] for part in roles)]
+        used = [key for key in keys if key in outputs]  # no token may have chosen an expert
+        operands = [x, *(outputs[key] for key in used)]
         y_gradient = gradient[row : row + 1].to(source.device)
         x_gradient, *output_gradients = torch.autograd.grad(y, operands, y_gradient)
         # Before `gradient` is overwritten: an output's gradient may be `y_gradient` itself, which
         # on a CPU is a view of `gradient`.
-        means = [g[0].float().square().mean(0).cpu() for g in output_gradients]  # [out] each
+        flat = [g.float().flatten(0, -2) for g in output_gradients]  # [tokens, out] each
         gradient[row : row + 1] = x_gradient.to(gradient.device)
-        return means
+        squares = [_Squares(g.square().sum(0).cpu(), len(g)) for g in flat]
+        return dict(zip(used, squares, strict=True))
 
     rows = workers.map(run, range(len(states)))
+    unused = {key: _Squares(torch.zeros(len(source.matrix(key))), 0) for key in keys}
+    squares = {key: _sum(row.get(key, unused[key]) for row in rows) for key in keys}
+    tokens = states.shape[0] * states.shape[1]
+    return {source.rows[key].name: x / tokens for key, x in _with_prior(source, squares).items()}
+
+
+class _Squares(NamedTuple):
+    """Sum of the squares of a matrix's output gradients over some tokens: float32 [out]."""
+
+    total: Tensor
+    tokens: int
+
+
+def _sum(squares: Iterable[_Squares]) -> _Squares:
+    totals, counts = zip(*squares, strict=True)
+    return _Squares(torch.stack(totals).sum(0), sum(counts))
+
+
+def _with_prior(source: LayerSource, squares: Mapping[str, _Squares]) -> dict[str, Tensor]:
+    """Sums of squares by key, with `PRIOR_ROWS` more for each expert."""
+    rows = source.rows
+    experts = [key for key in squares if rows[key].expert is not None]
+    pooled = {
+        role: _sum(squares[key] for key in experts if rows[key].role == role)
+        for role in {rows[key].role for key in experts}
+    }
+    added = {role: PRIOR_ROWS * one.total / one.tokens for role, one in pooled.items()}
     return {
-        source.rows[part].name: torch.stack(means).mean(0)
-        for part, means in zip(roles, zip(*rows, strict=True), strict=True)
+        key: one.total if rows[key].expert is None else one.total + added[rows[key].role]
+        for key, one in squares.items()
     }
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from exl_core.arch.layers import inner_width
 from exl_core.arch.modules import ModuleRow, ModuleTable, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import free_memory_bytes
@@ -31,6 +32,8 @@ from exl_core.convert.layers import (
     compute_type,
     embed_rows,
     in_model_order,
+    is_router,
+    product_of,
     read_final_norm,
     read_layer,
     read_tensor,
@@ -144,7 +147,7 @@ def fits_in_memory(config: ModelConfig, device: torch.device) -> bool:
     As files, the tensors take no memory that another process needs. But each step is only fast if
     they are in the page cache.
     """
-    widest = max(layer.dense.intermediate_size for layer in config.layers)
+    widest = max(inner_width(layer) for layer in config.layers)
     values = LENGTH * (16 * config.hidden_size + 6 * widest)
     head = compute_type(device).itemsize * config.vocab_size * config.hidden_size
     needed = scratch_bytes(config, device) + head + 4 * ROWS_PER_STEP * values
@@ -194,7 +197,8 @@ class _TunedModel:
     """The quantized model, with a parameter for each tuned tensor: the logarithms of its factors.
 
     `parameters` are by tensor name. A norm's parameter has the length of the norm, that of a
-    `q_scale_max` has one number per group. `constants` are biases and numbers by tensor name.
+    `q_scale_max` has one number per group. `constants` are biases, numbers and routers by tensor
+    name.
     """
 
     config: ModelConfig
@@ -240,7 +244,7 @@ class _TunedModel:
                     load_weight, group_of_row[packed.q_invperm.long()].to(device)
                 )
                 parameters[name] = torch.zeros(len(sizes), device=device)
-            elif name in table and not table[name].is_matrix:
+            elif name in table and (not table[name].is_matrix or is_router(table[name])):
                 row = table[name]
                 values = in_model_order(row, tensors[name][: row.shape[0]])
                 model.constants[name] = values.to(device, torch.float32)
@@ -309,7 +313,7 @@ class _TunedModel:
 
         `states` are those before the layer, `state_gradient` is with respect to those after it.
         """
-        of_layer = self.table.layers[layer].values()
+        of_layer = self.table.weights_of(layer).values()
         own = {row.name for row in of_layer} | {f"{row.stem}.q_scale_max" for row in of_layer}
         names = [name for name in self.parameters if name in own]
         run_layer = self._layer_function(layer)
@@ -322,24 +326,29 @@ class _TunedModel:
         return _merge_gradients(workers.map(run, pieces), names)
 
     def _backward(self, y: Tensor, x: Tensor, names: list[str], y_gradient: Tensor) -> list[Tensor]:
-        return list(
-            torch.autograd.grad(y, [x, *(self.parameters[name] for name in names)], y_gradient)
-        )
+        operands = [x, *(self.parameters[name] for name in names)]
+        # Tensors of an expert that no token of this piece chose are not used.
+        found = torch.autograd.grad(y, operands, y_gradient, allow_unused=True)
+        return [
+            torch.zeros_like(operand) if gradient is None else gradient
+            for gradient, operand in zip(found, operands, strict=True)
+        ]
 
     def _layer_function(self, layer: int) -> Callable[[Tensor], Tensor]:
         """The layer as a function. Its weights are in memory as long as the function exists."""
-        rows = self.table.layers[layer]
-        stems = {role: row.stem for role, row in rows.items() if row.packed is not None}
-        weights = {role: self.matrices[stem].weight() for role, stem in stems.items()}
-        biases = {
-            role: self.constants[row.bias].to(weights[role].dtype)
-            for role, row in rows.items()
-            if row.packed is not None and row.bias is not None
-        }
+        rows = self.table.weights_of(layer)
+        stems = {key: row.stem for key, row in rows.items() if row.packed is not None}
+        weights = {key: self.matrices[stem].weight() for key, stem in stems.items()}
+        weights |= {key: self.constants[row.name] for key, row in rows.items() if is_router(row)}
 
-        def product(role: str, x: Tensor) -> Tensor:
-            scaled = self._scale_inputs(stems[role], x).to(weights[role].dtype)
-            return linear(scaled, weights[role], biases.get(role))
+        def bias(key: str) -> Tensor | None:
+            name = rows[key].bias
+            return None if name is None else self.constants[name]
+
+        multiply = product_of(weights, bias)
+
+        def product(key: str, x: Tensor) -> Tensor:
+            return multiply(key, self._scale_inputs(stems[key], x) if key in stems else x)
 
         def run(x: Tensor) -> Tensor:
             return LayerFunction(self.config, layer, self._vectors(rows.values()), product)(x)

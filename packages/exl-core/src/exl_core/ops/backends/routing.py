@@ -42,9 +42,14 @@ class StackedExperts:
         return sum(one.size_bytes for one in self.experts)
 
 
+def scores_of(logits: Tensor, routing: Routing) -> Tensor:
+    """Scores of the experts, from the router's logits, both float32 [m, E]."""
+    return torch.softmax(logits, -1) if routing.scores == "softmax" else torch.sigmoid(logits)
+
+
 def choose(logits: Tensor, routing: Routing, bias: Tensor | None) -> Routed:
     """The experts of each row of logits, float32 [m, E]."""
-    scores = torch.softmax(logits, -1) if routing.scores == "softmax" else torch.sigmoid(logits)
+    scores = scores_of(logits, routing)
     ranked = scores if bias is None else scores + bias
     if routing.kept_groups < routing.groups:
         ranked = _in_best_groups(ranked, routing)

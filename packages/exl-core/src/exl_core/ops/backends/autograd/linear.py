@@ -14,14 +14,16 @@ from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNor
 from exl_core.ops.linear import Inputs, PackedLinear
 
 Product = Callable[[str, Tensor], Tensor]
-"""Takes a matrix's role (`q`, as in the module table) and its inputs [..., in_features]. Returns
-its outputs [..., out_features], bias included, in the float type in which it computes."""
+"""Takes a matrix's key (`q`, `expert_up.3`, as in the module table) and its inputs
+[..., in_features]. Returns its outputs [..., out_features], bias included, in the float type in
+which it computes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoleMatrices:
-    """Matrices with the same inputs, whose outputs are side by side; `sizes` are the outputs of
-    each. `product` holds the values, and may read the inputs, replace the matrices, or raise."""
+    """Matrices with the same inputs, whose outputs are side by side; `roles` are their keys,
+    `sizes` the outputs of each. `product` holds the values, and may read the inputs, replace the
+    matrices, or raise."""
 
     roles: tuple[str, ...]
     sizes: tuple[int, ...]
