@@ -19,6 +19,7 @@ from support.tiny_models import (
     save,
     tiny_dbrx,
     tiny_gemma4_moe,
+    tiny_llama4,
     tiny_mixtral,
     tiny_qwen3_moe,
     tiny_qwen3_vl_moe,
@@ -151,6 +152,14 @@ STACKED = {
         ("transformer.blocks.0.ffn.router.layer.weight", "transformer.blocks.0.ffn.experts.mlp.w2"),
         "ffn_config.moe_top_k",
     ),
+    "llama4": (
+        tiny_llama4,
+        (
+            "model.layers.1.feed_forward.router.weight",
+            "model.layers.3.feed_forward.experts.gate_up_proj",
+        ),
+        "num_experts_per_tok",
+    ),
 }
 """Families of which one tensor holds all experts: a builder, the names of a router and of such a
 tensor, and the key of the number of experts that a token uses."""
@@ -200,6 +209,12 @@ def test_more_experts_per_token_than_a_stack_has(
     change_config(folder, **({section: {**config[section], last: 9}} if section else {last: 9}))
     line = exl("generate", "-m", folder, "-p", "x").error_line(3)
     assert "more experts than the model has" in line
+
+
+def test_chunks_of_attention_that_are_no_pages(tmp_path: Path, exl: Command) -> None:
+    folder = save(tiny_llama4(attention_chunk_size=300), tmp_path / "moe")
+    line = exl("generate", "-m", folder, "-p", "x").error_line(3)
+    assert "multiple of 256" in line
 
 
 def test_convert_refuses_families_that_it_does_not_know(tmp_path: Path, exl: Command) -> None:

@@ -26,6 +26,7 @@ from support.tiny_models import (
     tiny_hunyuan,
     tiny_hunyuan_moe,
     tiny_llama,
+    tiny_llama4,
     tiny_minimax_m2,
     tiny_ministral3,
     tiny_mistral,
@@ -101,6 +102,11 @@ GGUF_FAMILIES: dict[str, tuple[str | None, Any]] = {
     "gemma4-moe": (None, tiny_gemma4_moe),
     "gemma4-values": (None, lambda: tiny_gemma4(attention_k_eq_v=False)),
     "dbrx": (None, tiny_dbrx),
+    # The format has no keys for the temperature and the chunk.
+    "llama4": (
+        None,
+        lambda: tiny_llama4(floor_scale=8192, attn_scale=0.1, attention_chunk_size=8192),
+    ),
     "gemma": (None, tiny_gemma),
     "gemma2": (None, lambda: tiny_gemma2(query_pre_attn_scalar=20)),
     "gemma3": (
@@ -114,6 +120,6 @@ GGUF_FAMILIES: dict[str, tuple[str | None, Any]] = {
 EXPERTS = (
     *("qwen3moe", "mixtral", "qwen2moe", "glm4moe"),
     *("ernie4_5-moe", "hunyuan-moe", "minimax-m2", "granitemoe", "gemma4-moe"),
-    *("qwen3vlmoe", "dbrx"),
+    *("qwen3vlmoe", "dbrx", "llama4"),
 )
 """Families with experts, which `exl convert` refuses."""

@@ -64,6 +64,13 @@ _PARTS = {
     "shared_mlp.output_linear": "ffn_down",
     "mlp.c_fc": "ffn_up",
     "mlp.c_proj": "ffn_down",
+    **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    **{f"feed_forward.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
+    **{
+        f"feed_forward.shared_expert.{part}_proj": f"ffn_{part}_shexp"
+        for part in ("gate", "up", "down")
+    },
+    "feed_forward.router": "ffn_gate_inp",
     "norm_attn_norm.norm_1": "attn_norm",
     "norm_attn_norm.norm_2": "attn_output_norm",
     "norm_attn_norm.attn.Wqkv": "attn_qkv",
@@ -114,6 +121,7 @@ _ARCHITECTURES = {  # by `model_type`, where the names differ
     "glm4_moe": "glm4moe",
     "granitemoehybrid": "granite",
     "hunyuan_v1_moe": "hunyuan-moe",
+    "llama4_text": "llama4",
     "minimax_m2": "minimax-m2",
     "ministral3": "mistral3",
     "mistral": "llama",
@@ -180,7 +188,8 @@ def _add_sizes(writer: GGUFWriter, config: Any, arch: str) -> int:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    dense_size = getattr(config, "intermediate_size_mlp", config.intermediate_size)
+    writer.add_feed_forward_length(dense_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
@@ -216,7 +225,9 @@ def _usual_config(config: Any) -> Any:
 
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a model, gate and up of the experts and of Granite 4 apart."""
-    for name, weight in model.state_dict().items():
+    for name, stored in model.state_dict().items():
+        is_turned = ".feed_forward.experts." in name  # Llama 4
+        weight = stored.transpose(1, 2) if is_turned else stored
         if name.endswith("layer_scalar"):
             yield f"{name}.weight", weight
         elif name.endswith("experts.gate_up_proj") and model.config.model_type != "gemma4_text":

@@ -50,6 +50,8 @@ from transformers import (
     HunYuanDenseV1ForCausalLM,
     HunYuanMoEV1Config,
     HunYuanMoEV1ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -393,6 +395,16 @@ def tiny_dbrx(**changes: Any) -> DbrxForCausalLM:
     defaults |= {"d_model": 96, "n_heads": 6, "n_layers": 3, "max_seq_len": 2048}
     defaults |= {"vocab_size": VOCAB_SIZE, "attn_config": attention, "ffn_config": experts}
     return _randomized(DbrxForCausalLM(DbrxConfig(**{**defaults, **changes})))
+
+
+def tiny_llama4(**changes: Any) -> Llama4ForCausalLM:
+    """Layers 1 and 3 have experts, layer 3 has no RoPE. Chunks are one page long."""
+    defaults = {
+        **{**_COMMON, "num_hidden_layers": 5, "num_local_experts": 6, "intermediate_size": 40},
+        **{"interleave_moe_layer_step": 2, "intermediate_size_mlp": 112},
+        **{"attention_chunk_size": 256, "floor_scale": 32, "attn_scale": 0.5},
+    }
+    return _randomized(Llama4ForCausalLM(Llama4TextConfig(**{**defaults, **changes})))
 
 
 def tiny_granite4(**changes: Any) -> GraniteMoeHybridForCausalLM:

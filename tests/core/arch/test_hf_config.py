@@ -123,6 +123,18 @@ REFUSED = {
         },
         "granite4 models with this 'layer_types'.*'attention'",
     ),
+    "chunks-without-rope": (
+        {
+            "architectures": ["Llama4ForCausalLM"],
+            "intermediate_size_mlp": 32,
+            "layer_types": ["chunked_attention"] * 2,
+            "no_rope_layers": [1, 0],
+            "num_hidden_layers": 2,
+            "num_local_experts": 2,
+        },
+        "chunks of attention in other layers",
+    ),
+    "gemmoe": ({"architectures": ["GemmoeForCausalLM"]}, "GemMoE has no published implementation"),
     "bidirectional": ({"use_bidirectional_attention": True}, "bidirectional"),
 }
 
@@ -159,12 +171,12 @@ BROKEN = {
             "rope_scaling": {
                 "rope_type": "llama3",
                 "factor": 8.0,
-                "low_freq_factor": 4.0,
+                "low_freq_factor": 8.0,
                 "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 64,
             }
         },
-        "high_freq_factor above",
+        "high_freq_factor of at least",
     ),
     "longrope-lists": (
         {

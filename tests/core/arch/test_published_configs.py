@@ -153,6 +153,7 @@ def test_published_configurations_of_each_family(
         "rotated": [layer.attention.rope for layer in config.layers],
         "yarn": (rope.factor, pytest.approx(rope.attention_factor)),
         "temperature": attention.temperature,
+        "temperatures": [layer.attention.temperature for layer in config.layers],
         "multipliers": pytest.approx(astuple(config.multipliers)),
         "inner": parts[0].inner_size,
         "experts": next(
@@ -164,6 +165,7 @@ def test_published_configurations_of_each_family(
         "bias": (attention.has_qkv_bias, attention.has_output_bias),
         "head_dim": attention.head_dim,
         "kv_size": attention.kv_size,
+        "chunks": [layer.attention.chunk for layer in config.layers],
         "clip": attention.clip,
         "caps": (attention.softcap, config.final_softcap),
         "scale": pytest.approx(attention.scale),

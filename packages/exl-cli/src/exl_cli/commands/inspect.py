@@ -225,6 +225,11 @@ def _facts(model: ModelDescription) -> Table:
     if windows:
         seen = " or ".join(map(str, dict.fromkeys(windows)))
         attention += f"; {len(windows)} of {c.num_layers} layers see the last {seen} tokens"
+    chunks = [layer.attention.chunk for layer in c.layers if layer.attention.chunk]
+    if chunks:
+        attention += (
+            f"; {len(chunks)} of {c.num_layers} layers see their chunk of {chunks[0]} tokens"
+        )
     widths = " or ".join(dict.fromkeys(_width(layer.feed_forward) for layer in c.layers))
     active = ""
     if model.active_parameters < model.parameters:

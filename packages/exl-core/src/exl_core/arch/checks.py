@@ -47,9 +47,9 @@ def _check_rope(rope: RopeConfig, head_dim: int, where: object) -> None:
             expected=f"an even number from 4 to {head_dim}",
             got=rope.rotary_dim,
         )
-    if rope.method is RopeMethod.LLAMA3 and rope.high_freq_factor <= rope.low_freq_factor:
+    if rope.method is RopeMethod.LLAMA3 and rope.high_freq_factor < rope.low_freq_factor:
         raise ConfigError(
-            "RoPE scaling llama3 needs high_freq_factor above low_freq_factor",
+            "RoPE scaling llama3 needs high_freq_factor of at least low_freq_factor",
             where=where,
             got=f"{rope.high_freq_factor} and {rope.low_freq_factor}",
         )

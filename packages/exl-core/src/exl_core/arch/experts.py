@@ -39,12 +39,14 @@ def hf_experts(arch: ArchSpec, text: Fields, layers: int) -> Sequence[MoE | None
     )
     size = text.integer(form.size_key, form.size_default, high=MAX_INTERMEDIATE_SIZE)
     check_router(router, text.where)
-    part = MoE(router, size, arch.activation, _shared(form, _shared_size(form, text, size)))
+    part = _part(arch, form, router, size, _shared_size(form, text, size))
     return [part if is_sparse else None for is_sparse in _sparse_layers(form, text, layers)]
 
 
-def _shared(form: ExpertForm, size: int) -> SharedExpert | None:
-    return SharedExpert(size, form.has_shared_gate) if size else None
+def _part(arch: ArchSpec, form: ExpertForm, router: Router, size: int, shared_size: int) -> MoE:
+    """Experts of width `size`, with a shared one of width `shared_size` if that is not 0."""
+    shared = SharedExpert(shared_size, form.has_shared_gate) if shared_size else None
+    return MoE(router, size, arch.activation, shared, weighs_inputs=form.weighs_inputs)
 
 
 def _shared_size(form: ExpertForm, text: Fields, size: int) -> int:
@@ -92,8 +94,12 @@ def _sparse_layers(form: ExpertForm, text: Fields, layers: int) -> Sequence[bool
                 got=f"{len(kinds)}, {', '.join(sorted(set(kinds)))}"[:80],
             )
         return [LAYER_KINDS[kind] for kind in kinds]
+    if text.has("moe_layers"):
+        sparse = text.integers("moe_layers")
+        return [layer in sparse for layer in range(layers)]
     dense = text.integers("mlp_only_layers") if text.has("mlp_only_layers") else ()
-    step = text.integer("decoder_sparse_step", text.integer("moe_layer_interval", 1))
+    steps = ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step")
+    step = text.integer(next((key for key in steps if text.has(key)), steps[0]), 1)
     key = "moe_layer_start_index" if text.has("moe_layer_start_index") else "first_k_dense_replace"
     first = text.integer(key, form.first_sparse_default, low=0)
     last = text.integer("moe_layer_end_index", -1, low=-1)
@@ -130,8 +136,10 @@ def gguf_experts(
     names = arch.gguf
     shared = own.integer("expert_shared_feed_forward_length", 0, low=0, high=MAX_INTERMEDIATE_SIZE)
     if not shared:
-        shared = size * own.integer("expert_shared_count", 0, low=0, high=MAX_EXPERTS)
-    part = MoE(router, size, arch.activation, _shared(form, shared))
+        is_equal = form.shared_size_key == form.size_key
+        count = own.integer("expert_shared_count", int(is_equal), low=0, high=MAX_EXPERTS)
+        shared = size * count
+    part = _part(arch, form, router, size, shared)
     return [
         part if names.is_stored("router", "weight", tensor_names, layer) else None
         for layer in range(layers)

@@ -52,6 +52,8 @@ TEMPERATURE_KEYS = frozenset(
 PATTERN_KEY = "attention.sliding_window_pattern"
 UNROTATED = 1e29
 """Divisors above it mark pairs that are not rotated: files have 1e30."""
+EXPERTS_WITHOUT_HEAD_NORM = 128
+"""Readers recognize Llama 4 Maverick, which has no head norm, by its number of experts."""
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 ROPE_METHODS = {
     "none": RopeMethod.DEFAULT,
@@ -173,8 +175,9 @@ def _layer_numbers(
         intermediate_size=widths[0],
         has_mlp_bias=arch.gguf.is_stored("up", "bias", tensor_names, layer=0),
         temperature=_temperature(arch, own),
-        head_norm=_head_norm(arch, tensor_names),
+        head_norm=_head_norm(arch, own, tensor_names),
         clip=own.optional_number("attention.clamp_kqv") if arch.has_qkv_clip else None,
+        chunk=_chunk(arch, own),
     )
     experts = gguf_experts(arch, own, tensor_names, layers)
     return [
@@ -238,7 +241,17 @@ def _refuse_unknown_parts(arch: ArchSpec, own: Fields) -> None:
             )
 
 
-def _head_norm(arch: ArchSpec, tensor_names: Collection[str]) -> HeadNorm | None:
+def _chunk(arch: ArchSpec, own: Fields) -> int:
+    """Positions of a chunk of attention, for which most files have no key; 0: no chunks."""
+    if arch.chunk_default is None:
+        return 0
+    return own.integer("attention.sliding_window", arch.chunk_default)
+
+
+def _head_norm(arch: ArchSpec, own: Fields, tensor_names: Collection[str]) -> HeadNorm | None:
+    if arch.has_head_norm_default:  # it has no factors, and the format no key for it
+        is_without = own.values.get("expert_count") == EXPERTS_WITHOUT_HEAD_NORM
+        return None if is_without else arch.optional_head_norm
     has_norm = arch.gguf.is_stored("q_norm", "weight", tensor_names, layer=0)
     return arch.optional_head_norm if has_norm else None
 
@@ -256,6 +269,8 @@ def _multipliers(arch: ArchSpec, own: Fields) -> Multipliers:
 
 
 def _temperature(arch: ArchSpec, own: Fields) -> QueryTemperature | None:
+    if arch.temperature_default is not None:
+        return arch.temperature_default
     key = "attention.temperature_scale"
     if not arch.has_query_temperature or not own.has(key):
         return None

@@ -116,13 +116,7 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
     _check_activation(arch, text)
     has_bias = arch.has_qkv_bias or text.flag(arch.bias_key, arch.has_bias_default)
     window = _sliding_window(arch, text)
-    windows = _layer_windows(arch, text, layers, window)
-    if window is None and Window.LOCAL in windows:
-        raise ConfigError(
-            "the architecture has sliding-window layers, but no window length is given",
-            where=text.where,
-            got="no 'sliding_window'",
-        )
+    windows = _checked_windows(arch, text, layers, window)
     _refuse_unknown_inputs(arch, text)
     ropes = _ropes(arch, text, head_dim)
     numbers = LayerNumbers(
@@ -144,6 +138,7 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         temperature=_temperature(arch, text),
         head_norm=_head_norm(arch, text),
         clip=text.optional_number("clip_qkv") if arch.has_qkv_clip else None,
+        chunk=_chunk(arch, text),
     )
     of_layers = _numbers_by_layer(arch, text, numbers, windows)
     by_layer = with_windows(of_layers, windows, window, len(ropes))
@@ -218,7 +213,16 @@ def _norm_eps(arch: ArchSpec, text: Fields) -> float:
 
 
 def _head_norm(arch: ArchSpec, text: Fields) -> HeadNorm | None:
-    return arch.optional_head_norm if text.flag("use_qk_norm", False) else None
+    has_norm = text.flag("use_qk_norm", arch.has_head_norm_default)
+    return arch.optional_head_norm if has_norm else None
+
+
+def _chunk(arch: ArchSpec, text: Fields) -> int:
+    """Positions of a chunk of attention; 0 if there are no chunks."""
+    key = "attention_chunk_size"
+    if arch.chunk_default is None or (key in text.values and not text.has(key)):
+        return 0
+    return text.integer(key, arch.chunk_default)
 
 
 def _refuse_unknown_inputs(arch: ArchSpec, text: Fields) -> None:
@@ -302,6 +306,13 @@ def _global_number(text: Fields, key: str, name: str, default: int) -> int:
 
 
 def _temperature(arch: ArchSpec, text: Fields) -> QueryTemperature | None:
+    default = arch.temperature_default
+    if default is not None:
+        # Some files have a number instead of true.
+        if not text.values.get("attn_temperature_tuning", True):
+            return None
+        length = text.integer("floor_scale", default.length)
+        return default._replace(beta=text.number("attn_scale", default.beta), length=length)
     key, section = "llama_4_scaling_beta", "rope_parameters"
     rope = text.nested(section) if text.has(section) else Fields({}, text.where)
     if not arch.has_query_temperature or not rope.has(key):
@@ -312,15 +323,35 @@ def _temperature(arch: ArchSpec, text: Fields) -> QueryTemperature | None:
 
 def _is_rotated(arch: ArchSpec, text: Fields, windows: Sequence[Window]) -> Sequence[bool]:
     """Whether each layer has RoPE."""
+    is_rotated = _rotated_layers(arch, text, windows)
+    _check_chunks(arch, text, is_rotated)
+    return is_rotated
+
+
+def _rotated_layers(arch: ArchSpec, text: Fields, windows: Sequence[Window]) -> Sequence[bool]:
     if arch.no_rope is NoRope.GLOBAL and Window.LOCAL in windows:
         return [window is Window.LOCAL for window in windows]
     if arch.no_rope is not NoRope.INTERVAL:
         return [True] * len(windows)
     if text.has("no_rope_layers"):
         flags = text.flags("no_rope_layers", len(windows))  # true means a layer with RoPE
-        return flags or [True] * len(windows)
+        if flags or arch.is_rotated_without_list:
+            return flags or [True] * len(windows)
     interval = text.integer("no_rope_layer_interval", NO_ROPE_INTERVAL)
     return [(layer + 1) % interval != 0 for layer in range(len(windows))]
+
+
+def _check_chunks(arch: ArchSpec, text: Fields, is_rotated: Sequence[bool]) -> None:
+    """Raises UnsupportedModelError if other layers than those with RoPE have chunks."""
+    if arch.chunk_default is None or not text.has("layer_types"):
+        return
+    kinds = {True: "chunked_attention", False: "full_attention"}
+    if text.strings("layer_types") != [kinds[rotated] for rotated in is_rotated]:
+        raise UnsupportedModelError(
+            "chunks of attention in other layers than those with RoPE are not supported",
+            where=text.where,
+            expected="'layer_types' that agree with 'no_rope_layers'",
+        )
 
 
 def _check_activation(arch: ArchSpec, text: Fields) -> None:
@@ -351,6 +382,19 @@ def _sliding_window(arch: ArchSpec, text: Fields) -> int | None:
     if "sliding_window" not in text.values:
         return arch.sliding_window_default
     return text.integer("sliding_window") if text.has("sliding_window") else None
+
+
+def _checked_windows(
+    arch: ArchSpec, text: Fields, layers: int, window: int | None
+) -> tuple[Window, ...]:
+    windows = _layer_windows(arch, text, layers, window)
+    if window is None and Window.LOCAL in windows:
+        raise ConfigError(
+            "the architecture has sliding-window layers, but no window length is given",
+            where=text.where,
+            got="no 'sliding_window'",
+        )
+    return windows
 
 
 def _layer_windows(

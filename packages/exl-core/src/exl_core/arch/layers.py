@@ -60,13 +60,14 @@ class RouterBias(Enum):
 class HeadNorm(Enum):
     """Norm of queries and keys before RoPE: of each head, or of all heads together (WHOLE). LAYER
     is a LayerNorm of each head, with factors of its own for every head. RMS_AFTER_ROPE comes after
-    RoPE."""
+    RoPE; PLAIN_AFTER_ROPE does too, and has no factors."""
 
     NONE = "none"
     RMS = "rms"
     RMS_WHOLE = "rms_whole"
     LAYER = "layer"
     RMS_AFTER_ROPE = "rms_after_rope"
+    PLAIN_AFTER_ROPE = "plain_after_rope"
 
 
 XIELU_BETA = 0.5  # files store it too, always with this value
@@ -114,6 +115,7 @@ class Attention(Mixer):
     rope    index of the RoPE table in `ModelConfig.ropes`; None means no RoPE
     scale   factor of the scores
     window  number of keys that a query attends to, its own included; 0 means all
+    chunk   positions of a chunk; a query attends to the keys of its own chunk. 0 means no chunks
     softcap limit of the scores, by tanh; None means no limit
     temperature  factor on the queries by position; None means 1
     clip    limit of the projected queries, keys and values, of either sign; None means no limit
@@ -127,6 +129,7 @@ class Attention(Mixer):
     scale: float
     rope: int | None = 0
     window: int = 0
+    chunk: int = 0
     softcap: float | None = None
     temperature: QueryTemperature | None = None
     head_norm: HeadNorm = HeadNorm.NONE
@@ -151,7 +154,8 @@ class Attention(Mixer):
     @property
     def attend_rope(self) -> int | None:
         """RoPE table that `attend_` applies; None if the layer has none, or rotates before it."""
-        return None if self.head_norm is HeadNorm.RMS_AFTER_ROPE else self.rope
+        after = (HeadNorm.RMS_AFTER_ROPE, HeadNorm.PLAIN_AFTER_ROPE)
+        return None if self.head_norm in after else self.rope
 
     @property
     def projected_size(self) -> int:
@@ -221,7 +225,8 @@ class SharedExpert:
 @dataclass(frozen=True, slots=True)
 class MoE(FeedForward):
     """Mixture of experts: the sum of the chosen experts' outputs, each times its weight. An expert
-    is a gated MLP of width `intermediate_size`.
+    is a gated MLP of width `intermediate_size`. If it `weighs_inputs`, the weights are factors of
+    the experts' inputs rather than of their outputs.
 
     If `is_beside_shared`, the experts have norms of their own before and after, and the shared
     expert has others. The norm after the layer's feed-forward part is that of their sum.
@@ -232,6 +237,7 @@ class MoE(FeedForward):
     activation: Activation
     shared: SharedExpert | None = None
     is_beside_shared: bool = False
+    weighs_inputs: bool = False
 
     @property
     def inner_size(self) -> int:

@@ -360,7 +360,7 @@ def _attention_parts(config: ModelConfig, spec: Attention) -> list[_Part]:
             is_converted=True,
         )
     )
-    if spec.head_norm is not HeadNorm.NONE:
+    if spec.head_norm not in (HeadNorm.NONE, HeadNorm.PLAIN_AFTER_ROPE):
         for role, num_heads in (("q_norm", spec.num_q_heads), ("k_norm", spec.num_kv_heads)):
             if spec.head_norm not in (HeadNorm.RMS, HeadNorm.RMS_AFTER_ROPE):
                 whole = _Part(role, Kind.NORM, (num_heads * spec.head_dim,))

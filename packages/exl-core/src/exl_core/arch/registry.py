@@ -20,6 +20,7 @@ from exl_core.arch.families.granite import GRANITE, GRANITE4, GRANITE_MOE, MINIC
 from exl_core.arch.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from exl_core.arch.families.internlm2 import INTERNLM2
 from exl_core.arch.families.llama import ARCEE, INDEX, LLAMA, ORION, YI
+from exl_core.arch.families.llama4 import LLAMA4
 from exl_core.arch.families.minimax import MINIMAX_M2
 from exl_core.arch.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from exl_core.arch.families.olmo import OLMO2
@@ -36,19 +37,22 @@ ARCHITECTURES = (
     *(ERNIE4_5, INTERNLM2, MINISTRAL3, SMOLLM3, OLMO2, EXAONE4, GRANITE, MINICPM),
     *(GRANITE4, HUNYUAN, APERTUS, GEMMA4, COHERE, COHERE2, STARCODER2, ARCEE, ORION, INDEX),
     *(GLM4, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, ERNIE4_5_MOE, HUNYUAN_MOE, MINIMAX_M2),
-    *(GRANITE_MOE, QWEN3_VL_MOE, DBRX),
+    *(GRANITE_MOE, QWEN3_VL_MOE, DBRX, LLAMA4),
 )
 
 
 REFUSED = {
-    (
-        "Gemma3nForCausalLM",
-        "Gemma3nForConditionalGeneration",
-        "gemma3n",
-    ): "its layers have embeddings of their own, share keys and values, and mix four streams of "
-    "states",
+    ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration", "gemma3n"): (
+        "its layers have embeddings of their own, share keys and values, and mix four streams of "
+        "states",
+        "Gemma 3 and Gemma 4 12B, 26B-A4B and 31B are.",
+    ),
+    ("GemmoeForCausalLM",): (
+        "GemMoE has no published implementation to compare with",
+        "Gemma and Mixtral are.",
+    ),
 }
-"""Names of known architectures that are not supported, and what these need."""
+"""Names of known architectures that are not supported, why, and what is instead."""
 
 
 def find_by_hf_name(name: str, *, where: object, text_type: str | None = None) -> ArchSpec:
@@ -84,12 +88,12 @@ def _find(
         if name in names:
             return spec
         known.extend(names)
-    for refused, missing in REFUSED.items():
+    for refused, (reason, instead) in REFUSED.items():
         if name in refused:
             raise UnsupportedModelError(
-                f"architecture {name!r} is not supported: {missing}",
+                f"architecture {name!r} is not supported: {reason}",
                 where=where,
-                next_step="Gemma 3 and Gemma 4 12B, 26B-A4B and 31B are.",
+                next_step=instead,
             )
     known = list(dict.fromkeys(known))
     near = get_close_matches(name, known, n=1)

@@ -46,7 +46,7 @@ def _llama3(frequency: float, rope: RopeConfig) -> float:
     shortest_stretched = rope.original_max_seq_len / rope.low_freq_factor
     if wavelength < longest_kept:
         return frequency
-    if wavelength > shortest_stretched:
+    if wavelength >= shortest_stretched:
         return frequency / rope.factor
     blend = (rope.original_max_seq_len / wavelength - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor

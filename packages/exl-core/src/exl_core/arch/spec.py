@@ -152,6 +152,7 @@ class ExpertForm:
     do."""
     is_beside_dense: bool = False
     """The dense MLP of a layer with experts is their shared expert, and each has its own norms."""
+    weighs_inputs: bool = False
     has_router_norm: bool = False
     has_expert_factors: bool = False
 
@@ -176,6 +177,7 @@ class LayerNumbers:
     head_norm: HeadNorm | None = None
     """None: the choice of the family."""
     clip: float | None = None
+    chunk: int = 0
     is_value_key: bool = False
     activation_numbers: tuple[float, float] | None = None
     experts: MoE | None = None
@@ -214,6 +216,7 @@ def decoder_layer(arch: ArchSpec, numbers: LayerNumbers) -> LayerSpec:
         scale=numbers.scale,
         rope=numbers.rope,
         window=numbers.window,
+        chunk=numbers.chunk,
         softcap=numbers.softcap,
         temperature=numbers.temperature,
         head_norm=numbers.head_norm or arch.head_norm,
@@ -274,6 +277,8 @@ class ArchSpec:
     intermediate_size_key: str = "intermediate_size"
     optional_head_norm: HeadNorm | None = None
     """Norm that a checkpoint has if its `use_qk_norm` is true."""
+    has_head_norm_default: bool = False
+    """`use_qk_norm` of a checkpoint that lacks it."""
     may_normalize_head: bool = False
     """A checkpoint's `norm_head` says whether each row of the head is divided by its length."""
     embed_scale: EmbedScale = EmbedScale.NONE
@@ -283,10 +288,18 @@ class ArchSpec:
     is_window_optional: bool = False
     """All layers of a checkpoint without a window size are GLOBAL, whatever the pattern says."""
     no_rope: NoRope = NoRope.NONE
+    is_rotated_without_list: bool = True
+    """An empty `no_rope_layers` means RoPE in all layers, rather than the usual interval."""
     has_qkv_clip: bool = False
     """A checkpoint may limit queries, keys and values (`clip_qkv`)."""
     has_query_temperature: bool = False
     """A checkpoint may ask for a `QueryTemperature`."""
+    temperature_default: QueryTemperature | None = None
+    """Temperature, unless a checkpoint's `attn_temperature_tuning` is false. Its `attn_scale` and
+    `floor_scale` replace beta and length."""
+    chunk_default: int | None = None
+    """Chunk of attention if a checkpoint lacks `attention_chunk_size`; None: the family has
+    none."""
     has_multipliers: bool = False
     """A checkpoint may have `Multipliers` and a factor of the scores."""
     logit_scale_default: float | None = None

@@ -19,10 +19,11 @@ from exl_core.arch.modules import ModuleRow, module_table
 from exl_core.arch.spec import ModelConfig, RopeConfig
 from exl_core.convert.layers import Vectors, bias_role, compute_type
 from exl_core.convert.parallel import Workers
+from exl_core.errors import UnsupportedModelError
 from exl_core.model.build import block_weights, final_norm
 from exl_core.model.layers.moe import routing_of
 from exl_core.model.layers.residual import normed
-from exl_core.model.layers.state import PassState, make_buffers
+from exl_core.model.layers.state import PassState, RowsKey, make_buffers
 from exl_core.model.layers.steps import layer_steps
 from exl_core.model.rotation import RotationTable, query_factors
 from exl_core.model.weights import MoeWeights
@@ -98,13 +99,19 @@ class LayerFunction:
     def _state(self, x: Tensor) -> PassState:
         count = self._layer + 1  # entries are by layer
         attention = self._spec.attention
+        if 0 < attention.chunk < x.shape[1]:
+            raise UnsupportedModelError(
+                "calibration rows are longer than a chunk of the model's attention",
+                expected=f"at most {attention.chunk} tokens",
+                got=x.shape[1],
+            )
         rows = {
             index: _sequences(None if index is None else self._ropes[index], x.shape[1], x.device)
             for index in {attention.rope, attention.attend_rope}
         }
         return PassState(
             caches=_NoCache(self._spec),
-            rows=rows,
+            rows={RowsKey(index, attention.chunk): one for index, one in rows.items()},
             smoothing=(None,) * count,
             buffers=make_buffers(AUTOGRAD, {self._layer: self._spec}, 0),
             temperatures=_factors(attention.temperature, x.shape[1], x.device),

@@ -239,6 +239,9 @@ def block_weights(config: ModelConfig, layer: int, source: WeightSource) -> Bloc
             whole_norms = LayerNorm(q_norm, None, eps), LayerNorm(k_norm, None, eps)
         else:
             whole_norms = RmsNorm(q_norm, eps), RmsNorm(k_norm, eps)
+    elif config.layers[layer].attention.head_norm is HeadNorm.PLAIN_AFTER_ROPE:
+        plain = _plain_head_norm(config, layer, source)
+        whole_norms = plain, plain
     attention = AttentionWeights(
         norm=norm_of("attention_norm"),
         qkv=source.packed(matrices["qkv"]),
@@ -321,7 +324,11 @@ def _xielu(layer: LayerSpec, rows: Mapping[str, ModuleRow], source: WeightSource
 
 def _value_norm(config: ModelConfig, layer: int, source: WeightSource) -> Norm | None:
     """A norm of each value head, without factors."""
-    spec = config.layers[layer].attention
-    if not spec.has_value_norm:
-        return None
-    return RmsNorm(torch.ones(spec.head_dim, device=source.device), config.norm_eps)
+    has_norm = config.layers[layer].attention.has_value_norm
+    return _plain_head_norm(config, layer, source) if has_norm else None
+
+
+def _plain_head_norm(config: ModelConfig, layer: int, source: WeightSource) -> Norm:
+    """A norm of one head, without factors."""
+    head_dim = config.layers[layer].attention.head_dim
+    return RmsNorm(torch.ones(head_dim, device=source.device), config.norm_eps)

@@ -20,7 +20,8 @@ from exl_core.arch.layers import LayerSpec, QueryTemperature
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.store import KVStore
 from exl_core.model.batch import Batch
-from exl_core.model.layers.state import PassState, make_buffers
+from exl_core.model.chunks import check_chunk, in_chunks
+from exl_core.model.layers.state import PassState, RowsKey, make_buffers
 from exl_core.model.layers.steps import Steps
 from exl_core.model.rotation import RotationTable, query_factors
 from exl_core.model.weights import BlockWeights
@@ -51,6 +52,11 @@ class Stage:
             index: None if index is None else RotationTable(config.ropes[index], ops.device)
             for index in _ropes_of(self._specs.values())
         }
+        layers_attention = [spec.attention for spec in self._specs.values()]
+        keys = (RowsKey(one.attend_rope, one.chunk) for one in layers_attention)
+        self._row_keys = tuple(dict.fromkeys(keys))
+        for key in self._row_keys:
+            check_chunk(key.chunk)
         settings = (spec.attention.temperature for spec in self._specs.values())
         self._temperatures = tuple(dict.fromkeys(one for one in settings if one is not None))
 
@@ -74,14 +80,14 @@ class Stage:
         rows = AttentionRows(batch.page_table, batch.row_starts, batch.past_lens)
         angles = {index: self.angles(index, batch.positions) for index in self._ropes}
         bound = {
-            index: self.ops.attention_batch(
-                rows,
+            key: self.ops.attention_batch(
+                in_chunks(rows, batch.positions, key.chunk, store.page_size) if key.chunk else rows,
                 batch.slots,
-                *own,  # each [R, rotary_dim / 2]
+                *angles[key.rope],  # each [R, rotary_dim / 2]
                 num_pages=store.num_pages,
                 page_size=store.page_size,
             )
-            for index, own in angles.items()
+            for key in self._row_keys
         }
         buffers = make_buffers(self.ops, self._specs, batch.token_ids.shape[0])
         factors = self._factors(batch.positions)

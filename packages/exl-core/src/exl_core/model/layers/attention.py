@@ -12,7 +12,7 @@ from torch import Tensor
 
 from exl_core.arch.layers import Attention, QueryTemperature
 from exl_core.model.layers.residual import add_output, inputs_buffer, normed, read_linear
-from exl_core.model.layers.state import PassState
+from exl_core.model.layers.state import PassState, RowsKey
 from exl_core.model.weights import AttentionWeights, BlockWeights
 from exl_core.ops.attention import Scoring
 from exl_core.ops.elementwise import LayerNorm, Norm
@@ -24,7 +24,7 @@ class AttentionStep(NamedTuple):
     """Choices and numbers of one layer's attention, the same in every pass."""
 
     layer: int
-    rope: int | None
+    rows: RowsKey
     scoring: Scoring
     q_size: int
     kv_size: int
@@ -39,7 +39,7 @@ class AttentionStep(NamedTuple):
         scoring = Scoring(spec.scale, spec.window, spec.softcap or 0.0)
         return cls(
             layer,
-            spec.attend_rope,
+            RowsKey(spec.attend_rope, spec.chunk),
             scoring,
             spec.q_size,
             spec.kv_size,
@@ -91,7 +91,7 @@ def attended(
         out = None  # the result replaces the queries in qkv
     return ops.attend_(
         qkv,
-        state.rows[step.rope],
+        state.rows[step.rows],
         state.caches.layer(layer),
         step.scoring,
         norms=weights.head_norms,

@@ -23,10 +23,12 @@ class MoeStep(NamedTuple):
     layer: int
     routing: Routing
     gate: GateKind
+    weighs_inputs: bool
 
     @classmethod
     def of(cls, layer: int, spec: MoE) -> MoeStep:
-        return cls(layer, routing_of(spec.router), GATES[spec.activation])
+        routing = routing_of(spec.router)
+        return cls(layer, routing, GATES[spec.activation], spec.weighs_inputs)
 
 
 def routing_of(router: Router) -> Routing:
@@ -53,7 +55,7 @@ def moe(step: MoeStep, ops: LayerOps, x: Tensor, block: BlockWeights, state: Pas
     if weights.expert_factors is not None:
         factors = weights.expert_factors[routed.ids.long()]  # [R, k]
         routed = Routed(routed.ids, routed.weights * factors)
-    y = ops.expert_mlp(inputs, routed, weights.experts)  # [R, hidden]
+    y = _experts(step, ops, inputs, routed, weights)  # [R, hidden]
     if weights.expert_post_norm is not None:
         y = normed(ops, y, weights.expert_post_norm)
     if weights.shared is not None:
@@ -62,6 +64,19 @@ def moe(step: MoeStep, ops: LayerOps, x: Tensor, block: BlockWeights, state: Pas
         y = normed(ops, y, weights.post_norm)
     x = ops.add_(x, y)
     return x if block.scalar is None else x * block.scalar
+
+
+def _experts(
+    step: MoeStep, ops: LayerOps, x: Tensor, routed: Routed, weights: MoeWeights
+) -> Tensor:
+    """Sum of the outputs of each row's experts [R, hidden], with the weights on the side that the
+    family has them."""
+    if not step.weighs_inputs:
+        return ops.expert_mlp(x, routed, weights.experts)
+    rows, count = routed.weights.shape
+    weighed = (x[:, None] * routed.weights[..., None]).flatten(0, 1)  # [R * k, hidden]
+    each = Routed(routed.ids.view(-1, 1), torch.ones_like(routed.weights).view(-1, 1))
+    return ops.expert_mlp(weighed, each, weights.experts).view(rows, count, -1).sum(1)
 
 
 def _add_shared(step: MoeStep, ops: LayerOps, h: Tensor, y: Tensor, weights: MoeWeights) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -36,12 +36,20 @@ class Buffers:
     gated: Tensor  # [R, inner_size of the feed-forward part]
 
 
+class RowsKey(NamedTuple):
+    """RoPE table that `attend_` applies, None for none, and positions of a chunk of attention, 0
+    for no chunks."""
+
+    rope: int | None
+    chunk: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class PassState:
     """State that the layers of one pass share."""
 
     caches: LayerCaches
-    rows: Mapping[int | None, AttentionBatch]  # by RoPE table; None: layers without RoPE
+    rows: Mapping[RowsKey, AttentionBatch]
     smoothing: Sequence[KeySmoothing | None]  # by layer
     buffers: Mapping[int, Buffers]  # by layer
     temperatures: Mapping[QueryTemperature | None, Tensor] = field(default_factory=dict)
