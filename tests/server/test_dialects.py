@@ -263,6 +263,50 @@ def test_ollama_models(plain: Running) -> None:
     assert shown["model_info"][f"{family}.context_length"] == 1024
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/models", None),
+        ("/models/scripted", None),
+        ("/model", None),
+        ("/props", None),
+        ("/slots", None),
+        ("/tokenizer_info", None),
+        ("/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/completion", {"prompt": "a", "n_predict": 1}),
+        ("/chat/completions", {"messages": HI, "max_tokens": 1}),
+        ("/apply-template", {"messages": HI}),
+        ("/messages", {"messages": HI, "max_tokens": 1}),
+        ("/messages/count_tokens", {"messages": HI}),
+        ("/responses", {"input": "hi", "max_output_tokens": 1}),
+        ("/tokenize", {"content": "a"}),
+        ("/detokenize", {"tokens": [97]}),
+        ("/token/encode", {"text": "a"}),
+        ("/token/decode", {"tokens": [97]}),
+        ("/api/chat", {"messages": HI, "stream": False, "max_tokens": 1}),
+        ("/api/tags", None),
+    ],
+)
+def test_paths_work_with_and_without_v1(plain: Running, path: str, body: Any) -> None:
+    for spelling in (path, f"/v1{path}"):
+        answer = plain.http.get(spelling) if body is None else plain.post(spelling, body)
+        assert answer.status_code == 200, (spelling, answer.text)
+
+
+def test_both_spellings_of_a_path_need_the_key() -> None:
+    runtime = scripted_runtime(reply_with("x"))
+    with running(runtime, access=Access(api_keys=frozenset({"k"}))) as one:
+        for path in ("/models", "/v1/models", "/v1/props", "/v1//", "/v1/v1/models"):
+            assert one.http.get(path).status_code == 401
+        for path in ("/health", "/v1/health"):
+            assert one.http.get(path).status_code == 200
+        headers = {"authorization": "Bearer k"}
+        for path in ("/v1/", "/v1/nothing", "/nothing"):
+            assert one.http.get(path, headers=headers).status_code == 404
+        # A client that adds /v1 to a base URL that ends with it.
+        assert one.http.get("/v1/v1/models", headers=headers).status_code == 200
+
+
 def test_ollama_lists_what_a_template_can_do(full: Running) -> None:
     shown = full.post("/api/show", {"model": "scripted"}).json()
     assert shown["capabilities"] == ["completion", "tools"]

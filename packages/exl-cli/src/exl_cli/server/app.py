@@ -24,6 +24,7 @@ from exl_cli.server.errors import ApiError, install_handlers, json_reply
 from exl_cli.server.limits import Gate, Limits
 from exl_cli.server.models import ModelHost, about
 from exl_cli.server.page import add_page
+from exl_cli.server.paths import BothPaths
 from exl_cli.server.record import RequestLog, record_of
 from exl_cli.server.schema import ChatBody, CompletionBody, GenerationBody
 from exl_cli.server.service import Service
@@ -124,6 +125,7 @@ def create_app(
         origins=access.origins,
     )
     app.add_middleware(metrics.CountAnswers, metrics=service.metrics, paths=paths)
+    app.add_middleware(BothPaths, paths=paths)
     app.add_middleware(RequestLog)
     return app
 
@@ -147,14 +149,12 @@ async def _answer(work: Chat | Completion, body: GenerationBody, request: Reques
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/completions", include_in_schema=False)
     @app.post("/v1/completions", tags=["generation"], responses=_ANSWERS)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue one or several texts."""
         service.accept(body, record_of(request.scope))
         return await _answer(Completion(service, body), body, request)
 
-    @app.post("/chat/completions", include_in_schema=False)
     @app.post("/v1/chat/completions", tags=["generation"], responses=_ANSWERS)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer the last message of a conversation."""
@@ -180,13 +180,11 @@ def _add_models(app: FastAPI, service: Service) -> None:
             model |= about(resident.runtime.loaded)
         return model
 
-    @app.get("/models", include_in_schema=False)
     @app.get("/v1/models", tags=["models"])
     async def models() -> Response:
         """List the models that this server can run."""
         return json_reply({"object": "list", "data": [model_json(name) for name in host.names]})
 
-    @app.get("/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}", tags=["models"])
     async def model(name: str) -> Response:
         """Describe one model."""
@@ -194,7 +192,6 @@ def _add_models(app: FastAPI, service: Service) -> None:
             raise ApiError(404, f"no model {name[:200]!r}", param="model", code="model_not_found")
         return json_reply(model_json(name))
 
-    @app.get("/model", include_in_schema=False)
     @app.get("/v1/model", tags=["models"])
     async def current_model() -> Response:
         """Describe the loaded model, by tabbyAPI's path."""

@@ -48,7 +48,6 @@ def _accepted(service: Service, request: Request, body: GenerationBody) -> None:
 
 
 def _add_anthropic(app: FastAPI, service: Service, answer: Answer) -> None:
-    @app.post("/messages", include_in_schema=False)
     @app.post("/v1/messages", tags=[_TAG])
     async def messages(body: JsonObject, request: Request) -> Response:
         """Answer a conversation, by Anthropic's API."""
@@ -65,7 +64,6 @@ def _add_anthropic(app: FastAPI, service: Service, answer: Answer) -> None:
 
 
 def _add_openai(app: FastAPI, service: Service, answer: Answer) -> None:
-    @app.post("/responses", include_in_schema=False)
     @app.post("/v1/responses", tags=[_TAG])
     async def create_response(body: JsonObject, request: Request) -> Response:
         """Answer a conversation, by OpenAI's responses API, without stored state."""
@@ -73,7 +71,6 @@ def _add_openai(app: FastAPI, service: Service, answer: Answer) -> None:
         _accepted(service, request, chat)
         return await answer(responses.Responses(service, chat, body), chat, request)
 
-    @app.post("/embeddings", include_in_schema=False)
     @app.post("/v1/embeddings", tags=[_TAG])
     async def embeddings(body: JsonObject, request: Request) -> Response:
         """Vectors of texts: pooled hidden states of the loaded model."""
@@ -81,7 +78,6 @@ def _add_openai(app: FastAPI, service: Service, answer: Answer) -> None:
 
 
 def _add_rerank(app: FastAPI, service: Service) -> None:
-    @app.post("/rerank", include_in_schema=False)
     @app.post("/v1/rerank", tags=[_TAG])
     async def reranked(body: RerankBody, request: Request) -> Response:
         """Order documents by their similarity to a query, by the API of Jina and Cohere."""

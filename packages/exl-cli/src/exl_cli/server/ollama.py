@@ -12,6 +12,7 @@ from exl_cli.server.completions import END_REASONS, Completion
 from exl_cli.server.errors import ApiError
 from exl_cli.server.schema import ChatBody, CompletionBody, parsed
 from exl_cli.server.service import Service
+from exl_cli.server.settings import TOKEN_LIMITS
 from exl_cli.server.streaming import JSON_LINES, Event
 from exl_cli.server.tools import arguments_object
 from exl_core.engine.events import FinishEvent
@@ -69,7 +70,10 @@ def _settings(body: Mapping[str, Any]) -> Json:
     elif think is not None:
         left["reasoning_effort"] = think
     left.setdefault("stream", True)
-    return {"num_predict": _ENDLESS, **options, **left}
+    found = {**options, **left}
+    if not any(name in found for name in ("max_tokens", *TOKEN_LIMITS)):
+        found["num_predict"] = _ENDLESS
+    return found
 
 
 def _schema(shape: object) -> Json:
