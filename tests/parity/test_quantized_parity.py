@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationMethod
 
@@ -20,19 +18,17 @@ from exl_core.errors import ModelError, UnsupportedModelError, WeightShapeError
 from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.formats.codecs.gptq import layout as gptq
 from exl_core.session.describe import describe_model
-from exl_core.session.load import LoadOptions, load_model
-from support.paged import logits_of
+from exl_core.session.load import load_model
 from support.quantized_models import (
     GPTQ_SETTINGS,
     METHODS,
     SIZES,
+    assert_same_logits,
     exl2_pieces,
-    parameter_of,
     quantize,
     quantized_llama,
 )
 from support.tiny_models import (
-    VOCAB_SIZE,
     save,
     tiny_cohere,
     tiny_ernie,
@@ -44,19 +40,6 @@ from support.tiny_models import (
     tiny_qwen3_moe,
     tiny_starcoder2,
 )
-
-
-def assert_same_logits(folder: Path, model: Any, dense: dict[str, Tensor]) -> None:
-    parameters = dict(model.named_parameters())
-    with torch.inference_mode():
-        for stem, weight in dense.items():
-            parameter = parameter_of(parameters, stem)
-            parameter.copy_(weight[:, : parameter.shape[0]].T.float())
-        ids = torch.randint(3, VOCAB_SIZE, (1, 40), generator=torch.Generator().manual_seed(1))
-        expected = model(ids).logits[0]
-    logits = logits_of(folder, ids[0].tolist(), LoadOptions(exact=True))
-    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
-
 
 SMALL_EXPERTS = partial(tiny_qwen3_moe, moe_intermediate_size=64)
 EXL2_FAMILIES = [

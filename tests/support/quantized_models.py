@@ -8,9 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from exl_core.session.load import LoadOptions
+from support.paged import logits_of
 from support.quantized import (
     random_awq,
     random_compressed,
@@ -18,7 +21,7 @@ from support.quantized import (
     random_fp8,
     random_gptq,
 )
-from support.tiny_models import save, tiny_llama
+from support.tiny_models import VOCAB_SIZE, save, tiny_llama
 
 Pieces = dict[str, Tensor]
 
@@ -37,7 +40,8 @@ GPTQ_SETTINGS = {
     "quant_method": "gptq",
 }
 ROUTERS = (
-    *("mlp.gate.weight", "block_sparse_moe.gate.weight"),
+    *("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.gate.wg.weight"),
+    "block_sparse_moe.router.layer.weight",
     "mlp.shared_expert_gate.weight",
 )
 """Endings of the names of routers, which are never quantized."""
@@ -56,7 +60,7 @@ def quantize(
     tensors = load_file(folder / "model.safetensors")
     pieces: dict[str, Pieces] = {}
     for name, weight in list(tensors.items()):
-        is_plain = "embed" in name or name.endswith(ROUTERS)
+        is_plain = "embed" in name or name.endswith(ROUTERS) or not name.endswith(".weight")
         if weight.dim() == 2 and not is_plain:
             stem = name.removesuffix(".weight")
             pieces[stem] = make(weight.shape[1], weight.shape[0])
@@ -68,16 +72,45 @@ def quantize(
     return pieces
 
 
+def separate_experts(folder: Path) -> Path:
+    """Replaces Granite's stacked experts by a tensor for each matrix, which tools quantize."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if "_linear.weight" in name]:
+        layer, stack = name.partition(".block_sparse_moe.")[0], tensors.pop(name)
+        for index, matrix in enumerate(stack):
+            parts = matrix.chunk(2) if "input_linear" in name else (matrix,)
+            roles = ("gate", "up") if "input_linear" in name else ("down",)
+            for role, part in zip(roles, parts, strict=True):
+                tensors[f"{layer}.mlp.experts.{index}.{role}_proj.weight"] = part.clone()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def parameter_of(parameters: dict[str, Tensor], stem: str) -> Tensor:
     """The part of a parameter that is stored under `stem`. Experts are stacked in transformers."""
     expert = re.fullmatch(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)", stem)
     if expert is None:
         return parameters[f"{stem}.weight"]
     layer, index, part = expert.groups()
+    has_mlp = f"{layer}.mlp.experts.down_proj" in parameters
+    stacked = f"{layer}.{'mlp' if has_mlp else 'block_sparse_moe'}.experts"
     if part in ("down_proj", "w2"):
-        return parameters[f"{layer}.mlp.experts.down_proj"][int(index)]
-    halves = parameters[f"{layer}.mlp.experts.gate_up_proj"][int(index)].chunk(2)
+        return parameters[f"{stacked}.down_proj"][int(index)]
+    halves = parameters[f"{stacked}.gate_up_proj"][int(index)].chunk(2)
     return halves[0 if part in ("gate_proj", "w1") else 1]
+
+
+def assert_same_logits(folder: Path, model: Any, dense: dict[str, Tensor]) -> None:
+    """Checks the exact path against the model with the weights `dense`, [in, out] by stem."""
+    parameters = dict(model.named_parameters())
+    with torch.inference_mode():
+        for stem, weight in dense.items():
+            parameter = parameter_of(parameters, stem)
+            parameter.copy_(weight[:, : parameter.shape[0]].T.float())
+        ids = torch.randint(3, VOCAB_SIZE, (1, 40), generator=torch.Generator().manual_seed(1))
+        expected = model(ids).logits[0]
+    logits = logits_of(folder, ids[0].tolist(), LoadOptions(exact=True))
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 def exl2_pieces(in_features: int, out_features: int) -> Pieces:
