@@ -1,0 +1,119 @@
+"""Shares of the ranks in tensor parallelism: heads, MLP widths and vocabulary, from numbers alone.
+
+Every rank computes the same plan from the same `ModelConfig`. Shares may differ in size. Plain data
+without torch: which rows of a quantized matrix make up a share depends on its file
+(`parallel/slices.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from exl_core.arch.layers import Attention, Dense, FeedForward, HeadNorm, LayerSpec, MoE
+from exl_core.arch.spec import ModelConfig
+from exl_core.errors import RequestError, UnsupportedModelError
+
+UNIT = 32
+"""Widths are divided in units of a block of rows, and the vocabulary in units of a column panel,
+which every backend fills and multiplies without padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One of `count` processes that share a model. Rank 0 leads."""
+
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """Heads of one rank. Several ranks may have the same key-value head, but no query head."""
+
+    q: range
+    kv: range
+
+
+def share(size: int, rank: Rank, unit: int = UNIT) -> range:
+    """The rank's part of `size` rows, in whole units where there are as many units as ranks.
+
+    The parts of all ranks cover every row once, in order. RequestError if there are fewer rows than
+    ranks.
+    """
+    if size < rank.count:
+        raise RequestError(
+            "the model is too narrow for so many ranks",
+            expected=f"at most {size}",
+            got=f"--tensor-parallel {rank.count}",
+        )
+    while size // unit < rank.count:
+        unit //= 2
+    units = -(-size // unit)
+    first, last = (units * index // rank.count * unit for index in (rank.index, rank.index + 1))
+    return range(first, min(last, size))
+
+
+def head_share(spec: Attention, rank: Rank) -> HeadShare:
+    """The rank's heads: whole groups of a key-value head and its query heads.
+
+    With more ranks than key-value heads, several ranks have a copy of one and divide its query
+    heads. RequestError if a rank would have no query head.
+    """
+    group = spec.num_q_heads // spec.num_kv_heads
+    if rank.count <= spec.num_kv_heads:
+        first, last = (
+            spec.num_kv_heads * index // rank.count for index in (rank.index, rank.index + 1)
+        )
+        return HeadShare(range(first * group, last * group), range(first, last))
+    heads = [spec.num_kv_heads * index // rank.count for index in range(rank.count)]
+    own = heads[rank.index]
+    sharing = [index for index, head in enumerate(heads) if head == own]
+    if len(sharing) > group:
+        raise RequestError(
+            "the model has too few attention heads for so many ranks",
+            expected=f"at most {spec.num_q_heads} ranks",
+            got=f"--tensor-parallel {rank.count}",
+        )
+    place = sharing.index(rank.index)
+    first, last = (group * index // len(sharing) for index in (place, place + 1))
+    return HeadShare(range(own * group + first, own * group + last), range(own, own + 1))
+
+
+def share_config(config: ModelConfig, rank: Rank) -> ModelConfig:
+    """The numbers of the model that one rank computes: its own heads and widths in every layer.
+
+    Hidden size and vocabulary stay: every rank has whole states, and rank 0 gets whole logits.
+    RequestError if the model cannot be divided among so many ranks.
+    """
+    if rank.count < 2:
+        return config
+    share(config.vocab_size, rank)
+    return replace(config, layers=tuple(_layer(layer, rank) for layer in config.layers))
+
+
+def _layer(layer: LayerSpec, rank: Rank) -> LayerSpec:
+    spec = layer.attention
+    if spec.head_norm is HeadNorm.RMS_WHOLE:
+        raise UnsupportedModelError(
+            "tensor parallelism cannot divide a norm over all heads",
+            got=f"--tensor-parallel {rank.count}",
+            next_step="Leave the option out.",
+        )
+    heads = head_share(spec, rank)
+    mixer = replace(spec, num_q_heads=len(heads.q), num_kv_heads=len(heads.kv))
+    return replace(layer, mixer=mixer, feed_forward=_feed_forward(layer.feed_forward, rank))
+
+
+def _feed_forward(part: FeedForward, rank: Rank) -> FeedForward:
+    if isinstance(part, Dense):
+        return replace(part, intermediate_size=len(share(part.intermediate_size, rank)))
+    if isinstance(part, MoE):
+        shared = part.shared
+        if shared is not None:
+            width = len(share(shared.intermediate_size, rank))
+            shared = replace(shared, intermediate_size=width)
+        width = len(share(part.intermediate_size, rank))
+        return replace(part, intermediate_size=width, shared=shared)
+    raise UnsupportedModelError(
+        "tensor parallelism cannot divide this feed-forward part", got=type(part).__name__
+    )
