@@ -40,6 +40,7 @@ class RunningOptions(ModelOptions):
     held_memory: options.HeldMemory = None
     split: options.Split = "auto"
     cpu_layers: options.CpuLayers = None
+    tensor_parallel: options.TensorParallel = 1
     batch_invariant: options.BatchInvariant = False
     cache_type: options.CacheType = "fp16"
     lora: engine_options.Lora = None
@@ -84,6 +85,7 @@ class RunningOptions(ModelOptions):
                 held_bytes=held_bytes,
                 split=self.split,
                 cpu_layers=self.cpu_layers,
+                tensor_parallel=self.tensor_parallel,
                 batch_invariant=self.batch_invariant,
             ),
             ctx_size=self.ctx_size,

@@ -157,6 +157,18 @@ CpuLayers = Annotated[
         rich_help_panel=_RUNNING,
     ),
 ]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel",
+        metavar="N",
+        min=1,
+        max=64,
+        help="Divide every matrix among N processes, which compute each token together. On the CPU "
+        "only so far. --threads is the number of threads of all of them.",
+        rich_help_panel=_RUNNING,
+    ),
+]
 BatchInvariant = Annotated[
     bool,
     typer.Option(

@@ -73,6 +73,10 @@ class DeviceError(BackendError):
     exit_code = 5
 
 
+class RankError(BackendError):
+    """A process of a model that is divided among several has failed, which ends all of them."""
+
+
 class RequestError(ExlError):
     """The request cannot be served as written: an empty or too long prompt, an invalid value."""
 

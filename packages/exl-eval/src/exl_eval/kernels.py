@@ -125,6 +125,11 @@ def measure_kernels(
             next_step="Take --split none.",
         )
 
+    if model.num_ranks > 1:
+        raise RequestError(
+            "the ops of a pass are timed in one process", got=f"{model.num_ranks} ranks"
+        )
+
     def one(batch: int, rows: int, past_len: int) -> _Pass:
         return _Pass(loaded.config, options.kv_format, batch, rows, past_len)
 

@@ -22,6 +22,7 @@ from exl_core.errors import (
     ContextLengthError,
     ExlError,
     OutOfMemoryError,
+    RankError,
     RequestError,
     TemplateError,
     printable,
@@ -112,6 +113,8 @@ def api_error_of(error: ExlError) -> ApiError:
         return ApiError(503, str(error), kind="server_error", code="out_of_memory")
     if isinstance(error, TrialStoppedError):
         return ApiError(503, "the server is shutting down", kind="server_error")
+    if isinstance(error, RankError):
+        return ApiError(503, str(error), kind="server_error", code="rank_failed")
     return ApiError(500, str(error), kind="server_error")
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +34,14 @@ _DTYPES = {
     RowFormat.CODES4: torch.uint8,
 }
 _MIB = 1024 * 1024
+
+
+class PageMirror(Protocol):
+    """Is told about copies between pages, which other processes repeat in their part of a cache."""
+
+    def copied(self, copies: Sequence[PageCopy]) -> None: ...
+    def moved(self, moves: Sequence[tuple[int, int]]) -> None: ...
+    def transferred(self, to: KVStore, pages: Sequence[tuple[int, int]]) -> None: ...
 
 
 class KVStore:
@@ -64,6 +73,7 @@ class KVStore:
         self.kv_shapes = tuple(kv_shapes)
         self.num_pages = num_pages
         self.page_size = PAGE_SIZE
+        self.mirror: PageMirror | None = None
         self.bytes_per_token = kv_bytes_per_token(kv_shapes, kv_format)
         self.size_bytes = self.bytes_per_token * num_pages * PAGE_SIZE
         _check_fits(self, available_bytes)
@@ -100,6 +110,8 @@ class KVStore:
     @torch.inference_mode()  # the store may have been made in this mode
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Makes the copies in every layer, one after the other."""
+        if self.mirror is not None:
+            self.mirror.copied(copies)
         for copy in copies:
             self._check_pages(copy.source, copy.target)
             if not 0 <= copy.length <= self.page_size:
@@ -120,6 +132,8 @@ class KVStore:
         self._check_pages(*sources, *targets)
         if len(set(targets)) < len(targets):
             raise ValueError(f"move_pages: two moves to one page ({moves})")
+        if self.mirror is not None:
+            self.mirror.moved(moves)
         ids = {
             where: (torch.tensor(sources, device=where), torch.tensor(targets, device=where))
             for where in dict.fromkeys(self.devices)
@@ -127,6 +141,18 @@ class KVStore:
         for pages in self._bytes:
             from_ids, to_ids = ids[pages.device]
             pages.index_copy_(0, to_ids, pages.index_select(0, from_ids))
+
+    @torch.inference_mode()
+    def transfer_pages(self, to: KVStore, pages: Sequence[tuple[int, int]]) -> None:
+        """Copies whole pages, given as (source, target), to another store of the same format and
+        shapes, or to other pages of this one."""
+        if self.mirror is not None and pages:
+            self.mirror.transferred(to, pages)
+        for source, target in pages:
+            self._check_pages(source)
+            to._check_pages(target)
+            for ours, theirs in zip(self._bytes, to._bytes, strict=True):
+                theirs[target] = ours[source]
 
     def _pages(self, rows: RowFormat, shape: KVShape, where: torch.device) -> Tensor:
         dtype = _DTYPES[rows]

@@ -93,6 +93,12 @@ def load_adapter(path: str | Path, model: Transformer) -> LoraAdapter:
 
     Its strength is set per use (`AdapterUse`).
     """
+    if model.num_ranks > 1:
+        raise RequestError(
+            "adapters need a model that is not divided among ranks",
+            where=path,
+            got=f"--tensor-parallel {model.num_ranks}",
+        )
     directory = Path(path)
     config = read_adapter_config(directory)
     file = AdapterFile(directory, config, model.config)

@@ -20,8 +20,8 @@ from torch.nn.functional import softplus
 from exl_core.arch.layers import XIELU_BETA, Dense, HeadNorm, LayerSpec, MoE, NormKind
 from exl_core.arch.modules import ModuleRow, ModuleTable, expert_matrices, module_table
 from exl_core.arch.spec import ModelConfig
-from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.source import Progress
+from exl_core.formats.tensors import WeightTensors
 from exl_core.model.layers.mlp import GATES
 from exl_core.model.packer import Packer
 from exl_core.model.stage import StageTable
@@ -42,7 +42,7 @@ from exl_core.ops.table import OpTable
 
 def build_weights(
     config: ModelConfig,
-    checkpoint: Checkpoint,
+    checkpoint: WeightTensors,
     ops: OpTable,
     *,
     threads: int,
@@ -98,7 +98,7 @@ def _summed(progress: Progress, count: int) -> list[Progress]:
 
 def stream_weights(
     config: ModelConfig,
-    checkpoint: Checkpoint,
+    checkpoint: WeightTensors,
     ops: OpTable,
     *,
     threads: int,
@@ -127,7 +127,7 @@ class _StreamedBlocks(Sequence[BlockWeights]):
     def __init__(
         self,
         config: ModelConfig,
-        checkpoint: Checkpoint,
+        checkpoint: WeightTensors,
         ops: OpTable,
         threads: int,
         held_bytes: int,

@@ -197,10 +197,7 @@ class Context:
     def _copy_pages(self, other: Context, sources: range, targets: range) -> None:
         if (other is self and sources == targets) or not sources:
             return
-        for layer in self.store.cached_layers:
-            source, target = self.store.layer(layer), other.store.layer(layer)
-            for ours, theirs in ((source.keys, target.keys), (source.values, target.values)):
-                theirs[targets.start : targets.stop] = ours[sources.start : sources.stop]
+        self.store.transfer_pages(other.store, list(zip(sources, targets, strict=True)))
 
     def _pages(self, row: int, length: int) -> range:
         """Pages that hold the first `length` tokens of a row."""

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from exl_core.arch.modules import ModuleRow
 from exl_core.errors import BackendError
-from exl_core.formats.checkpoint import Checkpoint, row_ranges
+from exl_core.formats.checkpoint import row_ranges
 from exl_core.formats.codecs.runtime import RuntimeMatrix
 from exl_core.formats.containers.source import Progress
 from exl_core.formats.locate import share
+from exl_core.formats.tensors import WeightTensors
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import PackedExperts
 from exl_core.ops.table import OpTable
@@ -42,7 +43,7 @@ class Packer:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, ops: OpTable, threads: int, progress: Progress | None
+        self, checkpoint: WeightTensors, ops: OpTable, threads: int, progress: Progress | None
     ) -> None:
         self._checkpoint = checkpoint
         self._ops = ops

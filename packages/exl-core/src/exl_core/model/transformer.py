@@ -122,8 +122,12 @@ class Transformer:
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
         """Input of the first block for token_ids int64 [n]: float32 [n, hidden_size]."""
-        ops = self.embedding_ops
-        return self._scaled(ops.embedding(token_ids.to(ops.device), self._weights.embed))
+        return self._scaled(self._token_vectors(token_ids))
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that the model is divided among, each with a part of every matrix."""
+        return 1
 
     @property
     def _weights(self) -> ModelWeights:
@@ -202,9 +206,18 @@ class Transformer:
             x *= self.config.embed_factor
         return x
 
+    def _token_vectors(self, token_ids: Tensor) -> Tensor:
+        """Rows of the embedding matrix, float32 [n, hidden]."""
+        ops = self.embedding_ops
+        return ops.embedding(token_ids.to(ops.device), self._weights.embed)
+
+    def _read_head(self, x: Tensor, norm: Norm | None, out: Tensor | None) -> Tensor:
+        """Logits [n, vocab] of norm(x), states [n, hidden]; in `out` if it is given."""
+        return read_linear(self.ops, x, norm, self._weights.head, out)
+
     def _embedding(self, batch: Batch) -> Tensor:
         ops = self.embedding_ops
-        x = ops.embedding(batch.token_ids.to(ops.device), self._weights.embed)  # [R, hidden]
+        x = self._token_vectors(batch.token_ids)  # [R, hidden]
         if batch.adapters:
             adapt_embedding_(x, batch, ops)
         x = self._scaled(x)
@@ -220,16 +233,17 @@ class Transformer:
         return x
 
     def _logits(self, x: Tensor, batch: Batch, observe: Observer | None) -> Tensor:
-        config, weights, ops = self.config, self._weights, self.ops
+        config = self.config
+        norm: Norm | None = self._weights.final_norm
         if observe is not None:
-            x = normed(ops, x, weights.final_norm)
+            x = normed(self.ops, x, self._weights.final_norm)
             x = checked_states(HEAD, observe.before(HEAD, x), x)
-            logits = self._adapted_logits(x, None, batch)
-        elif batch.adapters:
-            logits = self._adapted_logits(x, weights.final_norm, batch)
+            norm = None
+        if batch.adapters:
+            logits = self._adapted_logits(x, norm, batch)
         else:
             out = None if batch.logits is None else batch.logits[: len(x)]
-            logits = read_linear(ops, x, weights.final_norm, weights.head, out)
+            logits = self._read_head(x, norm, out)
         if config.final_softcap is not None:
             logits = torch.tanh(logits / config.final_softcap) * config.final_softcap
         if observe is not None:

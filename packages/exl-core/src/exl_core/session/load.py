@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 from exl_core.arch.checks import check_config
 from exl_core.arch.experts import with_experts_per_token
@@ -19,7 +19,6 @@ from exl_core.cache.memory import free_memory_bytes
 from exl_core.errors import RequestError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.source import Progress
-from exl_core.model.sample_text import SAMPLE_TEXT
 from exl_core.model.transformer import Transformer
 from exl_core.ops.backends.cuda.device import check_head_dims, parse_device
 from exl_core.ops.open import get_table
@@ -27,6 +26,7 @@ from exl_core.ops.table import OpTable
 from exl_core.prompt.template import ChatTemplate
 from exl_core.session.open import ModelFiles, open_model
 from exl_core.session.placement import DeviceMemory, device_memory
+from exl_core.session.ranks import check_ranks, load_leader, threads_of_rank
 from exl_core.session.request_fields import check_argument
 from exl_core.session.resolve import resolve_model
 from exl_core.session.split import Split, StagePlan, layer_sizes, parse_split, plan_split
@@ -78,6 +78,8 @@ class LoadOptions:
     for each device (`cpu=8,cuda:0=24`)."""
     cpu_layers: int | None = None
     """Layers on the CPU, from the first one on; None: as many as the GPUs cannot hold."""
+    tensor_parallel: int = 1
+    """Processes that the model is divided among, each with a part of every matrix. On the CPU."""
     cache_tokens: int | None = None
     """Tokens of cache that a split leaves memory for; None: one default context."""
     kv_format: KVFormat = KVFormat.FP16
@@ -104,9 +106,20 @@ class LoadFields(TypedDict, total=False):
     held_bytes: int | None
     split: str
     cpu_layers: int | None
+    tensor_parallel: int
     cache_tokens: int | None
     kv_format: KVFormat
     reserved_bytes: int
+
+
+def fields_of(options: LoadOptions, threads: int) -> dict[str, object]:
+    """The options with so many threads, as JSON for another process."""
+    return {**asdict(options), "threads": threads, "kv_format": options.kv_format.value}
+
+
+def options_of(fields: Mapping[str, Any]) -> LoadOptions:
+    """Inverse of `fields_of`."""
+    return LoadOptions(**{**fields, "kv_format": KVFormat(fields["kv_format"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +146,7 @@ class LoadedModel:
         return f"{self.name} ({self.changes})" if self.changes else self.name
 
     def unload(self) -> None:
-        """Frees the weights (`Transformer.unload`)."""
+        """Frees the weights (`Transformer.unload`), and ends the other ranks' processes."""
         self.model.unload()
 
 
@@ -153,9 +166,10 @@ def load_model(
     options = _checked_options(options, changes)
     split = parse_split(options.split)
     settings = read_settings()
-    threads = options.threads or settings.threads
     device = resolve_device(options.device, is_exact=options.exact)
     device = split.stages[-1][0] if split.stages else device
+    check_ranks(options, device)
+    threads = threads_of_rank(options, settings)
     path = None if isinstance(model, ModelFiles) else resolve_model(model)
 
     def make_table(name: str) -> OpTable:
@@ -174,16 +188,15 @@ def load_model(
     plan = _plan(options, split, config, checkpoint, ops)
     on_host = options.embeddings_on == "cpu"
     loading = Loading(config, checkpoint, files.path, threads, progress, on_host)
-    if plan:
-        names = dict.fromkeys(stage.device for stage in plan)
-        own = str(ops.device) if opening is not None else device
-        tables = {name: ops if name == own else make_table(name) for name in names}
-        weights, stages = loading.split(plan, tables)
-        ops = stages[-1].ops
+    transformer: Transformer
+    if options.tensor_parallel > 1:
+        transformer = load_leader(loading, checkpoint, ops, files, fields_of(options, threads))
     else:
-        weights, stages = loading.whole(ops, options.held_bytes), ()
-    sample_ids = tuple(files.tokenizer.encode(SAMPLE_TEXT, add_bos=False))
-    transformer = Transformer(config, weights, ops, sample_ids, split=stages)
+        own = str(ops.device) if opening is not None else device
+        names = dict.fromkeys(stage.device for stage in plan)
+        tables = {name: ops if name == own else make_table(name) for name in names}
+        weights, stages, last = loading.read(plan, tables, ops, options.held_bytes)
+        transformer = Transformer(config, weights, last, files.sample_ids, split=stages)
     return LoadedModel(
         name=files.name,
         path=files.path,

@@ -18,6 +18,7 @@ from exl_core.arch.spec import ModelConfig
 from exl_core.formats.containers.gguf import GgufSource, rope_factors
 from exl_core.formats.containers.safetensors import SafetensorsSource
 from exl_core.formats.containers.source import TensorSource
+from exl_core.model.sample_text import SAMPLE_TEXT
 from exl_core.prompt.detect import load_template
 from exl_core.prompt.template import ChatTemplate
 from exl_core.session.resolve import resolve_model
@@ -71,6 +72,11 @@ class ModelFiles:
         tokenizer = load_tokenizer(self.path, gguf_fields(self.source))
         check_vocab(tokenizer, self.config.vocab_size, self.path)
         return tokenizer
+
+    @cached_property
+    def sample_ids(self) -> tuple[int, ...]:
+        """Token ids of the text on which key smoothing is measured."""
+        return tuple(self.tokenizer.encode(SAMPLE_TEXT, add_bos=False))
 
     @cached_property
     def template(self) -> ChatTemplate | None:

@@ -12,8 +12,8 @@ from exl_core.arch.modules import module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import free_memory_bytes
 from exl_core.errors import OutOfMemoryError, RequestError
-from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.source import Progress
+from exl_core.formats.tensors import WeightTensors
 from exl_core.model.build import build_weights, stream_weights
 from exl_core.model.stage import StageTable
 from exl_core.model.weights import ModelWeights
@@ -27,12 +27,26 @@ class Loading:
     """Reads the weights of a checkpoint to their devices."""
 
     config: ModelConfig
-    checkpoint: Checkpoint
+    checkpoint: WeightTensors
     path: Path
     threads: int
     progress: Progress | None
     embed_on_host: bool = False
     """The embedding stays in memory of the host, which a GPU reads from."""
+
+    def read(
+        self,
+        plan: Sequence[StagePlan],
+        tables: Mapping[str, OpTable],
+        ops: OpTable,
+        held: int | None,
+    ) -> tuple[ModelWeights, tuple[StageTable, ...], OpTable]:
+        """Weights, stages and the table of the last stage: `split` if there is a plan, or else
+        `whole`, which has no stages."""
+        if not plan:
+            return self.whole(ops, held), (), ops
+        weights, stages = self.split(plan, tables)
+        return weights, stages, stages[-1].ops
 
     def whole(self, ops: OpTable, held: int | None) -> ModelWeights:
         """Weights on one device, of which at most `held` bytes stay in memory (None: all)."""

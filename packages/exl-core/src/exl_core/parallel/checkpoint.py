@@ -1,0 +1,190 @@
+"""The tensors of one rank of tensor parallelism, cut out of a checkpoint while they are read.
+
+Columns are divided of q, k and v (by heads), gate and up, embedding and head (by tokens). Rows are
+divided of the last matrix of attention and of the MLPs, whose products are summed over the ranks.
+Everything else is whole on every rank: norms, routers. Experts are divided like any MLP.
+
+Gate and up follow the rows of their `down` matrix. With act-order these are scattered features, so
+that no input is exchanged between the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from exl_core.arch.layers import Attention
+from exl_core.arch.modules import Kind, ModuleRow, Shard, module_table
+from exl_core.arch.spec import ModelConfig
+from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.codecs.runtime import RuntimeMatrix
+from exl_core.formats.containers.source import StoredTensor
+from exl_core.ops.weights import DenseLayout, WeightLayout
+from exl_core.parallel.plan import Rank, head_share, share
+from exl_core.parallel.slices import SlicedMatrix, deal, slice_rows
+
+_DOWN = {
+    "gate": "down",
+    "up": "down",
+    "expert_gate": "expert_down",
+    "expert_up": "expert_down",
+    "shared_gate": "shared_down",
+    "shared_up": "shared_down",
+}
+"""Matrices whose columns are the input features of another one."""
+
+
+class ShardedCheckpoint:
+    """`WeightTensors` of one rank. `config` are the numbers of the whole model."""
+
+    def __init__(self, whole: Checkpoint, config: ModelConfig, rank: Rank) -> None:
+        self._whole = whole
+        self._config = config
+        self._rank = rank
+        self._dealt: dict[str, Tensor] = {}
+        self._lock = Lock()
+        self.stored: dict[str, StoredTensor] = {
+            name: _resized(tensor, self._shape(whole.rows[name]))
+            for name, tensor in whole.stored.items()
+        }
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the files of the rank's parts of all tensors."""
+        return sum(tensor.size_bytes for tensor in self.stored.values())
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that the rank's weights will take in memory."""
+        return sum(self.packed_bytes_of(row) for row in self._whole.rows.values())
+
+    @property
+    def bytes_at_once(self) -> int:
+        """The same: no rank streams its weights."""
+        return self.packed_bytes
+
+    def packed_bytes_of(self, row: ModuleRow) -> int:
+        """Bytes that the rank's part of a tensor will take in memory."""
+        if row.is_matrix:
+            return self.layout(row.name).size_bytes
+        return self.stored[row.name].num_values * self._whole.dtype(row.name).itemsize
+
+    def layout(self, name: str) -> WeightLayout:
+        """Run-time layout of the rank's part, from headers and group tables only.
+
+        The opened matrix may have other rows of each group.
+        """
+        row, layout = self._whole.rows[name], self._whole.layout(name)
+        out_features, in_features = self._shape(row)
+        if row.shard is Shard.IN_FEATURES:
+            layout = slice_rows(layout, torch.arange(in_features)).layout
+        has_bias = layout.has_bias and self._adds_bias(row)
+        return replace(layout, out_features=out_features, has_bias=has_bias)
+
+    def bias_of(self, name: str) -> str | None:
+        """Name of the bias that this rank adds; None if there is none."""
+        return self._whole.bias_of(name) if self._adds_bias(self._whole.rows[name]) else None
+
+    def matrix(self, name: str) -> RuntimeMatrix:
+        """The rank's part of a matrix in its run-time form."""
+        row, matrix = self._whole.rows[name], self._whole.matrix(name)
+        match row.shard:
+            case Shard.OUT_FEATURES:
+                return SlicedMatrix(matrix, columns=self._columns(row))
+            case Shard.IN_FEATURES:
+                features = self._features(row, matrix)
+                return SlicedMatrix(matrix, features=features, has_bias=self._adds_bias(row))
+        return matrix
+
+    def vector(self, name: str) -> Tensor:
+        """A bias of a norm, float32 [rows]."""
+        return self._whole.vector(name)
+
+    def norm(self, name: str) -> Tensor:
+        """Factors of a norm, float32; of a norm with factors for each head, those of the rank's."""
+        row, weight = self._whole.rows[name], self._whole.norm(name)
+        if row.kind is not Kind.NORM or not row.num_heads:
+            return weight
+        spec = self._attention(row)
+        heads = head_share(spec, self._rank)
+        return weight[_of_heads(heads.q if row.role == "q_norm" else heads.kv, spec)]
+
+    def release(self, name: str, rows: slice | None = None) -> None:
+        """Releases the process's memory for a tensor's part of the file, after reading. Ranges of
+        rows are kept until the whole tensor is released, as other slices may share their pages."""
+        if rows is None:
+            self._whole.release(name)
+
+    def _adds_bias(self, row: ModuleRow) -> bool:
+        """A bias after a sum over the ranks is added by one of them."""
+        return row.shard is not Shard.IN_FEATURES or self._rank.index == 0
+
+    def _attention(self, row: ModuleRow) -> Attention:
+        assert row.layer is not None, "attention belongs to a layer"
+        return self._config.layers[row.layer].attention
+
+    def _shape(self, row: ModuleRow) -> tuple[int, ...]:
+        """Shape of the rank's part of a tensor."""
+        if row.role in ("q", "k", "v", "output"):
+            spec = self._attention(row)
+            heads = head_share(spec, self._rank)
+            width = len(heads.kv if row.role in ("k", "v") else heads.q) * spec.head_dim
+        elif row.shard is not None:
+            width = len(share(row.shape[1 if row.shard is Shard.IN_FEATURES else 0], self._rank))
+        match row.shard:
+            case Shard.OUT_FEATURES:
+                return (width, *row.shape[1:])
+            case Shard.IN_FEATURES:
+                return (row.shape[0], width)
+        return row.shape
+
+    def _columns(self, row: ModuleRow) -> Tensor:
+        """The rank's columns of a matrix, int64, ascending."""
+        if row.role in _DOWN:
+            table = module_table(self._config)
+            assert row.layer is not None, "an MLP belongs to a layer"
+            rows = (
+                table.layers[row.layer]
+                if row.expert is None
+                else table.experts[row.layer][row.expert]
+            )
+            return self._features(rows[_DOWN[row.role]])
+        if row.role in ("q", "k", "v"):
+            spec = self._attention(row)
+            heads = head_share(spec, self._rank)
+            return _of_heads(heads.q if row.role == "q" else heads.kv, spec)
+        return _indices(share(row.shape[0], self._rank))
+
+    def _features(self, row: ModuleRow, matrix: RuntimeMatrix | None = None) -> Tensor:
+        """The rank's input features of a matrix whose products are summed, int64, ascending."""
+        if row.role == "output":
+            spec = self._attention(row)
+            return _of_heads(head_share(spec, self._rank).q, spec)
+        with self._lock:
+            if row.name not in self._dealt:
+                layout = self._whole.layout(row.name) if matrix is None else matrix.layout
+                if matrix is None and not isinstance(layout, DenseLayout):
+                    layout = self._whole.matrix(row.name).layout  # has the order of the rows
+                ranks = (Rank(index, self._rank.count) for index in range(self._rank.count))
+                shares = [len(share(row.shape[1], rank)) for rank in ranks]
+                self._dealt[row.name] = deal(layout, shares)[self._rank.index]
+            return self._dealt[row.name]
+
+
+def _indices(part: range) -> Tensor:
+    return torch.arange(part.start, part.stop)
+
+
+def _of_heads(heads: range, spec: Attention) -> Tensor:
+    """Rows of consecutive heads."""
+    return torch.arange(heads.start * spec.head_dim, heads.stop * spec.head_dim)
+
+
+def _resized(tensor: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
+    """A part of a tensor with this shape, as far as its size matters."""
+    part = replace(tensor, shape=shape)
+    size = tensor.size_bytes * part.num_values // max(1, tensor.num_values)
+    return replace(part, size_bytes=size)

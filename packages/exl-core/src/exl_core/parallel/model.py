@@ -1,0 +1,133 @@
+"""The forward pass of one rank: its part of every matrix, and sums over the ranks in between.
+
+After the last matrix of attention and of each MLP, the ranks' partial products are summed and added
+to the states, so every rank has the same whole states, to the bit. The embedding and the head are
+divided by tokens: rank 0 gets whole logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from exl_core.arch.spec import ModelConfig
+from exl_core.model.layers.residual import read_linear
+from exl_core.model.layers.steps import with_ops
+from exl_core.model.transformer import Transformer
+from exl_core.model.weights import BlockWeights, MlpWeights, ModelWeights, MoeWeights
+from exl_core.ops.checks import check_range
+from exl_core.ops.elementwise import Norm
+from exl_core.ops.linear import Inputs, PackedLinear
+from exl_core.ops.moe import ExpertMlp, Routed
+from exl_core.ops.table import LayerOps, OpTable
+from exl_core.ops.wrapped import WrappedOps
+from exl_core.parallel.exchange import Exchange
+from exl_core.parallel.plan import Rank, share
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartialLinear:
+    """A row slice of a matrix: the products of all ranks are summed."""
+
+    part: PackedLinear
+
+    @property
+    def out_features(self) -> int:
+        return self.part.out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.part.in_features
+
+    @property
+    def size_bytes(self) -> int:
+        return self.part.size_bytes
+
+
+class SummingOps(WrappedOps):
+    """Ops of a layer, with products of `PartialLinear` and of experts summed over the ranks."""
+
+    def __init__(self, inner: LayerOps, exchange: Exchange) -> None:
+        super().__init__(inner)
+        self._exchange = exchange
+
+    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
+        if isinstance(w, PartialLinear):
+            return self._exchange.sum(self.inner.linear(x, w.part))
+        return self.inner.linear(x, w)
+
+    def inputs_for(self, w: PackedLinear, plain: Tensor) -> Inputs:
+        return self.inner.inputs_for(w.part if isinstance(w, PartialLinear) else w, plain)
+
+    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> Tensor:
+        if not isinstance(w, PartialLinear):
+            return self.inner.linear_add_(x, w, residual)
+        product = self.inner.linear_add_(x, w.part, torch.zeros_like(residual))
+        return self.inner.add_(residual, self._exchange.sum(product))
+
+    def expert_mlp(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
+        return self._exchange.sum(self.inner.expert_mlp(x, routed, experts))
+
+
+class RankTransformer(Transformer):
+    """One rank's part of a model. All ranks run the same passes at the same time."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        ops: OpTable,
+        exchange: Exchange,
+        sample_ids: tuple[int, ...] = (),
+    ) -> None:
+        """`config`: the numbers of the rank (`share_config`)."""
+        super().__init__(config, _with_partial(weights), ops, sample_ids)
+        self._exchange = exchange
+        self._steps = with_ops(self._steps, self._summing)
+        count = exchange.rank.count
+        self._tokens = [share(config.vocab_size, Rank(rank, count)) for rank in range(count)]
+
+    @property
+    def num_ranks(self) -> int:
+        return self._exchange.rank.count
+
+    def _summing(self, ops: LayerOps, _: int, __: BlockWeights) -> LayerOps:
+        return SummingOps(ops, self._exchange)
+
+    def _token_vectors(self, token_ids: Tensor) -> Tensor:
+        check_range("embedding", "token_ids", token_ids, self.config.vocab_size)
+        own = self._tokens[self._exchange.rank.index]
+        is_own = (token_ids >= own.start) & (token_ids < own.stop)
+        ids = torch.where(is_own, token_ids - own.start, 0)
+        part = self.ops.embedding(ids, self._weights.embed)
+        part[~is_own] = 0.0
+        return self._exchange.sum(part)
+
+    def _read_head(self, x: Tensor, norm: Norm | None, out: Tensor | None) -> Tensor:
+        part = read_linear(self.ops, x, norm, self._weights.head)
+        parts = self._exchange.gather(part, [len(tokens) for tokens in self._tokens])
+        if len(parts) == 1 or out is None:
+            return torch.cat(list(parts), -1)
+        return torch.cat(list(parts), -1, out=out)
+
+
+def _with_partial(weights: ModelWeights) -> ModelWeights:
+    """The weights, with the matrices marked whose products are summed over the ranks."""
+    blocks = []
+    for block in weights.blocks:
+        attention = replace(block.attention, output=PartialLinear(block.attention.output))
+        mlp: MlpWeights | MoeWeights
+        if isinstance(block.mlp, MoeWeights):
+            shared = block.mlp.shared
+            mlp = replace(block.mlp, shared=None if shared is None else _partial_mlp(shared))
+        else:
+            mlp = _partial_mlp(block.mlp)
+        blocks.append(replace(block, attention=attention, mlp=mlp))
+    return replace(weights, blocks=tuple(blocks))
+
+
+def _partial_mlp(mlp: MlpWeights) -> MlpWeights:
+    return replace(mlp, down=cast(PackedLinear, PartialLinear(mlp.down)))

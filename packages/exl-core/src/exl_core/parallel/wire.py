@@ -1,0 +1,221 @@
+"""Messages from rank 0 to the other ranks: fixed layouts of plain numbers, never pickles.
+
+A message is a header of 16 int32 and a payload. The header names the operation and all lengths, so
+that a receiver checks the size of the payload before it reads it. Sequence numbers are consecutive:
+a gap means that a rank missed a pass, after which its cache would be wrong.
+
+    PASS   one forward pass: the tensors of a `Batch`
+    EMBED  the embedding of token ids: int64 [rows]
+    STORE  a cache of `pages` pages in a format
+    DROP   the cache is not used any more
+    COPY   positions from page to page: int64 [rows, 3] of source, target, length
+    MOVE   pages to other places: int64 [rows, 2] of source, target
+    GIVE   pages to the cache `target_store`: int64 [rows, 2] of source, target
+    JOIN   all ranks are loaded and meet now
+    END    the rank leaves
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exl_core.cache.format import KVFormat
+from exl_core.errors import RankError
+from exl_core.model.batch import Batch, EmbeddedRows
+
+VERSION = 1
+MESSAGE_LIMIT_BYTES = 1 << 30
+_HEADER = struct.Struct("<16i")
+_FORMATS = tuple(KVFormat)
+
+
+class Operation(IntEnum):
+    PASS = 1
+    EMBED = 2
+    STORE = 3
+    DROP = 4
+    COPY = 5
+    MOVE = 6
+    JOIN = 7
+    END = 8
+    GIVE = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Numbers of a message; 0 where the operation has no use for one."""
+
+    operation: int
+    sequence: int = 0
+    store: int = 0
+    kv_format: int = 0
+    pages: int = 0
+    """Pages of a cache, or columns of the page table of a pass."""
+    rows: int = 0
+    sequences: int = 0
+    logit_rows: int = 0
+    embedded_rows: int = 0
+    hidden_size: int = 0
+    target_store: int = 0
+
+
+class Message(NamedTuple):
+    header: Header
+    payload: bytes
+
+    def packed(self, sequence: int) -> bytes:
+        """The bytes to send as message number `sequence`."""
+        values = [getattr(self.header, field.name) for field in fields(Header)]
+        values[1] = sequence
+        numbers = [VERSION, len(self.payload), *values]
+        return _HEADER.pack(*numbers, *[0] * (16 - len(numbers))) + self.payload
+
+
+def unpacked(data: bytes, sequence: int) -> Message:
+    """The message in these bytes, which must be number `sequence`. RankError for anything else."""
+    if len(data) < _HEADER.size:
+        raise RankError("a message is too short", expected=_HEADER.size, got=len(data))
+    version, size, *values = _HEADER.unpack_from(data)
+    header = Header(*values[: len(fields(Header))])
+    if version != VERSION or header.operation not in list(Operation):
+        raise RankError("not a message", got=f"version {version}, operation {header.operation}")
+    if header.sequence != sequence:
+        raise RankError("a message is missing", expected=sequence, got=header.sequence)
+    expected = _payload_bytes(header)
+    if not size == expected == len(data) - _HEADER.size or min(values) < 0:
+        got = f"{size} bytes declared, {len(data) - _HEADER.size} there"
+        raise RankError("a message has the wrong size", expected=expected, got=got)
+    if header.kv_format >= len(_FORMATS):
+        raise RankError("a message names no cache format", got=header.kv_format)
+    return Message(header, data[_HEADER.size :])
+
+
+def _payload_bytes(header: Header) -> int:
+    match header.operation:
+        case Operation.PASS:
+            wide = 3 * header.rows + header.logit_rows + header.embedded_rows
+            narrow = 2 * header.sequences + 1 + header.sequences * header.pages
+            return 8 * wide + 4 * (narrow + header.embedded_rows * header.hidden_size)
+        case Operation.EMBED:
+            return 8 * header.rows
+        case Operation.COPY:
+            return 8 * 3 * header.rows
+        case Operation.MOVE | Operation.GIVE:
+            return 8 * 2 * header.rows
+    return 0
+
+
+def pass_message(store: int, batch: Batch) -> Message:
+    """One forward pass over `batch` with the cache number `store`."""
+    assert not batch.adapters, "adapters are refused when they are loaded"
+    parts = [
+        *(batch.token_ids, batch.positions, batch.slots, batch.logit_rows),
+        *(batch.row_starts, batch.past_lens, batch.page_table),
+    ]
+    embedded_rows = hidden_size = 0
+    if batch.embedded is not None:
+        embedded_rows, hidden_size = batch.embedded.vectors.shape
+        parts.insert(4, batch.embedded.rows)
+        parts.append(batch.embedded.vectors.float())
+    sequences, pages = batch.page_table.shape
+    header = Header(
+        Operation.PASS,
+        store=store,
+        pages=pages,
+        rows=len(batch.token_ids),
+        sequences=sequences,
+        logit_rows=len(batch.logit_rows),
+        embedded_rows=embedded_rows,
+        hidden_size=hidden_size,
+    )
+    return Message(header, b"".join(_bytes(part) for part in parts))
+
+
+def batch_of(message: Message) -> Batch:
+    """The batch of a PASS message."""
+    header, reader = message.header, _Reader(message.payload)
+    token_ids, positions, slots = (reader.wide(header.rows) for _ in range(3))
+    logit_rows = reader.wide(header.logit_rows)
+    embedded_ids = reader.wide(header.embedded_rows)
+    batch = Batch(
+        token_ids=token_ids,
+        positions=positions,
+        slots=slots,
+        logit_rows=logit_rows,
+        row_starts=reader.narrow(header.sequences + 1),
+        past_lens=reader.narrow(header.sequences),
+        page_table=reader.narrow(header.sequences * header.pages).view(header.sequences, -1),
+        embedded=EmbeddedRows(
+            embedded_ids,
+            reader.floats(header.embedded_rows * header.hidden_size).view(
+                header.embedded_rows, header.hidden_size
+            ),
+        )
+        if header.embedded_rows
+        else None,
+    )
+    reader.check_end()
+    return batch
+
+
+def numbers_message(
+    operation: Operation, numbers: Tensor, store: int = 0, target_store: int = 0
+) -> Message:
+    """EMBED, COPY, MOVE or GIVE with these numbers, int64, one row for each item."""
+    header = Header(operation, store=store, rows=len(numbers), target_store=target_store)
+    return Message(header, _bytes(numbers))
+
+
+def numbers_of(message: Message) -> Tensor:
+    """Numbers of such a message: int64 [rows], or [rows, n]."""
+    numbers = torch.frombuffer(bytearray(message.payload), dtype=torch.int64)
+    if message.header.operation == Operation.EMBED:
+        return numbers
+    return numbers.view(message.header.rows, -1)
+
+
+def store_message(store: int, kv_format: KVFormat, num_pages: int) -> Message:
+    """A new cache of number `store`."""
+    index = _FORMATS.index(kv_format)
+    return Message(Header(Operation.STORE, store=store, kv_format=index, pages=num_pages), b"")
+
+
+def format_of(message: Message) -> KVFormat:
+    """Format of a STORE message's cache."""
+    return _FORMATS[message.header.kv_format]
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().numpy().tobytes()
+
+
+class _Reader:
+    """Takes tensors off the front of a payload."""
+
+    def __init__(self, payload: bytes) -> None:
+        self._payload = bytearray(payload)
+        self._at = 0
+
+    def wide(self, count: int) -> Tensor:
+        return self._take(count, np.int64)
+
+    def narrow(self, count: int) -> Tensor:
+        return self._take(count, np.int32)
+
+    def floats(self, count: int) -> Tensor:
+        return self._take(count, np.float32)
+
+    def check_end(self) -> None:
+        assert self._at == len(self._payload), "the header's lengths were checked"
+
+    def _take(self, count: int, dtype: type[np.generic]) -> Tensor:
+        found = np.frombuffer(self._payload, dtype, count, self._at)
+        self._at += found.nbytes
+        return torch.from_numpy(found.copy())

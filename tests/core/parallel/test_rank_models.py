@@ -1,0 +1,122 @@
+"""Models divided among ranks: the logits of one process, for every family and codec.
+
+The ranks are threads; `test_rank_processes.py` has processes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from exl_core.arch.layers import Attention
+from exl_core.cache.format import KVFormat
+from exl_core.errors import RequestError, UnsupportedModelError
+from exl_core.parallel.plan import Rank, head_share
+from exl_core.session.load import LoadOptions
+from support import tiny_models as tiny
+from support.families import FAMILIES, save_family
+from support.gguf_models import write_gguf
+from support.quantized_models import METHODS, quantized_llama
+from support.thread_ranks import logits_on_one, logits_on_ranks, mean_kl
+
+EXPERTS = {
+    "qwen3-moe": tiny.tiny_qwen3_moe,
+    "qwen2-moe": tiny.tiny_qwen2_moe,
+    "glm4-moe": tiny.tiny_glm4_moe,
+    "granite-moe": tiny.tiny_granite_moe,
+    "mixtral": tiny.tiny_mixtral,
+    "gemma4-moe": tiny.tiny_gemma4_moe,
+    "qwen3-vl-moe": tiny.tiny_qwen3_vl_moe,
+    "dbrx": tiny.tiny_dbrx,
+}
+WHOLE_NORMS = ("olmo2", "olmo3")
+EXACT = LoadOptions(device="cpu", exact=True)
+FAST = LoadOptions(device="cpu")
+
+
+def save_model(name: str, folder: Path) -> Path:
+    if name in EXPERTS:
+        return tiny.save(EXPERTS[name](), folder)
+    return save_family(name, FAMILIES[name](), folder)
+
+
+@pytest.mark.parametrize("name", [*(n for n in FAMILIES if n not in WHOLE_NORMS), *EXPERTS])
+def test_every_family_has_the_logits_of_one_process(name: str, tmp_path: Path) -> None:
+    """Three ranks share two key-value heads: two of them have copies of one head."""
+    path = save_model(name, tmp_path / "model")
+    expected = logits_on_one(path, EXACT)
+    for count in (2, 3):
+        found = logits_on_ranks(path, count, EXACT)
+        for one, other in zip(expected, found, strict=True):
+            assert mean_kl(one, other) < 1e-7
+            torch.testing.assert_close(other, one, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_quantized_checkpoint(method: str, count: int, tmp_path: Path) -> None:
+    path = quantized_llama(method, tmp_path / "model")
+    for options, prefill_bound, decode_bound in ((EXACT, 1e-7, 1e-7), (FAST, 1e-4, 1e-5)):
+        expected, found = logits_on_one(path, options), logits_on_ranks(path, count, options)
+        assert mean_kl(expected[0], found[0]) < prefill_bound
+        assert mean_kl(expected[1], found[1]) < decode_bound
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_every_kind_of_blocks(kind: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = tiny.tiny_llama(**sizes, **heads, num_hidden_layers=2)
+    path = write_gguf(model, tmp_path / "model.gguf", GGMLQuantizationType[kind])
+    expected = logits_on_one(path, FAST)
+    for count in (2, 3):
+        found = logits_on_ranks(path, count, FAST)
+        assert mean_kl(expected[0], found[0]) < 1e-4
+        assert mean_kl(expected[1], found[1]) < 1e-5
+
+
+@pytest.mark.parametrize("kv_format", [one for one in KVFormat if one is not KVFormat.Q4])
+def test_every_format_of_the_cache(kv_format: KVFormat, tmp_path: Path) -> None:
+    """Each rank quantizes its own heads. Key smoothing, which Q4 has, is measured under a lock that
+    all models of a process share: `test_rank_processes.py` has that format."""
+    path = tiny.save(tiny.tiny_llama(head_dim=32), tmp_path / "model")
+    expected = logits_on_one(path, EXACT, kv_format)
+    found = logits_on_ranks(path, 2, EXACT, kv_format)
+    assert mean_kl(expected[1], found[1]) < 1e-5
+
+
+@pytest.mark.parametrize("name", WHOLE_NORMS)
+def test_norms_over_all_heads_are_refused(name: str, tmp_path: Path) -> None:
+    path = save_model(name, tmp_path / "model")
+    with pytest.raises(UnsupportedModelError, match="norm over all heads"):
+        logits_on_ranks(path, 2, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "ranks", "expected"),
+    [
+        (9, 3, 2, [(0, 3, 0, 1), (3, 9, 1, 3)]),
+        (9, 3, 3, [(0, 3, 0, 1), (3, 6, 1, 2), (6, 9, 2, 3)]),
+        (6, 2, 3, [(0, 1, 0, 1), (1, 3, 0, 1), (3, 6, 1, 2)]),
+        (4, 1, 2, [(0, 2, 0, 1), (2, 4, 0, 1)]),
+        (5, 1, 4, [(0, 1, 0, 1), (1, 2, 0, 1), (2, 3, 0, 1), (3, 5, 0, 1)]),
+    ],
+)
+def test_query_heads_stay_with_their_key_value_head(
+    q_heads: int, kv_heads: int, ranks: int, expected: list[tuple[int, ...]]
+) -> None:
+    spec = Attention(q_heads, kv_heads, 64, scale=1.0)
+    found = [head_share(spec, Rank(index, ranks)) for index in range(ranks)]
+    assert [(*_ends(one.q), *_ends(one.kv)) for one in found] == expected
+
+
+def _ends(part: range) -> tuple[int, int]:
+    return part.start, part.stop
+
+
+def test_too_many_ranks_are_refused() -> None:
+    with pytest.raises(RequestError, match="at most 9 ranks"):
+        head_share(Attention(9, 3, 64, scale=1.0), Rank(0, 12))

@@ -1,0 +1,340 @@
+"""Ranks as processes: the text of one process, and an end within 5 s of any failure."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from exl_core.cache.format import KVFormat
+from exl_core.engine.engine import Engine, EngineOptions
+from exl_core.engine.events import FailEvent, FinishEvent
+from exl_core.errors import RankError, RequestError
+from exl_core.lora.adapter import load_adapter
+from exl_core.model.context import Context
+from exl_core.parallel.followers import Followers
+from exl_core.parallel.leader import LeadingTransformer
+from exl_core.session import ranks
+from exl_core.session.load import LoadedModel, LoadOptions, load_model
+from exl_core.speculate.ngram import NgramDrafter
+from support.driving import ask, run_all, submit
+from support.quantized_models import quantized_llama
+from support.real_models import gemma3_gguf, smollm2_gguf
+from support.thread_ranks import logits_of, mean_kl
+from support.tiny_models import save, tiny_llama
+
+pytestmark = pytest.mark.thorough
+
+END_LIMIT_S = 5.0
+PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time")
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return save(tiny_llama(), tmp_path / "tiny")
+
+
+@contextmanager
+def loaded_ranks(path: Path, count: int = 2, **changes: Any) -> Iterator[LoadedModel]:
+    """A model divided among processes. At the end none of them is left."""
+    loaded = load_model(path, device="cpu", threads=2, tensor_parallel=count, **changes)
+    processes = processes_of(loaded)
+    try:
+        assert len(processes) == count - 1
+        yield loaded
+    finally:
+        loaded.unload()
+        assert not any(map(is_alive, processes))
+        assert not list(Path(tempfile.gettempdir()).glob("exl-ranks-*"))
+
+
+def processes_of(loaded: LoadedModel) -> tuple[int, ...]:
+    assert isinstance(loaded.model, LeadingTransformer)
+    return loaded.model.followers.process_ids
+
+
+def is_alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    except FileNotFoundError:
+        return False
+    return state[0] != "Z"
+
+
+def replies(loaded: LoadedModel, max_tokens: int) -> list[tuple[int, ...]]:
+    engine = Engine(loaded.model, loaded.tokenizer, EngineOptions(max_batch=2))
+    for number, prompt in enumerate(PROMPTS):
+        ids = loaded.tokenizer.encode(prompt)
+        submit(engine, ask(ids, max_tokens=max_tokens, request_id=str(number)))
+    ends = [event for event in run_all(engine) if isinstance(event, FinishEvent)]
+    return [end.token_ids for end in sorted(ends, key=lambda end: end.request_id)]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_greedy_text_of_a_real_model(count: int) -> None:
+    """9 query heads and 3 key-value heads: with two ranks the shares differ."""
+    whole = load_model(smollm2_gguf(), device="cpu")
+    with loaded_ranks(smollm2_gguf(), count) as divided:
+        assert replies(divided, 48) == replies(whole, 48)
+        assert mean_kl(logits_of(whole.model)[1], logits_of(divided.model)[1]) < 1e-5
+
+
+def test_greedy_text_with_k_blocks(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Gemma 3 has one key-value head, of which both ranks have a copy."""
+    path = gemma3_gguf(tmp_path_factory.getbasetemp())
+    whole = load_model(path, device="cpu", max_seq_len=512)
+    with loaded_ranks(path, max_seq_len=512) as divided:
+        assert replies(divided, 24) == replies(whole, 24)
+
+
+@pytest.mark.parametrize("method", ["exl2", "gptq"])
+def test_greedy_text_with_act_order(method: str, tmp_path: Path) -> None:
+    path = quantized_llama(method, tmp_path / "model")
+    whole = load_model(path, device="cpu")
+    with loaded_ranks(path, 3) as divided:
+        assert replies(divided, 32) == replies(whole, 32)
+
+
+def test_each_rank_smooths_its_own_keys(tmp_path: Path) -> None:
+    path = save(tiny_llama(head_dim=32), tmp_path / "model")
+    whole = load_model(path, device="cpu", exact=True)
+    with loaded_ranks(path, exact=True) as divided:
+        expected, found = (logits_of(one.model, KVFormat.Q4) for one in (whole, divided))
+        assert mean_kl(expected[1], found[1]) < 1e-5
+
+
+def test_random_jobs_have_the_replies_of_one_process(tiny: Path) -> None:
+    """Shared prefixes, drafts, preemption and cancellations, on a cache of few pages."""
+    with loaded_ranks(tiny, exact=True) as divided:
+        whole = load_model(tiny, device="cpu", exact=True)
+        assert run_jobs(divided, 200) == run_jobs(whole, 200)
+
+
+def run_jobs(loaded: LoadedModel, count: int) -> dict[str, tuple[int, ...]]:
+    """Replies of the jobs that were not cancelled, by name."""
+    rng = random.Random(11)
+    options = EngineOptions(cache_tokens=2048, max_batch=4)
+    engine = Engine(loaded.model, loaded.tokenizer, options, drafter=NgramDrafter())
+    waiting = []
+    for number in range(count):
+        prefix = [rng.randrange(2)] * rng.choice([3, 280])
+        ids = [3 + one for one in (*prefix, *(rng.randrange(200) for _ in range(5)))]
+        tokens = rng.choice([1, 4, 12, 30])
+        waiting.append(ask(ids, max_tokens=tokens, stop_ids=frozenset(), request_id=str(number)))
+    cancelled = set(map(str, rng.sample(range(count), count // 10)))
+    found: dict[str, tuple[int, ...]] = {}
+    while waiting or not engine.is_idle:
+        while waiting and len(engine.live_requests) < 8:
+            submit(engine, waiting.pop())
+        for event in engine.step():
+            if isinstance(event, FinishEvent):
+                found[event.request_id] = event.token_ids
+        for name in sorted(engine.live_requests & cancelled):
+            engine.cancel(name)
+    assert engine.pool.num_available == engine.pool.num_pages
+    return {name: ids for name, ids in found.items() if name not in cancelled}
+
+
+def test_contexts_copy_rows_and_embed_on_all_ranks(tiny: Path) -> None:
+    whole = load_model(tiny, device="cpu", exact=True)
+    with loaded_ranks(tiny, exact=True) as divided:
+        found = []
+        for loaded in (whole, divided):
+            context = Context(loaded.model, 600, batch_size=2)
+            context.feed([list(range(3, 103)), []])
+            context.copy_row(0, [1])
+            found.append(context.feed([[7], [8]]))
+            vectors = loaded.model.embed(context.feed([[9], [9]])[0].argmax(-1))
+            assert vectors.shape == (1, loaded.config.hidden_size)
+        for one, other in zip(*found, strict=True):
+            assert mean_kl(one, other) < 1e-7
+
+
+def failing(loaded: LoadedModel, hurt: Callable[[int], None]) -> tuple[RankError, float]:
+    """Generates while `hurt` is called with a rank's process, and returns the error and the
+    seconds after which it came and that process was gone."""
+    (process, *_) = processes_of(loaded)
+    engine = Engine(loaded.model, loaded.tokenizer)
+    submit(engine, ask([5, 6, 7], max_tokens=None, stop_ids=frozenset()))
+    engine.step()
+    started: list[float] = []
+
+    def act() -> None:
+        started.append(time.monotonic())
+        hurt(process)
+
+    threading.Timer(0.3, act).start()
+    events: list[object] = []
+    with pytest.raises(RankError) as caught:
+        while True:
+            events += engine.step()
+    seconds = time.monotonic() - started[0]
+    assert not is_alive(process)
+    (last,) = (event for event in engine.step() if isinstance(event, FailEvent))
+    assert isinstance(last.error, RankError)
+    submit(engine, ask([5], max_tokens=1))
+    with pytest.raises(RankError):  # the group stays ended
+        engine.step()
+    return caught.value, seconds
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_killed_rank_is_named(tiny: Path, count: int) -> None:
+    with loaded_ranks(tiny, count) as divided:
+        error, seconds = failing(divided, lambda process: os.kill(process, signal.SIGKILL))
+    assert str(error) == f"rank 1 of {count} was killed by SIGKILL"
+    assert seconds < END_LIMIT_S
+
+
+def test_a_rank_that_hangs_is_named(tiny: Path) -> None:
+    with loaded_ranks(tiny) as divided:
+        error, seconds = failing(divided, lambda process: os.kill(process, signal.SIGSTOP))
+    assert str(error) == "rank 1 of 2 has not answered for 3.5 s"
+    assert seconds < END_LIMIT_S
+
+
+def starting_with(monkeypatch: pytest.MonkeyPatch, **changed: object) -> list[Followers]:
+    """Lets rank 1 start with other settings. Returns the groups that are made."""
+    made: list[Followers] = []
+
+    def start(count: int, module: str, settings_of: Callable[[int], Mapping[str, object]]) -> Any:
+        def own(rank: int) -> Mapping[str, object]:
+            return {**settings_of(rank), **(changed if rank == 1 else {})}
+
+        made.append(Followers(count, module, own))
+        return made[-1]
+
+    monkeypatch.setattr(ranks, "Followers", start)
+    return made
+
+
+def damaged(source: Path, folder: Path) -> Path:
+    """The model, with a value that is not a number."""
+    save(tiny_llama(), folder)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 100] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("fault", ["damaged", "missing", "other"])
+def test_bad_files_on_one_rank(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    bad = tmp_path / "bad"
+    if fault == "damaged":
+        damaged(tiny, bad)
+    elif fault == "other":
+        save(tiny_llama(intermediate_size=96), bad)
+    made = starting_with(monkeypatch, path=str(bad))
+    with pytest.raises(RankError, match="rank 1 of 2") as caught:
+        load_model(tiny, device="cpu", tensor_parallel=2)
+    expected = {
+        "damaged": "failed: .*NaN or infinite",
+        "missing": "failed: ",
+        "other": "has read other model files than rank 0",
+    }
+    caught.match(expected[fault])
+    assert caught.value.exit_code == (1 if fault == "other" else 3)
+    assert "\n" not in str(caught.value)
+    assert not any(is_alive(process) for group in made for process in group.process_ids)
+
+
+def test_followers_end_with_rank_0(tiny: Path) -> None:
+    script = (
+        "import sys\n"
+        "from exl_core.session.load import load_model\n"
+        "loaded = load_model(sys.argv[1], device='cpu', tensor_parallel=3)\n"
+        "print(*loaded.model.followers.process_ids, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tiny)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as leader:
+        assert leader.stdout is not None
+        processes = [int(number) for number in leader.stdout.readline().split()]
+        assert len(processes) == 2
+        assert all(map(is_alive, processes))
+        leader.kill()
+    until = time.monotonic() + END_LIMIT_S
+    while any(map(is_alive, processes)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(is_alive, processes))
+
+
+def test_nothing_listens_beyond_the_loopback_interface(tiny: Path) -> None:
+    with loaded_ranks(tiny) as divided:
+        owned = {
+            str(link.readlink())
+            for process in (os.getpid(), *processes_of(divided))
+            for link in Path(f"/proc/{process}/fd").iterdir()
+            if link.is_symlink()  # not that of the listing itself
+        }
+        listening = [
+            (fields[1], f"socket:[{fields[9]}]")
+            for table in ("tcp", "tcp6")
+            for fields in (
+                line.split()
+                for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]
+            )
+            if fields[3] == "0A"
+        ]
+        own = [address for address, inode in listening if inode in owned]
+        assert all(address.startswith("0100007F:") for address in own), own
+
+
+def test_interrupts_wait_for_the_end_of_a_pass(tiny: Path) -> None:
+    """Ctrl-C during a pass must not leave the other ranks behind in the middle of it."""
+    with loaded_ranks(tiny, exact=True) as divided:
+        engine = Engine(divided.model, divided.tokenizer)
+        submit(engine, ask([5, 6, 7], max_tokens=None, stop_ids=frozenset()))
+        for delay_s in (0.05, 0.1, 0.15):
+            threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    if engine.is_idle:
+                        submit(engine, ask([5, 6, 7], max_tokens=None, stop_ids=frozenset()))
+                    engine.step()
+            run_all(engine)
+        whole = load_model(tiny, device="cpu", exact=True)
+        assert replies(divided, 8) == replies(whole, 8)
+
+
+def test_what_one_process_can_and_ranks_cannot_is_refused(tiny: Path) -> None:
+    with loaded_ranks(tiny) as divided, pytest.raises(RequestError, match="adapters need a model"):
+        load_adapter(tiny, divided.model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"tensor_parallel": 0}, "not a number of ranks"),
+        ({"split": "20,24"}, "--tensor-parallel or --split, got both"),
+        ({"cpu_layers": 2}, "--tensor-parallel or --cpu-layers, got both"),
+        ({"held_bytes": 0}, "--tensor-parallel or --held-memory, got both"),
+        ({"tensor_parallel": 64}, "at most"),
+    ],
+)
+def test_contradictions_are_refused_before_processes_start(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: str
+) -> None:
+    made = starting_with(monkeypatch)
+    options = LoadOptions(**{"device": "cpu", "tensor_parallel": 2, **changes})
+    with pytest.raises(RequestError, match=expected):
+        load_model(tiny, options)
+    assert not made

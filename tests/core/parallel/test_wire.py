@@ -1,0 +1,128 @@
+"""Messages between ranks: what is sent arrives, and anything else is refused by name."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exl_core.cache.format import KVFormat
+from exl_core.errors import RankError
+from exl_core.model.batch import Batch, EmbeddedRows
+from exl_core.model.runner import make_batch
+from exl_core.model.segment import LogitRows, Segment
+from exl_core.parallel.wire import (
+    Operation,
+    batch_of,
+    format_of,
+    numbers_message,
+    numbers_of,
+    pass_message,
+    store_message,
+    unpacked,
+)
+
+FIELDS = (
+    *("token_ids", "positions", "row_starts", "past_lens", "page_table", "slots", "logit_rows"),
+)
+
+
+def batch() -> Batch:
+    return make_batch(
+        [
+            Segment((5, 6, 7), 250, (4, 2), LogitRows.ALL),
+            Segment((9,), 0, (1,), LogitRows.NONE),
+            Segment((8,), 3, (0,), LogitRows.LAST),
+        ]
+    )
+
+
+def assert_equal(found: Batch, sent: Batch) -> None:
+    for name in FIELDS:
+        one, other = getattr(found, name), getattr(sent, name)
+        assert one.dtype is other.dtype
+        assert torch.equal(one, other), name
+
+
+def test_a_pass_arrives_as_it_was_sent() -> None:
+    sent = batch()
+    message = unpacked(pass_message(3, sent).packed(12), 12)
+    assert message.header.store == 3
+    found = batch_of(message)
+    assert_equal(found, sent)
+    assert found.embedded is None
+
+
+def test_embedded_vectors_arrive_to_the_bit() -> None:
+    vectors = torch.randn(2, 24)
+    sent = batch()
+    with_vectors = Batch(
+        **{name: getattr(sent, name) for name in FIELDS},
+        embedded=EmbeddedRows(torch.tensor([1, 3]), vectors),
+    )
+    found = batch_of(unpacked(pass_message(0, with_vectors).packed(0), 0))
+    assert_equal(found, sent)
+    assert found.embedded is not None
+    assert torch.equal(found.embedded.rows, torch.tensor([1, 3]))
+    assert torch.equal(found.embedded.vectors, vectors)
+
+
+@pytest.mark.parametrize("kv_format", list(KVFormat))
+def test_formats_of_caches_arrive(kv_format: KVFormat) -> None:
+    message = unpacked(store_message(2, kv_format, 17).packed(1), 1)
+    assert format_of(message) is kv_format
+    assert (message.header.store, message.header.pages) == (2, 17)
+
+
+@pytest.mark.parametrize(
+    ("operation", "numbers"),
+    [
+        (Operation.EMBED, [4, 5, 2**40]),
+        (Operation.COPY, [[1, 2, 256], [3, 4, 7]]),
+        (Operation.MOVE, [[1, 2], [2, 1]]),
+        (Operation.GIVE, [[0, 9]]),
+    ],
+)
+def test_numbers_arrive(operation: Operation, numbers: list[int]) -> None:
+    message = unpacked(numbers_message(operation, torch.tensor(numbers), 1, 2).packed(5), 5)
+    assert numbers_of(message).tolist() == numbers
+    assert (message.header.store, message.header.target_store) == (1, 2)
+
+
+def test_a_missing_message_is_noticed() -> None:
+    with pytest.raises(RankError, match=r"a message is missing \(expected 6, got 7\)"):
+        unpacked(pass_message(0, batch()).packed(7), 6)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        (0, 2, "not a message"),
+        (1, 3, "wrong size"),
+        (2, 99, "not a message"),
+        (7, 1000, "wrong size"),
+        (8, -1, "wrong size"),
+        (5, 77, "no cache format"),
+    ],
+)
+def test_damaged_headers_are_refused(field: int, value: int, expected: str) -> None:
+    data = bytearray(pass_message(0, batch()).packed(0))
+    struct.pack_into("<i", data, 4 * field, value)
+    with pytest.raises(RankError, match=expected):
+        unpacked(bytes(data), 0)
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(RankError):
+        unpacked(data, 0)
+
+
+@given(st.integers(0, 400))
+def test_cut_messages_are_refused(length: int) -> None:
+    whole = pass_message(0, batch()).packed(0)
+    with pytest.raises(RankError):
+        unpacked(whole[: min(length, len(whole) - 1)], 0)
