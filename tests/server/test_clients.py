@@ -132,12 +132,22 @@ def test_clients_with_strict_tools_receive_valid_arguments() -> None:
         assert isinstance(call.function.parsed_arguments, Weather)
         flat: Any = [{"type": "function", **tool["function"]}]
         response = client.responses.parse(
-            model="x", input=QUESTION, tools=flat, parallel_tool_calls=False
+            model="x", input=QUESTION, tools=flat, parallel_tool_calls=False, temperature=0
         )
         (item,) = [item for item in response.output if item.type == "function_call"]
         assert isinstance(Weather.model_validate_json(item.arguments), Weather)
+        both = client.responses.parse(  # as OpenAI's agents ask, in every turn
+            model="x",
+            input=QUESTION,
+            tools=flat,
+            text_format=Person,
+            parallel_tool_calls=False,
+            temperature=0,
+        )
+        (item,) = [item for item in both.output if item.type == "function_call"]
+        assert isinstance(Weather.model_validate_json(item.arguments), Weather)
         openai = pytest.importorskip("langchain_openai", reason="langchain-openai is optional")
-        chat = openai.ChatOpenAI(base_url=f"{one.url}/v1", api_key="x", model="x", max_tokens=200)
+        chat = openai.ChatOpenAI(base_url=f"{one.url}/v1", api_key="x", model="x", temperature=0)
         bound = chat.bind_tools([Weather], strict=True, parallel_tool_calls=False)
         (made,) = bound.invoke(QUESTION).tool_calls
         assert isinstance(Weather(**made["args"]), Weather)

@@ -227,6 +227,54 @@ def test_strict_tools_leave_answers_and_good_calls_as_they_are(tool_format: Tool
     assert choice.finish_reason == "tool_calls"
 
 
+ANSWER: Any = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "answer",
+        "strict": True,
+        "schema": {
+            "type": "object",
+            "properties": {"sunny": {"type": "boolean"}},
+            "required": ["sunny"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("tools", [STRICT, TOOLS], ids=["strict", "loose"])
+@pytest.mark.parametrize("tool_format", list(ToolFormat))
+def test_reply_with_a_schema_and_tools_is_either(tool_format: ToolFormat, tools: Any) -> None:
+    """The agents of OpenAI's and LangChain's packages send both in every turn."""
+    template = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}[tool_format.value]
+    settings: dict[str, Any] = {"tools": tools, "response_format": ANSWER}
+    with serving(reply_with('{"sunny": true}'), template) as one:
+        message = ask(one, **settings).choices[0].message
+        assert (json.loads(message.content), message.tool_calls) == ({"sunny": True}, None)
+    call = OSLO.replace("arguments", tool_format.arguments_key)
+    end = "\n</tool_call>" if tool_format is ToolFormat.HERMES else ""
+    listed = f"[{call}]" if tool_format is ToolFormat.MISTRAL else call
+    with serving(reply_with(f"{tool_format.opening}{listed}{end}"), template) as one:
+        (choice,) = ask(one, **settings).choices
+        (made,) = choice.message.tool_calls
+        assert (made.function.name, json.loads(made.function.arguments)) == (
+            "weather",
+            {"city": "Oslo"},
+        )
+        forced = ask(one, **settings, tool_choice="required").choices[0].message
+        assert forced.tool_calls and not forced.content
+    for seed in range(4):
+        with serving(HashRule(seed), template) as one:
+            (choice,) = ask(one, **settings).choices
+        message = choice.message
+        if choice.finish_reason == "length":  # any arguments of a tool that is not strict
+            continue
+        for made in message.tool_calls or ():
+            assert isinstance(json.loads(made.function.arguments), dict)
+        if not message.tool_calls:
+            assert isinstance(json.loads(message.content)["sunny"], bool)
+
+
 def test_tool_results_are_rendered_by_the_template() -> None:
     seen: list[str] = []
     rule = reply_with("ok")
@@ -286,7 +334,7 @@ def test_invalid_tools_are_refused() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"tool_choice": {"type": "function", "function": {"name": "zzz"}}}, "no tool 'zzz'"),
         ({"tools": [], "tool_choice": "required"}, "without tools"),
-        ({"response_format": {"type": "json_object"}}, "contradict"),
+        ({"extra_body": {"regex": "a"}}, "leaves no place for calls"),
         ({"tools": [{"type": "function", "function": broken}]}, "schema of the tools"),
         ({"tools": nested, "tool_choice": "required"}, "ecursion|deep"),
     ]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl_core.constrain.filter import Filter
-from exl_core.constrain.triggered import Triggered
+from exl_core.constrain.triggered import AnswerOrCalls, Triggered
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.errors import ConstraintError
 from support.constraints import ListTokenizer
@@ -207,6 +207,36 @@ def test_a_rewound_filter_equals_a_fresh_one(kind: str, steps: list[int]) -> Non
         fresh.accept(token_id)
     assert allowed(f, vocabulary) == allowed(fresh, vocabulary)
     assert (f.is_complete, f.is_finished) == (fresh.is_complete, fresh.is_finished)
+
+
+@pytest.mark.parametrize("kind", VOCABULARIES)
+@pytest.mark.parametrize(
+    ("rule", "text", "left"),
+    [
+        (MANY, "[1]", ""),
+        (MANY, "[1, x", "x"),
+        (MANY, f"<call>{GOOD}</call>\n<call>{GOOD}</call>", ""),
+        (MANY, f"<call>{BAD}", "1}"),
+        (MANY, "So", "So"),
+        (LAST, f"<call> {GOOD}", ""),
+        (LISTED, f"{GOOD};{GOOD}", ""),
+        (LISTED, "[2]", ""),
+    ],
+)
+def test_answer_with_a_schema_or_calls(kind: str, rule: Triggered, text: str, left: str) -> None:
+    answer = json.dumps({"type": "array", "items": {"type": "integer"}})
+    vocabulary = VOCABULARIES[kind]
+    for seed in range(3):
+        f = AnswerOrCalls(answer, rule).filter(vocabulary)
+        assert write(f, vocabulary, text, random.Random(seed)) == left
+        assert f.is_complete == (not left)
+
+
+def test_special_token_that_a_grammar_cannot_name_is_refused() -> None:
+    rule = AnswerOrCalls("{}", Triggered(SCHEMA, "[CALLS]"))
+    with pytest.raises(ConstraintError, match="cannot name"):
+        rule.filter(made("[CALLS]"))
+    assert rule.filter(PLAIN).mask() is not None
 
 
 def test_what_cannot_be_a_rule_is_refused() -> None:

@@ -17,7 +17,7 @@ from exl_cli.server.settings import Settings
 from exl_cli.server.tools import ToolFormat, call_schema, format_of, strict_calls
 from exl_core.constrain.filter import Constraint
 from exl_core.constrain.json_schema import JsonSchema
-from exl_core.constrain.triggered import Triggered
+from exl_core.constrain.triggered import AnswerOrCalls, Triggered
 from exl_core.prompt.reasoning import ends_inside
 from exl_core.prompt.tracked import TrackedText, template_text
 from exl_core.session.load import LoadedModel
@@ -49,8 +49,7 @@ class ChatPrompt:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether all of the reply is constrained, which leaves no place for reasoning."""
-        return not all(isinstance(one, Triggered) for one in self.constraints)
+        return _is_whole(self.constraints)
 
 
 def num_chars(body: ChatBody) -> int:
@@ -76,29 +75,24 @@ def chat_prompt(
     tool_format = _tool_format(source, body) if body.tools else None
     _check_last_message(style.loaded, body, max_tokens)
     text = _rendered(style, body, offered)
-    constraints = constraints_of(body.settings)
-    if constraints and offered:
-        raise ApiError(
-            400,
-            "response_format and tools contradict each other; tool_choice 'none' turns tools off",
-            param="response_format",
-        )
-    only_one = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
-    if is_call:
-        assert tool_format is not None, "tools are offered"
-        functions = [_as_tool(one) for one in offered]
-        constraints = (JsonSchema(call_schema(functions, tool_format, only_one=only_one)),)
     tags = style.tags
     begins_inside = ends_inside(text, tags[0])
-    if begins_inside and constraints:  # the constrained JSON comes after it
+    constraints = constraints_of(body.settings)
+    if offered and tool_format is not None:
+        only_one = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
+        if is_call:
+            functions = [_as_tool(one) for one in offered]
+            calls: Constraint = JsonSchema(call_schema(functions, tool_format, only_one=only_one))
+        else:
+            calls = strict_calls(
+                offered, tool_format, only_one=only_one, reasoning=tags, begins_inside=begins_inside
+            )
+        is_strict = is_call or any(one.strict for one in offered)
+        constraints = _with_calls(constraints, calls, is_strict=is_strict)
+    if begins_inside and _is_whole(constraints):  # the constrained JSON comes after it
         text, begins_inside = text + template_text(f"\n{tags[1]}\n\n"), False
     if is_call and tool_format is not None:
         text += template_text(tool_format.opening)
-    elif tool_format is not None and any(one.strict for one in offered):
-        strict = strict_calls(
-            offered, tool_format, only_one=only_one, reasoning=tags, begins_inside=begins_inside
-        )
-        constraints = (strict,)
     trusts_all = allow_special if body.allow_special is None else body.allow_special
     negative_ids = None
     if uses_guidance(body.settings):
@@ -114,6 +108,33 @@ def chat_prompt(
         constraints=constraints,
         negative_ids=negative_ids,
     )
+
+
+def _with_calls(
+    given: Sequence[Constraint], calls: Constraint, *, is_strict: bool
+) -> tuple[Constraint, ...]:
+    """Rules for a reply that may be calls, or must be. `given` are the rules of an answer.
+
+    `calls` is a JsonSchema if a call is required. No answer follows then, so that a schema of the
+    answer does not matter.
+    """
+    if not given:
+        return (calls,) if is_strict else ()
+    answer = given[0]
+    if len(given) > 1 or not isinstance(answer, JsonSchema):
+        raise ApiError(
+            400,
+            "a grammar, a pattern or a choice leaves no place for calls of tools; tool_choice "
+            "'none' turns tools off",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    return (AnswerOrCalls(answer.schema, calls) if isinstance(calls, Triggered) else calls,)
+
+
+def _is_whole(constraints: Sequence[Constraint]) -> bool:
+    """Whether all of the reply is constrained, which leaves no place for reasoning."""
+    return not all(isinstance(one, Triggered) for one in constraints)
 
 
 def _rendered(style: PromptStyle, body: ChatBody, offered: Sequence[Function]) -> TrackedText:

@@ -12,7 +12,8 @@ marker has no meaning there.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -20,12 +21,15 @@ from torch import Tensor
 
 from exl_core.constrain.filter import Filter, check_text
 from exl_core.constrain.guided import GuidedFilter, Source, guided_filter
-from exl_core.constrain.json_schema import checked_schema, text_of
+from exl_core.constrain.json_schema import JsonSchema, checked_schema, text_of
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.errors import ConstraintError
 
 _NAME = "the JSON schema of the tools"
 _OBJECT = b"{"
+_SPACE = r"SPACE: /[ \n\r\t]{1,40}/"
+_NAMED = re.compile(r"<[^<>\s]+>")
+"""Texts of special tokens that a grammar of llguidance can name."""
 
 
 @dataclass(frozen=True, init=False, slots=True)
@@ -81,20 +85,65 @@ class Triggered:
 
     def filter(self, vocabulary: Vocabulary) -> Filter:
         schema = checked_schema(self.schema, vocabulary.limits, _NAME)
-        special = tuple(one for one in (self.closing,) if one in vocabulary.special_tokens)
-        source = Source(_NAME, schema=schema, special=special)
-        part = guided_filter(self._lark(schema, special), vocabulary, source)
-        return _TriggeredFilter(self, part, vocabulary)
+        source = Source(_NAME, schema=schema, special=_special((self.closing,), vocabulary))
+        lark = f"start: {self.rule(vocabulary)}\n{_SPACE}\ncall: %json {text_of(schema)}"
+        return _TriggeredFilter(self, guided_filter(lark, vocabulary, source), vocabulary)
 
-    def _lark(self, schema: object, special: tuple[str, ...]) -> str:
-        """Grammar of what follows a marker."""
+    def rule(self, vocabulary: Vocabulary) -> str:
+        """Right side of a grammar's rule for what follows a marker. `call` is a document."""
         rule = "SPACE? call"
         if self.separator:
             rule += f" (SPACE? {json.dumps(self.separator)} SPACE? call)*"
         if self.closing:
-            rule += f" SPACE? ({' | '.join([json.dumps(self.closing), *special])})"
-        space = r"SPACE: /[ \n\r\t]{1,40}/"
-        return f"start: {rule}\n{space}\ncall: %json {text_of(schema)}"
+            rule += f" SPACE? {_spelled(self.closing, vocabulary)}"
+        return rule
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOrCalls:
+    """The reply is a JSON document that satisfies `answer`, or it is calls without other text.
+
+    answer  JSON text of a schema
+    calls   marker, schema and layout of the calls; its reasoning does not count here
+    """
+
+    answer: str
+    calls: Triggered
+
+    def filter(self, vocabulary: Vocabulary) -> Filter:
+        calls = self.calls
+        # Compiled alone first: the errors name the part, and endless recursion is found.
+        JsonSchema(self.answer).filter(vocabulary)
+        calls.filter(vocabulary)
+        part = calls.rule(vocabulary)
+        marked = f"{_spelled(calls.marker, vocabulary)} {part}"
+        rules = [f"{marked} (SPACE? {marked})*" if calls.closing else marked]
+        rules += [part] if calls.begins else []
+        schemas = [
+            text_of(checked_schema(text, vocabulary.limits, _NAME))
+            for text in (self.answer, calls.schema)
+        ]
+        lark = (
+            f"start: answer | {' | '.join(rules)}\n{_SPACE}\n"
+            f"answer: %json {schemas[0]}\ncall: %json {schemas[1]}"
+        )
+        special = _special((calls.marker, calls.closing), vocabulary)
+        return guided_filter(lark, vocabulary, Source(_NAME, special=special))
+
+
+def _special(texts: Sequence[str], vocabulary: Vocabulary) -> tuple[str, ...]:
+    """Those of the texts that are special tokens which a grammar can name."""
+    known = vocabulary.special_tokens
+    return tuple(one for one in texts if one in known and _NAMED.fullmatch(one))
+
+
+def _spelled(text: str, vocabulary: Vocabulary) -> str:
+    """A text in a grammar: as ordinary tokens, or as the special token of this text."""
+    if text in vocabulary.special_tokens and not _NAMED.fullmatch(text):
+        raise ConstraintError(
+            "a grammar cannot name this special token", expected="<...>", got=repr(text)
+        )
+    return f"({' | '.join([json.dumps(text), *_special((text,), vocabulary)])})"
 
 
 class _Stage(Enum):
