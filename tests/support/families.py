@@ -93,6 +93,7 @@ EXPERT_FAMILIES: dict[str, Callable[..., Any]] = {
             "partial_rotary_factor": 0.5,
         },
     ),
+    "qwen3-vl-moe": lambda: tiny.tiny_qwen3_vl_moe(**_EXPERTS),
     "granite-moe": lambda: tiny.tiny_granite_moe(intermediate_size=160),
 }
 """Builders of families with experts. Layer 1 of Qwen3-MoE and layer 0 of GLM-4.5 and ERNIE are

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from exl_core.arch.modules import module_table
-from exl_core.convert import quantize
+from exl_core.convert import layers, passes, quantize, sensitivity
 from exl_core.convert.calibration import CalibrationRows
 from exl_core.convert.events import ConversionStopped, Stage
 from exl_core.convert.experts import ROWS_PER_FEATURE, Routes, gather
@@ -46,6 +46,7 @@ from support.tiny_models import (
     save,
     tiny_glm4_moe,
     tiny_granite_moe,
+    tiny_llama,
     tiny_mixtral,
     tiny_qwen2_moe,
     tiny_qwen3_moe,
@@ -76,9 +77,10 @@ def with_all_experts(folder: Path) -> Path:
     changes the logits by as much as they differ between tokens."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    counts = [config[key] for key in COUNT_KEYS if key in config]
-    used = dict.fromkeys((key for key in TOP_K_KEYS if key in config), counts[0])
-    path.write_text(json.dumps({**config, **used, "n_group": 1, "topk_group": 1}))
+    text = config.get("text_config", config)
+    counts = [text[key] for key in COUNT_KEYS if key in text]
+    text |= dict.fromkeys((key for key in TOP_K_KEYS if key in text), counts[0])
+    path.write_text(json.dumps(config))
     return folder
 
 
@@ -266,6 +268,24 @@ def test_sensitivity_counts_the_use_of_an_expert(tmp_path: Path) -> None:
     layer = read_layer(checkpoint, config, 0, CPU)
     assert {row.name for row in layer.rows.values() if row.packed is not None} == set(found)
     assert PRIOR_ROWS < ROWS * LENGTH / 10
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_mixtral])
+def test_sensitivity_does_not_depend_on_the_compute_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Any
+) -> None:
+    """In float32, gradients of the last matrix are those of the states, which are overwritten."""
+    source, config, quantization = open_checkpoint(save(build(**SIZES), tmp_path))
+    checkpoint, ids = Checkpoint(source, config, quantization), make_rows(None).token_ids
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        for module in (layers, passes, sensitivity):
+            monkeypatch.setattr(module, "compute_type", lambda _, dtype=dtype: dtype)
+        workers = Workers(None, lambda: False)
+        found.append(measure_sensitivity(checkpoint, config, ids, options=FAST, workers=workers))
+    rounded, exact = found
+    for name, expected in exact.items():
+        assert (rounded[name].mean() / expected.mean()).log().abs() < 0.2, name
 
 
 def test_experts_of_a_layer_have_one_layout(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ HASH_BYTES = 1 << 22  # bytes per read
 
 FAMILIES_WITH_EXPERTS = (
     *("qwen3moe", "mixtral", "qwen2moe", "glm4moe"),
-    *("ernie4_5-moe", "hunyuan-moe", "minimax-m2", "granitemoe"),
+    *("ernie4_5-moe", "hunyuan-moe", "minimax-m2", "granitemoe", "qwen3vlmoe"),
 )
 """Families with experts whose conversion is tested. A conversion must know all that enters an
 expert's outputs."""

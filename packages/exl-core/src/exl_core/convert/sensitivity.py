@@ -170,8 +170,8 @@ def _backward(
         # Before `gradient` is overwritten: an output's gradient may be `y_gradient` itself, which
         # on a CPU is a view of `gradient`.
         flat = [g.float().flatten(0, -2) for g in output_gradients]  # [tokens, out] each
-        gradient[row : row + 1] = x_gradient.to(gradient.device)
         squares = [_Squares(g.square().sum(0).cpu(), len(g)) for g in flat]
+        gradient[row : row + 1] = x_gradient.to(gradient.device)
         return dict(zip(used, squares, strict=True))
 
     rows = workers.map(run, range(len(states)))

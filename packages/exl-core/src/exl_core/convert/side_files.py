@@ -103,6 +103,8 @@ def _language_model(settings: Mapping[str, object], arch: ArchSpec) -> Mapping[s
         text = {key: value for key, value in settings.items() if key != "vision_config"}
     own = ("tie_word_embeddings", *(() if text.get("eos_token_id") is not None else _ID_KEYS))
     shared = {key: settings[key] for key in own if key in settings and text.get(key) is None}
+    if arch.is_tied_by_outer and "tie_word_embeddings" in settings:
+        shared["tie_word_embeddings"] = settings["tie_word_embeddings"]
     return {**text, **shared, "architectures": [arch.hf_names[0]]}
 
 
