@@ -173,12 +173,13 @@ def magnitudes(rows: Tensor, d: int) -> tuple[Tensor, Tensor]:
 
 
 def exact_attention(
-    q: Tensor, batch: PagedBatch, scale: float, window: int, softcap: float
+    q: Tensor, batch: PagedBatch, scoring: Scoring, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention in float64, and the error bound of float32 kernels: [rows, heads * d] each.
 
     Without a cap on scores, torch's own attention computes the result.
     """
+    scale, window, softcap = scoring.scale, scoring.window, scoring.softcap
     rows, heads, d = q.shape
     result, bound = (
         torch.empty(rows, heads, d, dtype=torch.float64, device=q.device) for _ in "ab"
@@ -208,6 +209,9 @@ def exact_attention(
             attended = torch.nn.functional.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=seen, scale=scale
             )
+        if sinks is not None:  # the share of the keys in the sum of all weights
+            log_sums = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
+            attended = attended * torch.sigmoid(log_sums - sinks.double()[:, None])[..., None]
         # A score is off by d + 3 roundings of its terms (and of itself, capped). With codes, a
         # query is rounded six times more before the product. The error of a score scales every
         # weight by e^error. The sums over keys add a rounding per key, exp a few, and with codes
@@ -223,11 +227,17 @@ def exact_attention(
 
 
 def attention(
-    table: OpTable, q: Tensor, batch: PagedBatch, *, window: int = 0, softcap: float = 0.0
+    table: OpTable,
+    q: Tensor,
+    batch: PagedBatch,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention` with the usual scale."""
     scoring = Scoring(q.shape[2] ** -0.5, window, softcap)
-    return table.paged_attention(q, batch.cache, batch.attention_rows, scoring)
+    return table.paged_attention(q, batch.cache, batch.attention_rows, scoring, sinks)
 
 
 def check_attention(
@@ -237,18 +247,22 @@ def check_attention(
     *,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     gpu_bound: float = GPU_BOUND,
 ) -> None:
     """Compares `paged_attention` with float64, on a GPU for both types of activations."""
     for dtype in activation_types(table):
         queries = torch.empty_strided(q.shape, q.stride(), dtype=dtype).copy_(q)
-        y = attention(table, queries, batch, window=window, softcap=softcap)
+        y = attention(table, queries, batch, window=window, softcap=softcap, sinks=sinks)
         assert y.dtype == dtype
         device = table.device
         exact, bound = (
             x.cpu()
             for x in exact_attention(
-                queries.to(device), batch.to(device), q.shape[2] ** -0.5, window, softcap
+                queries.to(device),
+                batch.to(device),
+                Scoring(q.shape[2] ** -0.5, window, softcap),
+                None if sinks is None else sinks.to(device),
             )
         )
         if is_gpu(table):

@@ -17,7 +17,7 @@ from torch import Tensor
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.table import OpTable
 from exl_core.ops.weights import Formula, GroupedColumns, GroupedLayout, GroupRun
-from support.runtime_form import E4M3, IQ4_NL
+from support.runtime_form import NUMBERS
 
 SPAN = 128  # most stored rows that share one scale of their activations
 FEW_STEP = 0.51 / 32512  # half a step of 16-bit integers, relative to the largest of a span
@@ -39,7 +39,7 @@ class Shape:
     runs: tuple[tuple[int, int, int], ...]  # bits, groups, rows
     n: int
     formula: Formula = "middle"
-    scale_dtype: torch.dtype = torch.float16
+    scale_dtype: torch.dtype = torch.float16  # uint8 for mxfp4
     permuted: bool = False
     has_bias: bool = False
 
@@ -77,11 +77,16 @@ class Matrix:
         """[k, n] in stored order -> [n, k]."""
         return torch.empty_like(stored).index_copy_(0, self.features, stored).T
 
+    def row_scales(self) -> Tensor:
+        """float64 [k, n] in stored order."""
+        scales = self.scales.double()[self.row_groups]
+        return 2.0 ** (scales - 127) if self.layout.formula == "mxfp4" else scales
+
     def weights(self) -> Tensor:
         """float64 [n, k]."""
-        scales, codes = self.scales.double()[self.row_groups], self.codes.double()
+        scales, codes = self.row_scales(), self.codes.double()
         if not self.layout.has_integers:
-            numbers = torch.from_numpy(E4M3 if self.layout.formula == "e4m3" else IQ4_NL)
+            numbers = torch.from_numpy(NUMBERS[self.layout.formula])
             return self.by_feature(scales * numbers[self.codes.long()])
         if self.offsets is None:
             return self.by_feature(scales * (codes - 2.0 ** (self.row_bits[:, None] - 1)))
@@ -138,6 +143,8 @@ def make_matrix(rng: torch.Generator, shape: Shape) -> Matrix:
     elif shape.formula == "minimums":
         offsets = (torch.randn(groups, n, generator=rng) * 0.5).to(shape.scale_dtype)
     codes = spread_codes(rng, bits, n)
+    if shape.formula == "mxfp4":  # exponents; the sign is in the codes
+        scales = torch.randint(121, 126, scales.shape, generator=rng)
     if shape.formula == "e4m3":
         codes[(codes & 0x7F) == 0x7F] -= 1  # no NaN; the largest number instead
     return Matrix(
@@ -207,10 +214,8 @@ def answer(table: OpTable, matrix: Matrix, x: Tensor, x_error: float = 0.0) -> A
     if matrix.bias is not None:
         exact, terms = exact + matrix.bias, terms + matrix.bias.abs()
     # Sums within a span may hold code and zero point apart, hence up to twice the terms.
-    codes = matrix.by_feature(
-        matrix.scales.double()[matrix.row_groups].abs() * 2.0 ** matrix.row_bits[:, None]
-    )
-    if matrix.layout.formula == "iq4_nl":  # 8-bit integers from a table
+    codes = matrix.by_feature(matrix.row_scales().abs() * 2.0 ** matrix.row_bits[:, None])
+    if matrix.layout.formula in ("iq4_nl", "mxfp4"):  # 8-bit integers from a table
         codes = codes * 16
     base = x64.abs() @ (codes + sizes).T + terms
     bound = (x.shape[1] + 16) * UNIT * base + x_error * terms + matrix.step_errors(x) @ sizes.T

@@ -64,6 +64,44 @@ def test_softcap_applies_before_the_mask(
     check_attention(cpu_table, q, batch, window=window, softcap=15.0)
 
 
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("name", ["f32", "f16", *CODED])
+def test_sinks_take_weight_from_the_keys(
+    table: OpTable, rng: torch.Generator, name: str, window: int
+) -> None:
+    heads = 6
+    batch = batch_of(rng, name, CODED_MIX, (2, 32, 16))
+    sinks = 3 * normal(rng, heads)
+    q = attention_input(table, rng, batch.rows, heads, 32)
+    check_attention(table, q, batch, window=window, sinks=sinks)
+
+
+def test_sinks_count_once_where_keys_are_split(table: OpTable, rng: torch.Generator) -> None:
+    batch = batch_of(rng, "f16", [(5000, 1), (3000, 40)], (1, 16, 64))
+    sinks = torch.tensor([9.0, -2.0])  # about the logarithm of the number of keys
+    check_attention(table, attention_input(table, rng, batch.rows, 2, 16), batch, sinks=sinks)
+
+
+def test_sinks_far_from_the_scores(cpu_table: OpTable, rng: torch.Generator) -> None:
+    batch = batch_of(rng, "f32", CODED_MIX, (2, 16, 16))
+    q = normal(rng, batch.rows, 4, 16)
+    sinks = torch.tensor([1e30, -1e30, 200.0, -200.0])
+
+    y = attention(cpu_table, q, batch, sinks=sinks).view(q.shape)
+
+    plain = attention(cpu_table, q, batch).view(q.shape)
+    assert torch.equal(y[:, [1, 3]], plain[:, [1, 3]])
+    assert not y[:, [0, 2]].abs().gt(1e-30).any()
+
+
+def test_sinks_of_another_number_of_heads_are_refused(
+    cpu_table: OpTable, rng: torch.Generator
+) -> None:
+    batch = batch_of(rng, "f32", [(5, 1)], (2, 16, 16))
+    with pytest.raises(ValueError, match="sinks"):
+        attention(cpu_table, normal(rng, 1, 4, 16), batch, sinks=torch.zeros(2))
+
+
 @pytest.mark.parametrize("rows", first_by_default([1, 2, 17, 65, 300, 5, 33, 64, 130], 5))
 def test_every_chunk_length_matches(table: OpTable, rng: torch.Generator, rows: int) -> None:
     """Dot products, tiles and split keys, and the limits between them."""

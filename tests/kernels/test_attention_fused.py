@@ -84,6 +84,7 @@ def test_attend_is_norms_rope_write_and_attention(
     slots, (cos, sin) = slots_of(batch), angles(rng, batch.rows, 9)
     qkv = attention_input(table, rng, batch.rows, (heads + 2 * kv_heads) * d)
     norms = HeadNorms(normal(rng, d), normal(rng, d), EPS) if with_norms else NO_HEAD_NORMS
+    sinks = normal(rng, heads) if with_norms else None
 
     q, k, v = torch.split(qkv.clone().view(batch.rows, -1, d), [heads, kv_heads, kv_heads], dim=1)
     for x, weight in ((q, norms.q), (k, norms.k)):
@@ -93,10 +94,10 @@ def test_attend_is_norms_rope_write_and_attention(
     caches = [batch.key_cache.clone(), batch.value_cache.clone()]
     cache, scoring = CacheLayer(*caches), Scoring(0.3, window, softcap)
     table.write_kv(k, v, cache, slots)
-    expected = table.paged_attention(q, cache, batch.attention_rows, scoring)
+    expected = table.paged_attention(q, cache, batch.attention_rows, scoring, sinks)
 
     bound = bound_batch(table, batch, slots, cos, sin)
-    y = cast(Tensor, table.attend_(qkv, bound, batch.cache, scoring, norms=norms))
+    y = cast(Tensor, table.attend_(qkv, bound, batch.cache, scoring, norms=norms, sinks=sinks))
 
     assert torch.equal(y, expected)
     assert torch.equal(y, qkv[:, : heads * d]), "the result replaces the queries"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from kernel_support import (
@@ -182,7 +184,7 @@ def gate_values(rng: torch.Generator, rows: int, d: int) -> Tensor:
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("d", first_by_default([1, 24, 101, 1536, 5000], 4))
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "clamped_swiglu"])
 def test_gated_activation_is_accurate_to_a_few_ulp(
     table: OpTable, rng: torch.Generator, rows: int, d: int, kind: GateKind
 ) -> None:
@@ -191,10 +193,14 @@ def test_gated_activation_is_accurate_to_a_few_ulp(
 
     y = table.gated_activation(gate_up, kind)
 
-    wide = gate.double()
+    wide, factor = gate.double(), up.double()
     if kind == "silu":
         roundings = torch.full_like(wide, 8.0)
         exact = wide / (1 + torch.exp(-wide)) * up
+    elif kind == "clamped_swiglu":
+        top, factor = wide.clamp(max=7.0), up.double().clamp(-7.0, 7.0) + 1
+        roundings = 12 + 4 * (1.702 * top).abs().clamp(max=90)  # of the exponent, as below
+        exact = top / (1 + torch.exp(-1.702 * top)) * factor
     else:
         # The exponent t is rounded four times. e^t turns that into a relative error of |t| times
         # as much.
@@ -202,7 +208,7 @@ def test_gated_activation_is_accurate_to_a_few_ulp(
         roundings = 8 + 4 * t.abs()
         exact = wide / (1 + torch.exp(t)) * up
     # Results that would be subnormal may come out as zero.
-    bound = roundings * UNIT * exact.abs() + 2.0**-117 * up.abs() + 2.0**-126
+    bound = roundings * UNIT * exact.abs() + 2.0**-117 * factor.abs() + 2.0**-126
     assert_near(table, y, exact, bound, GPU_BOUND[y.dtype])
 
 
@@ -240,6 +246,18 @@ def test_gated_activation_agrees_with_torch_at_the_edges(
 
     expected = activated(gate.double(), kind).float()
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-36, equal_nan=True)
+
+
+def test_a_clamped_gate_keeps_nan_and_the_limits(cpu_table: OpTable) -> None:
+    gates = torch.tensor([[torch.nan, 1.0, 1e30, torch.inf, 1.0, 1.0]])
+    ups = torch.tensor([[1.0, torch.nan, 1e30, 7.0, -torch.inf, -7.0]])
+
+    y = cpu_table.gated_activation(torch.cat([gates, ups], dim=1), "clamped_swiglu")
+
+    assert y[0, :2].isnan().all()
+    limit = 7.0 * 8.0 / (1 + math.exp(-7.0 * 1.702))
+    low = -6.0 / (1 + math.exp(-1.702))
+    torch.testing.assert_close(y[0, 2:], torch.tensor([limit, limit, low, low]))
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])

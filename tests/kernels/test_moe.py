@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -114,24 +115,38 @@ def random_routing(rng: torch.Generator, rows: int, experts: int, top_k: int) ->
 
 
 def exact_mlp(
-    x: Tensor, routed: Routed, gate_up: list[Tensor], down: list[Tensor], kind: GateKind
+    x: Tensor,
+    routed: Routed,
+    matrices: tuple[list[Tensor], list[Tensor]],
+    kind: GateKind,
+    biases: tuple[list[Tensor], list[Tensor]] | None = None,
 ) -> Tensor:
-    """The sum over the experts in float64. Matrices are float64 [out_features, in_features]."""
+    """The sum over the experts in float64. Matrices of gate_up and of down are float64
+    [out_features, in_features], biases [out_features]."""
+    gate_up, down = matrices
     y = torch.zeros(len(x), down[0].shape[0], dtype=torch.float64)
     for row, (ids, weights) in enumerate(
         zip(routed.ids.tolist(), routed.weights.double(), strict=True)
     ):
         for expert, weight in zip(ids, weights, strict=True):
-            gate, up = (gate_up[expert] @ x[row].double()).chunk(2)
-            if kind == "silu":
-                active = torch.nn.functional.silu(gate)
-            else:
-                active = torch.nn.functional.gelu(gate, approximate="tanh")
-            y[row] += weight * (down[expert] @ (active * up))
+            product = gate_up[expert] @ x[row].double()
+            gate, up = (product if biases is None else product + biases[0][expert]).chunk(2)
+            inner = gated(gate, up, kind)
+            outer = down[expert] @ inner
+            y[row] += weight * (outer if biases is None else outer + biases[1][expert])
     return y
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def gated(gate: Tensor, up: Tensor, kind: GateKind) -> Tensor:
+    if kind == "clamped_swiglu":
+        gate, up = gate.minimum(torch.tensor(7.0)), up.clip(-7, 7)
+        return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+    if kind == "silu":
+        return torch.nn.functional.silu(gate) * up
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "clamped_swiglu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 5, 33])
 def test_dense_experts_match_float64(
@@ -149,7 +164,8 @@ def test_dense_experts_match_float64(
 
     got = table.expert_mlp(x, routed, experts)
 
-    exact = exact_mlp(x, routed, [w.double() for w in wide], [w.double() for w in narrow], kind)
+    matrices = [w.double() for w in wide], [w.double() for w in narrow]
+    exact = exact_mlp(x, routed, matrices, kind)
     assert_near(table, got, exact, 200 * UNIT * float(exact.abs().max()), 3e-3)
 
 
@@ -165,6 +181,7 @@ LAYOUTS: dict[str, tuple[Shape, ...]] = {  # of the experts in turn, all with k 
     ),
     "table": (Shape(FOUR_BITS, 0, formula="iq4_nl"),),
     "fp8": (Shape(((8, 1, 128),), 0, formula="e4m3"),),
+    "mxfp4": (Shape(FOUR_BITS, 0, "mxfp4", torch.uint8),),
 }
 
 
@@ -177,6 +194,10 @@ def random_experts(
         shape = layouts[expert % len(layouts)]
         matrix = make_matrix(rng, replace(shape, n=n))
         size = float(matrix.weights().std()) * 128**0.5
+        if shape.formula == "mxfp4":
+            size = round(math.log2(size))
+            found.append(replace(matrix, scales=matrix.scales - size))
+            continue
         offsets = matrix.offsets
         if shape.formula == "minimums" and offsets is not None:
             offsets = (offsets / size).to(offsets.dtype)
@@ -207,11 +228,45 @@ def test_quantized_experts_match_float64(
     got = table.expert_mlp(x, routed, experts)
 
     wide = [torch.cat([a.weights(), b.weights()]) for a, b in zip(gate, up, strict=True)]
-    exact = exact_mlp(x, routed, wide, [matrix.weights() for matrix in down], "silu")
+    exact = exact_mlp(x, routed, (wide, [matrix.weights() for matrix in down]), "silu")
     # 16-bit activations change a product by about 1e-5; 12-bit ones and bfloat16 by 16 and 250
     # times as much.
     is_coarse = is_gpu(table) or table.name in TILE_SETS
     assert_norm_within(got, exact, 1e-2 if is_coarse else 1e-4)
+
+
+@pytest.mark.parametrize("name", ["equal", "mxfp4", "fp8"])
+@pytest.mark.parametrize("rows", [1, 2, 9, 70])
+def test_experts_with_biases_and_a_clamped_gate_match_float64(
+    table: OpTable, rng: torch.Generator, rows: int, name: str
+) -> None:
+    count, top_k, inner = 7, 3, 128
+    layouts = tuple(replace(shape, has_bias=True) for shape in LAYOUTS[name])
+    gate, up, down = (random_experts(rng, layouts, count, inner) for _ in range(3))
+    pairs = list(zip(gate, up, strict=True))
+    experts = ExpertMlp(
+        table.stack([table.join([filled(table, a), filled(table, b)]) for a, b in pairs]),
+        table.stack([filled(table, matrix) for matrix in down]),
+        "clamped_swiglu",
+    )
+    x, routed = 4 * strided_rows(rng, rows, 128), random_routing(rng, rows, count, top_k)
+
+    got = table.expert_mlp(x, routed, experts)
+
+    biases = (
+        [torch.cat([bias_of(a), bias_of(b)]) for a, b in pairs],
+        [bias_of(matrix) for matrix in down],
+    )
+    wide = [torch.cat([a.weights(), b.weights()]) for a, b in pairs]
+    narrow = [matrix.weights() for matrix in down]
+    exact = exact_mlp(x, routed, (wide, narrow), "clamped_swiglu", biases)
+    is_coarse = is_gpu(table) or table.name in TILE_SETS
+    assert_norm_within(got, exact, 1e-2 if is_coarse else 1e-4)
+
+
+def bias_of(matrix: Matrix) -> Tensor:
+    assert matrix.bias is not None
+    return matrix.bias.double()
 
 
 def test_no_rows_give_no_outputs(table: OpTable, rng: torch.Generator) -> None:

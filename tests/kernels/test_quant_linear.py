@@ -55,6 +55,9 @@ SHAPES = (
     Shape(((4, 8, 32),), 40, formula="iq4_nl"),
     Shape(((4, 3, 64),), 24, scale_dtype=F32, permuted=True, formula="iq4_nl", has_bias=True),
     Shape(((4, 4, 24),), 7, formula="iq4_nl"),
+    Shape(((4, 8, 32),), 40, "mxfp4", torch.uint8),
+    Shape(((4, 3, 64),), 24, "mxfp4", torch.uint8, permuted=True, has_bias=True),
+    Shape(((4, 4, 24),), 7, "mxfp4", torch.uint8),
 )
 
 

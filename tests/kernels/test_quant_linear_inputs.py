@@ -65,6 +65,8 @@ def same_twice() -> torch.Tensor:
         {"formula": "above"},
         {"formula": "e4m3"},  # of 4 bits
         {"formula": "iq4_nl", "runs": runs((5, 3, 32))},
+        {"formula": "mxfp4"},  # with scales of float16
+        {"scale_dtype": torch.uint8},  # of integers
     ],
     ids=str,
 )

@@ -20,6 +20,7 @@ from exl_core.ops.weights import (
 )
 
 IQ4_NL = np.array(gguf.quants.IQ4_NL.kvalues, dtype=np.float64)  # of another implementation
+MXFP4 = np.array(gguf.quants.MXFP4.kvalues, dtype=np.float64) / 2  # likewise
 E4M3 = np.array(  # number of each byte: sign, 4 bits of exponent, 3 of mantissa
     [
         (-1.0) ** (byte >> 7)
@@ -28,6 +29,7 @@ E4M3 = np.array(  # number of each byte: sign, 4 bits of exponent, 3 of mantissa
         for byte in range(256)
     ]
 )
+NUMBERS = {"e4m3": E4M3, "iq4_nl": IQ4_NL, "mxfp4": MXFP4}
 GGML_CODES = {"q4_0": (4, 1), "q4_1": (4, 2), "q5_0": (5, 1), "q5_1": (5, 2), "q8_0": (8, 1)}
 
 
@@ -68,8 +70,10 @@ def _grouped(layout: GroupedLayout, columns: GroupedColumns) -> np.ndarray:
         for _ in range(run.groups):
             part = codes[row : row + run.rows].astype(np.float64)
             if not layout.has_integers:
-                numbers = E4M3 if layout.formula == "e4m3" else IQ4_NL
-                stored[row : row + run.rows] = scales[group] * numbers[part.astype(np.int64)]
+                numbers = NUMBERS[layout.formula][part.astype(np.int64)]
+                is_exponent = layout.formula == "mxfp4"
+                factors = 2.0 ** (scales[group] - 127) if is_exponent else scales[group]
+                stored[row : row + run.rows] = factors * numbers
             elif layout.formula == "minimums":
                 assert offsets is not None
                 stored[row : row + run.rows] = scales[group] * part + offsets[group]

@@ -156,6 +156,7 @@ class Table:
         window: int,
         softcap: float,
         out: _Tensor,
+        sinks: _Tensor | None = None,
     ) -> None: ...
     def attend_(
         self,
@@ -171,6 +172,7 @@ class Table:
         softcap: float,
         head_scale: _Tensor | None,
         head_shift: _Tensor | None,
+        sinks: _Tensor | None = None,
     ) -> None: ...
     def sample(
         self,

@@ -25,13 +25,13 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
-ABI = 10
+ABI = 11
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
 OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2}
-VALUES = {"integers": 0, "e4m3": 1, "iq4_nl": 2}
+VALUES = {"integers": 0, "e4m3": 1, "iq4_nl": 2, "mxfp4": 3}
 PACKINGS = {"words": 0, "bytes": 1, "q4_0": 2, "q4_1": 3, "q5_0": 4, "q5_1": 5, "q8_0": 6}
-GATES = {"silu": 0, "gelu_tanh": 1}
+GATES = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 STORE, ADD, GATED = 0, 1, 2
 K_TILE_BYTES = 12  # of ExlQuantKTile
 RUN_BYTES = 16  # of ExlQuantRun
@@ -184,6 +184,7 @@ class Attention(Structure):
         ("window", c_int32),
         ("scale", c_float),
         ("softcap", c_float),
+        ("sinks", c_void_p),
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
         ("inverse_permutation", c_void_p),

@@ -77,10 +77,16 @@ static void check_limits(const char* op, int64_t window, float softcap) {
     if (!(softcap >= 0.0f)) fail({op, "softcap"}, "0 (none) or more", std::to_string(softcap));
 }
 
+// Sinks of the query heads; null for None.
+static const float* view_sinks(const char* op, py::handle sinks, int64_t q_heads) {
+    if (sinks.is_none()) return nullptr;
+    return view_of({op, "sinks"}, sinks, {DType::f32}, {q_heads}, 0).as<float>();
+}
+
 static void paged_attention(
     Table& table, py::handle q, py::handle key_cache, py::handle value_cache, py::handle page_table,
     py::handle row_starts, py::handle past_lens, float scale, int64_t window, float softcap,
-    py::handle out
+    py::handle out, py::handle sinks
 ) {
     const TensorView x =
         view_of({"paged_attention", "q"}, q, {DType::f32}, {kAnySize, kAnySize, kAnySize}, 1);
@@ -100,12 +106,13 @@ static void paged_attention(
     );
     check_limits("paged_attention", window, softcap);
     check_sequences("paged_attention", of, x.shape[0], kc.shape[2], kc.shape[0]);
+    const float* sink_data = view_sinks("paged_attention", sinks, x.shape[1]);
     const AttentionArgs args{x.as<float>(),  x.shape[0], x.stride[0],   x.shape[1],
                              kv_heads,       d,          kc.data,       vc.data,
                              kc.dtype,       vc.dtype,   kc.shape[2],   of.page_table,
                              of.table_width, of.seqs,    of.row_starts, of.past_lens,
-                             scale,          window,     softcap,       y.as<float>(),
-                             y.stride[0]};
+                             scale,          window,     softcap,       sink_data,
+                             y.as<float>(),  y.stride[0]};
     py::gil_scoped_release release;
     table.ops->paged_attention(table.pool, args);
 }
@@ -248,7 +255,7 @@ static void prepare_attention(
 static void attend(
     Table& table, py::handle qkv, const AttentionBatch& batch, py::handle key_cache,
     py::handle value_cache, py::handle q_norm, py::handle k_norm, float eps, float scale,
-    int64_t window, float softcap, py::handle head_scale, py::handle head_shift
+    int64_t window, float softcap, py::handle head_scale, py::handle head_shift, py::handle sinks
 ) {
     const AttendViews views = view_attend(batch, qkv, key_cache, value_cache);
     const auto& [x, kc, vc, q_heads, kv_heads, d] = views;
@@ -281,6 +288,7 @@ static void attend(
         scale,
         window,
         softcap,
+        view_sinks("attend_", sinks, q_heads),
         x.as<float>(),
         x.stride[0]
     };
@@ -300,12 +308,13 @@ void bind_attention(py::class_<Table>& table) {
         "attend_", &attend, py::arg("qkv"), py::arg("batch"), py::arg("key_cache"),
         py::arg("value_cache"), py::arg("q_norm"), py::arg("k_norm"), py::arg("eps"),
         py::arg("scale"), py::arg("window"), py::arg("softcap"), py::arg("head_scale"),
-        py::arg("head_shift")
+        py::arg("head_shift"), py::arg("sinks") = py::none()
     );
     table.def(
         "paged_attention", &paged_attention, py::arg("q"), py::arg("key_cache"),
         py::arg("value_cache"), py::arg("page_table"), py::arg("row_starts"), py::arg("past_lens"),
-        py::arg("scale"), py::arg("window"), py::arg("softcap"), py::arg("out")
+        py::arg("scale"), py::arg("window"), py::arg("softcap"), py::arg("out"),
+        py::arg("sinks") = py::none()
     );
 }
 

@@ -68,7 +68,8 @@ static void rope(Table& table, py::handle x, py::handle cos, py::handle sin) {
 Gate gate_of(Operand operand, const std::string& kind) {
     if (kind == "silu") return Gate::silu;
     if (kind == "gelu_tanh") return Gate::gelu_tanh;
-    fail(operand, "silu or gelu_tanh", kind);
+    if (kind == "clamped_swiglu") return Gate::clamped_swiglu;
+    fail(operand, "silu, gelu_tanh or clamped_swiglu", kind);
 }
 
 static void gated_activation(Table& table, py::handle x, const std::string& kind, py::handle y) {

@@ -97,13 +97,16 @@ static Values values_of(const std::string& name, const QuantLayout& layout) {
     const Operand operand{"QuantLinear", "values"};
     if (name == "integers") return Values::integers;
     const bool is_e4m3 = name == "e4m3";
-    if (!is_e4m3 && name != "iq4_nl") fail(operand, "integers, e4m3 or iq4_nl", name);
+    const bool is_iq4 = name == "iq4_nl";
+    if (!is_e4m3 && !is_iq4 && name != "mxfp4") {
+        fail(operand, "integers, e4m3, iq4_nl or mxfp4", name);
+    }
     for (const GroupRun& run : layout.runs) {
         if (run.bits != (is_e4m3 ? 8 : 4) || layout.offset != Offset::middle) {
-            fail(operand, "codes of 8 bits (e4m3) or 4 bits (iq4_nl), offset middle", name);
+            fail(operand, "codes of 8 bits (e4m3) or 4 bits (the others), offset middle", name);
         }
     }
-    return is_e4m3 ? Values::e4m3 : Values::iq4_nl;
+    return is_e4m3 ? Values::e4m3 : is_iq4 ? Values::iq4_nl : Values::mxfp4;
 }
 
 static std::vector<GroupRun> runs_of(const py::iterable& runs, int64_t in_features) {
@@ -170,12 +173,15 @@ static std::shared_ptr<QuantLinear> new_quantized(
     layout.features = rows_of({"QuantLinear", "features"}, features, in_features);
     const Operand dtype_operand{"QuantLinear", "scale_dtype"};
     layout.scale_dtype = dtype_of(dtype_operand, scale_dtype);
-    if (layout.scale_dtype != DType::f16 && layout.scale_dtype != DType::f32) {
-        fail(dtype_operand, "float16 or float32", dtype_name(layout.scale_dtype));
-    }
     layout.offset = offset_of(offset);
     layout.has_bias = has_bias;
     layout.values = values_of(values, layout);
+    const bool is_float = layout.scale_dtype == DType::f16 || layout.scale_dtype == DType::f32;
+    if (layout.values == Values::mxfp4 ? layout.scale_dtype != DType::u8 : !is_float) {
+        fail(
+            dtype_operand, "float16 or float32, and uint8 for mxfp4", dtype_name(layout.scale_dtype)
+        );
+    }
     return std::make_shared<QuantLinear>(layout);
 }
 

@@ -28,7 +28,8 @@ typedef struct {
     int32_t window;
     float scale;
     float softcap;
-    void* workspace;  // zero before the first call; kernels leave its counters zero
+    const float* sinks;  // [q_heads], or null: none. Null if heads are larger than 256
+    void* workspace;     // zero before the first call; kernels leave its counters zero
     int64_t workspace_bytes;
     // Null, or [q_heads * d], and out receives prepared inputs (float16).
     const int32_t* inverse_permutation;

@@ -7,7 +7,11 @@
 extern "C" {
 #endif
 
-enum { EXL_GATE_SILU = 0, EXL_GATE_GELU_TANH = 1 };
+enum {  // same numbers as exl::Gate
+    EXL_GATE_SILU = 0,
+    EXL_GATE_GELU_TANH = 1,
+    EXL_GATE_CLAMPED_SWIGLU = 2
+};
 
 // out [m, d] = rms_norm(x [m, d]) * weight. x and out are float32 or float16, independently, and
 // may be the same memory.
@@ -27,7 +31,7 @@ EXL_CUDA_API int exl_cuda_rope(
     void* x, int32_t dtype, int64_t row_stride, const float* cos, const float* sin, int32_t half,
     int32_t rows, int32_t heads, int32_t d, void* stream
 );
-// out [m, d] = act(first half of gate_up [m, 2 d]) * second half. Both are float32 or float16,
+// out [m, d] = the gated activation of the halves of gate_up [m, 2 d], by EXL_GATE_*. Both are float32 or float16,
 // independently.
 EXL_CUDA_API int exl_cuda_gated_activation(
     const void* gate_up, int32_t x_dtype, int64_t x_stride, int32_t gate, int32_t m, int32_t d,

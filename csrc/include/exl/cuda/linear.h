@@ -67,8 +67,9 @@ enum { EXL_OFFSET_MIDDLE = 0, EXL_OFFSET_ZEROS = 1, EXL_OFFSET_MINIMUMS = 2 };
 // exl_cuda_quant_linear multiplies at most 8 rows with such a matrix.
 enum {
     EXL_VALUES_INTEGERS = 0,
-    EXL_VALUES_E4M3 = 1,   // 8 bits: OCP FP8 E4M3
-    EXL_VALUES_IQ4_NL = 2  // 4 bits: exl::kIq4Values
+    EXL_VALUES_E4M3 = 1,    // 8 bits: OCP FP8 E4M3
+    EXL_VALUES_IQ4_NL = 2,  // 4 bits: exl::kIq4Values
+    EXL_VALUES_MXFP4 = 3    // 4 bits: exl::kMxfp4Values; scales are floats, halved
 };
 enum {  // same numbers as exl::Packing; exl_core/ops/weights.py describes the packings
     EXL_PACKING_WORDS = 0,

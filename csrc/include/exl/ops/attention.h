@@ -3,6 +3,7 @@
 //   position     row r of sequence s has position p = past_lens[s] + (r - row_starts[s])
 //   mask         it attends to keys j <= p; if window > 0, only to those with j > p - window
 //   score        softcap(scale * q.k), where softcap(x) = c tanh(x / c) if c > 0, else x
+//   sink         exp of the sink of a row's head is added to the sum of its weights; no value
 //   heads        query head h reads kv head h / (q_heads / kv_heads)
 //   pages        page i of sequence s is page_table[s, i]
 //
@@ -40,6 +41,7 @@ struct AttentionArgs {
     float scale;
     int64_t window;
     float softcap;
+    const float* sinks;  // [q_heads], or null: none
     // [rows, q_heads * d]; may be q, because a work item reads its queries before it writes
     // results.
     float* y;

@@ -48,7 +48,11 @@ struct RopeArgs {
     const float* shift = nullptr;  // [heads, d]
 };
 
-enum class Gate : int { silu = 0, gelu_tanh = 1 };
+// act(g) * u of a gate g and a value u. clamped_swiglu is g sigmoid(kSwigluAlpha g) * (u + 1), with
+// g at most kSwigluLimit and u within it (gpt-oss).
+enum class Gate : int { silu = 0, gelu_tanh = 1, clamped_swiglu = 2 };
+constexpr float kSwigluAlpha = 1.702f;
+constexpr float kSwigluLimit = 7.0f;
 
 // y = act(first half) * second half of each row.
 struct GatedActivationArgs {

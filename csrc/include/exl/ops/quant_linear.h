@@ -40,13 +40,16 @@ constexpr int kMaxParts = 3;
 // zeros: scale * (code - zero). middle: the same with zero = 2^(bits - 1), not stored.
 // minimums: scale * code + minimum.
 enum class Offset : int { middle = 0, zeros = 1, minimums = 2 };
-// Numbers that the codes stand for. e4m3: 8-bit floats without infinities (OCP FP8 E4M3), iq4_nl: the
-// table kIq4Values, indexed by 4 bits. Both have Offset::middle, with nothing stored.
-enum class Values : int { integers = 0, e4m3 = 1, iq4_nl = 2 };
+// Numbers that the codes stand for. e4m3: 8-bit floats without infinities (OCP FP8 E4M3). iq4_nl and
+// mxfp4: the tables kIq4Values and kMxfp4Values, indexed by 4 bits. All have Offset::middle, with
+// nothing stored. The scales of mxfp4 are exponents (E8M0): 2^(e - 127).
+enum class Values : int { integers = 0, e4m3 = 1, iq4_nl = 2, mxfp4 = 3 };
 constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                    1,    13,   25,  38,  53,  69,  89,  113};
-// Added to the entries of the table, which then are 8-bit codes whose zero is 128.
-constexpr int kIq4Zero = 128;
+// Twice the 4-bit floats of OCP MXFP4 (E2M1), which makes them integers. Kernels halve the scales.
+constexpr int8_t kMxfp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+// Added to the entries of a table, which then are 8-bit codes whose zero is 128.
+constexpr int kTableZero = 128;
 enum class Packing : int { words = 0, bytes, q4_0, q4_1, q5_0, q5_1, q8_0 };
 
 // GGML block type: 32 values of one column, in `bytes` bytes. A float16 scale comes first.
@@ -89,7 +92,7 @@ struct QuantLayout {
     int64_t k;
     std::vector<GroupRun> runs;
     const int32_t* features;  // [k] input feature of each stored row; null: row r is feature r
-    DType scale_dtype;        // f16 or f32; minimums have the same type
+    DType scale_dtype;        // f16 or f32, u8 for mxfp4; minimums have the same type
     Offset offset;
     Values values;
     bool has_bias;
@@ -181,6 +184,11 @@ struct QuantEmbeddingArgs {
     int64_t m;
     float* y;  // [m, k]
 };
+
+// Bits of 2^(exponent - 128), half of the scale of mxfp4. The two smallest are subnormal.
+constexpr uint32_t half_scale_bits(uint32_t exponent) {
+    return exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23;
+}
 
 // One implementation for all instruction sets: it reads only a few hundred codes.
 void quant_embedding(ThreadPool& pool, const QuantEmbeddingArgs& args);

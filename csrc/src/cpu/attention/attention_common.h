@@ -241,19 +241,23 @@ static inline void load_queries(
     }
 }
 
-// Writes values / weight to y[row, head]. Rotates `values` in place if the cached values are
-// rotated.
+// Writes values / weight to y[row, head], with the head's sink in the weight. Rotates `values` in
+// place if the cached values are rotated.
 static inline void write_result(
     const AttentionArgs& args, const Work& work, int64_t kv_head, const Running& run
 ) {
     const int64_t group = args.q_heads / args.kv_heads;
     const int64_t width = padded(args.d);
     for (int64_t i = 0; i < work.rows * group; ++i) {
-        const Vec weight = set1(run.weight[i]);
+        const int64_t head = kv_head * group + i % group;
+        Vec weight = set1(run.weight[i]);
+        if (args.sinks != nullptr) {
+            // If the sink is far above the peak, the weight is infinite and the result 0.
+            weight = add(weight, exp(set1(args.sinks[head] - run.peak[i])));
+        }
         float* from = run.values + i * width;
         if (is_packed_kv(args.value_dtype)) rotate_row(from, args.d);
-        float* to = args.y + (work.first_row + i / group) * args.y_stride +
-                    (kv_head * group + i % group) * args.d;
+        float* to = args.y + (work.first_row + i / group) * args.y_stride + head * args.d;
         for_lanes(args.d, [&](int64_t j, int count) {
             store_some(to + j, div(load(from + j), weight), count);
         });

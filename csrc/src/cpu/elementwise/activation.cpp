@@ -27,8 +27,7 @@ static void gated(ThreadPool& pool, const GatedActivationArgs& args, Act act) {
         const float* up = gate + args.d;
         float* y = args.y + row * args.d + columns.first;
         for_lanes(columns.count(), [&](int64_t j, int count) {
-            const Vec value = act(load_some(gate + j, count));
-            store_some(y + j, mul(value, load_some(up + j, count)), count);
+            store_some(y + j, act(load_some(gate + j, count), load_some(up + j, count)), count);
         });
     });
 }
@@ -45,7 +44,7 @@ static void plain(ThreadPool& pool, const ActivationArgs& args, Act act) {
 }
 
 void gated_activation(ThreadPool& pool, const GatedActivationArgs& args) {
-    with_activation(args.gate, [&](auto act) { gated(pool, args, act); });
+    with_gate(args.gate, [&](auto act) { gated(pool, args, act); });
 }
 
 void activation(ThreadPool& pool, const ActivationArgs& args) {

@@ -295,6 +295,12 @@ void QuantMatrix::fill(int64_t first_column, const QuantColumns& from) {
 }
 
 static float grid_value(const void* grid, DType dtype, int64_t index) {
+    if (dtype == DType::u8) {
+        const uint32_t bits = half_scale_bits(static_cast<const uint8_t*>(grid)[index]);
+        float scale = 0.0f;
+        std::memcpy(&scale, &bits, 4);
+        return scale;
+    }
     return dtype == DType::f32 ? static_cast<const float*>(grid)[index]
                                : half_to_float(static_cast<const uint16_t*>(grid)[index]);
 }
@@ -307,6 +313,7 @@ static float value_of(Values values, int code, int zero) {
             return 256.0f *
                    half_to_float(static_cast<uint16_t>((code & 0x7f) << 7 | (code & 0x80) << 8));
         case Values::iq4_nl: return kIq4Values[code];
+        case Values::mxfp4: return kMxfp4Values[code];
         default: return static_cast<float>(code - zero);
     }
 }

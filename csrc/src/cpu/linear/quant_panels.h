@@ -224,12 +224,12 @@ static void write_rows(
     }
 }
 
-// y[count][16] = activation(y) * ups.
+// y[count][16] = act(y) * ups.
 static void gate_values(Gate gate, int count, const float (*ups)[kPanel], float (*y)[kPanel]) {
-    with_activation(gate, [&](auto active) {
+    with_gate(gate, [&](auto gated) {
         for (int i = 0; i < count; ++i) {
             for (int c = 0; c < kPanel; c += kLanes) {
-                store(y[i] + c, mul(active(load(y[i] + c)), load(ups[i] + c)));
+                store(y[i] + c, gated(load(y[i] + c), load(ups[i] + c)));
             }
         }
     });

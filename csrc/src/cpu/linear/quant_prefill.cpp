@@ -151,7 +151,7 @@ static void write_gated(
             Vec up = load(acc + r * kAccColumns + kPanel + c);
             if (gate_bias != nullptr) gate = add(gate, load(gate_bias + pair.column + c));
             if (up_bias != nullptr) up = add(up, load(up_bias + pair.column + c));
-            store_some(y + r * y_stride + c, mul(act(gate), up), count);
+            store_some(y + r * y_stride + c, act(gate, up), count);
         });
     }
 }
@@ -163,7 +163,7 @@ static void write_row_tile(
     const int rows = pass.rows_of(tile);
     float* y = args.y + (pass.first_row + tile * kRowTile) * args.y_stride + pair.column;
     if (is_gated(args)) {
-        return with_activation(args.gate, [&](auto act) {
+        return with_gate(args.gate, [&](auto act) {
             write_gated(pair, rows, acc, y, args.y_stride, act);
         });
     }

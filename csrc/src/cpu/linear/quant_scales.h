@@ -17,7 +17,7 @@ constexpr int64_t kGridAhead = 1024;
 static inline __attribute__((always_inline)) void prefetch_scales(
     const QuantMatrix& w, int64_t at
 ) {
-    const int64_t size = w.scale_dtype == DType::f32 ? 4 : 2;
+    const int64_t size = dtype_bytes(w.scale_dtype);
     prefetch(static_cast<const uint8_t*>(w.scales) + at * size + kGridAhead);
     if (w.offset == Offset::middle) return;
     const int64_t offset_size = w.offset == Offset::zeros ? 1 : size;

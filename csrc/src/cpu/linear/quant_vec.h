@@ -147,27 +147,59 @@ static inline void gather_block(const float* x, const int32_t* features, float* 
 }
 #endif
 
-// Entries of kIq4Values plus kIq4Zero, for codes of 4 bits in the bytes of `v`.
-static inline Codes look_up_iq4(Codes v) {
-    alignas(16) static constexpr uint8_t kTable[16] = {1,   24,  45,  63,  79,  93,  106, 118,
-                                                       129, 141, 153, 166, 181, 197, 217, 241};
+// Entries of a table of Values, plus kTableZero.
+struct alignas(16) CodeTable {
+    uint8_t entries[16];
+
+    explicit constexpr CodeTable(const int8_t (&values)[16]) : entries{} {
+        for (int i = 0; i < 16; ++i) entries[i] = static_cast<uint8_t>(values[i] + kTableZero);
+    }
+};
+constexpr CodeTable kIq4Table(kIq4Values);
+constexpr CodeTable kMxfp4Table(kMxfp4Values);
+
+// Entries of `table` for codes of 4 bits in the bytes of `v`.
+static inline Codes look_up(const CodeTable& table, Codes v) {
 #if defined(__AVX512F__)
-    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kTable));
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), v);
+    const __m128i entries = _mm_load_si128(reinterpret_cast<const __m128i*>(table.entries));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), v);
 #elif defined(__AVX2__)
-    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kTable));
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), v);
+    const __m128i entries = _mm_load_si128(reinterpret_cast<const __m128i*>(table.entries));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), v);
 #else
     uint32_t found = 0;
     for (int i = 0; i < 32; i += 8) {
-        found |= static_cast<uint32_t>(kTable[v.lane >> i & 15]) << i;
+        found |= static_cast<uint32_t>(table.entries[v.lane >> i & 15]) << i;
     }
     return {found};
 #endif
 }
 
+// Loads kLanes exponents as half of the scales that they stand for.
+static inline Vec load_half_scales(const uint8_t* p) {
+#if defined(__AVX512F__)
+    const __m512i exponent = load_zeros(p);
+    const __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(exponent, set_int(1)), 23);
+    const __m512i tiny = _mm512_sllv_epi32(set_int(0x00200000), exponent);
+    const __mmask16 is_tiny = _mm512_cmplt_epi32_mask(exponent, set_int(2));
+    return _mm512_castsi512_ps(_mm512_mask_mov_epi32(normal, is_tiny, tiny));
+#elif defined(__AVX2__)
+    const __m256i exponent = load_zeros(p);
+    const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(exponent, set_int(1)), 23);
+    const __m256i tiny = _mm256_sllv_epi32(set_int(0x00200000), exponent);
+    const __m256i is_tiny = _mm256_cmpgt_epi32(set_int(2), exponent);
+    return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, tiny, is_tiny));
+#else
+    const uint32_t bits = half_scale_bits(*p);
+    float scale = 0.0f;
+    __builtin_memcpy(&scale, &bits, 4);
+    return scale;
+#endif
+}
+
 // Loads kLanes scales or minimums.
 static inline Vec load_grid(const void* grid, DType dtype, int64_t index) {
+    if (dtype == DType::u8) return load_half_scales(static_cast<const uint8_t*>(grid) + index);
     return dtype == DType::f32 ? load(static_cast<const float*>(grid) + index)
                                : load(static_cast<const Half*>(grid) + index);
 }
@@ -187,18 +219,20 @@ static inline Codes plane_codes(const uint8_t* plane) {
 // form of integers is their width.
 constexpr int kE4m3 = 8 | static_cast<int>(Values::e4m3) << 4;
 constexpr int kIq4 = 4 | static_cast<int>(Values::iq4_nl) << 4;
+constexpr int kMxfp4 = 4 | static_cast<int>(Values::mxfp4) << 4;
+constexpr bool is_table(int form) { return form == kIq4 || form == kMxfp4; }
 // Bits that a code is stored in.
 constexpr int width_of(int form) { return form & 15; }
 // Bits of the integers that `block_codes` returns; their middle is 2^(bits - 1).
-constexpr int integer_bits(int form) { return form == kIq4 ? 8 : width_of(form); }
+constexpr int integer_bits(int form) { return is_table(form) ? 8 : width_of(form); }
 
-// Codes of rows 4 Step .. 4 Step + 3 of a block, joined from its planes. Codes of kIq4 are replaced
-// by 8-bit integers from the table.
+// Codes of rows 4 Step .. 4 Step + 3 of a block, joined from its planes. Codes of a table
+// are replaced by its 8-bit integers.
 template <int Bits, int Step>
 static inline Codes block_codes(const uint8_t* block) {
     constexpr int64_t kRow = 4 * kPanel;
-    if constexpr (Bits == kIq4) {
-        return look_up_iq4(plane_codes<4, Step>(block));
+    if constexpr (is_table(Bits)) {
+        return look_up(Bits == kIq4 ? kIq4Table : kMxfp4Table, plane_codes<4, Step>(block));
     } else if constexpr (Bits == kE4m3) {
         return plane_codes<8, Step>(block);
     } else if constexpr (Bits == 3) {
@@ -220,6 +254,7 @@ static inline __attribute__((always_inline)) void with_form(
     switch (bits | static_cast<int>(w.values) << 4) {
         case kE4m3: return fn.template operator()<kE4m3>();
         case kIq4: return fn.template operator()<kIq4>();
+        case kMxfp4: return fn.template operator()<kMxfp4>();
         case 2: return fn.template operator()<2>();
         case 3: return fn.template operator()<3>();
         case 4: return fn.template operator()<4>();

@@ -26,7 +26,8 @@ bool is_supported(const ExlAttention& args, const ExlCache& cache) {
                        args.q_heads / cache.kv_heads <= 16;
     const bool permuted = args.inverse_permutation == nullptr ||
                           (d <= kMaxHead && args.rows <= EXL_CUDA_TILE_ROWS && args.dtype == kF16);
-    return types && head && pages && group && permuted &&
+    const bool sinks = args.sinks == nullptr || d <= kMaxHead;
+    return types && head && pages && group && permuted && sinks &&
            (args.dtype == kF16 || args.dtype == kF32) &&
            args.workspace_bytes >= exl_cuda_attention_workspace(args.is_invariant, d);
 }
@@ -72,6 +73,7 @@ extern "C" int exl_cuda_attention(const ExlAttention* args, const ExlCache* cach
     const bool is_capped = args->softcap > 0.0f;
     params.scale = kLog2e * args->scale * (is_capped ? 2.0f / args->softcap : 1.0f);
     params.cap = is_capped ? kLog2e * args->softcap : 0.0f;
+    params.sinks = args->sinks;
     const AttentionSize size = {args->seqs,       args->max_rows,       args->max_keys,
                                 cache->key_dtype, cache->value_dtype,   params.is_invariant,
                                 args->workspace,  args->workspace_bytes};

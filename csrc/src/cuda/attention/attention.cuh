@@ -40,7 +40,8 @@ struct AttentionParams {
     // of 2. With a soft-cap c: 2 / c times that, so that 2^(scale * dot) is e^(2 x / c) for a
     // score x.
     float scale;
-    float cap;  // soft-cap times log2(e); 0: none
+    float cap;           // soft-cap times log2(e); 0: none
+    const float* sinks;  // [q_heads], or null: none
     bool is_invariant;
     // Set by the decode kernel's launch only.
     int first_item;  // number of the tile of rows whose blockIdx.z is 0
@@ -142,6 +143,12 @@ __device__ __forceinline__ void scale_scores(
     for (int i = 0; i < kCount; ++i) {  // c tanh(x / c) with tanh(y) = 1 - 2 / (e^2y + 1)
         s[i] = params.cap * (1.0f - __fdividef(2.0f, exp2_of(s[i]) + 1.0f));
     }
+}
+
+// The sink's term in the sum of a head's weights 2^(s - peak), where scores are exponents of 2.
+__device__ __forceinline__ float sink_weight(const AttentionParams& params, int head, float peak) {
+    if (params.sinks == nullptr) return 0.0f;
+    return exp2_of(kLog2e * params.sinks[head] - (peak == -INFINITY ? 0.0f : peak));
 }
 
 // Row of the cache that holds `position` for one kv head.

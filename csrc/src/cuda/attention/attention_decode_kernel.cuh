@@ -51,13 +51,14 @@ __device__ __forceinline__ void store_results(
 
 // Adds the warps' results. If `partials` is null, sums are divided by their weight and replace the
 // first warp's results. Otherwise they go to `partials` undivided, with peak and weight in
-// `partial_stats`. If `divides_last`, sums are divided instead of their terms: this rounds like
-// add_splits.
+// `partial_stats`. In the batch-invariant mode, sums are divided instead of their terms: this rounds
+// like add_splits.
 template <int width, int queries>
 __device__ __forceinline__ void merge_warps(
     float* results, const float* stats, int vectors, float* partials, float2* partial_stats,
-    bool divides_last, int warp, int warps, int lane
+    const AttentionParams& params, int kv_head, int warp, int warps, int lane
 ) {
+    const bool divides_last = params.is_invariant;
     static_assert(kDecodeWarps == 8);
     for (int v = warp; v < vectors; v += warps) {
         // Lane l has the peak and the weight of warp l % 8: -infinity and 0 if that had no keys.
@@ -74,6 +75,9 @@ __device__ __forceinline__ void merge_warps(
 #pragma unroll
         for (int step = 1; step < kDecodeWarps; step *= 2) {
             weight += __shfl_xor_sync(0xffffffffu, weight, step);
+        }
+        if (partials == nullptr) {
+            weight += sink_weight(params, kv_head * params.group + v % params.group, peak);
         }
         const float by_weight = partials == nullptr ? __fdividef(1.0f, weight) : 1.0f;
         const float last = divides_last ? by_weight : 1.0f;
@@ -124,7 +128,9 @@ __device__ __forceinline__ bool arrives_last(unsigned* counter, int splits) {
 // Computes the factor of each split's sums from the splits' peaks and weights. Lane l has those of
 // splits l, l + 32, ..., which are `count` per lane.
 template <int count>
-__device__ __forceinline__ void compute_shares(float2 (&mine)[count], float* shares, int lane) {
+__device__ __forceinline__ void compute_shares(
+    float2 (&mine)[count], float* shares, const AttentionParams& params, int head, int lane
+) {
     float peak = -INFINITY, weight = 0.0f;
 #pragma unroll
     for (int i = 0; i < count; ++i) peak = fmaxf(peak, mine[i].x);
@@ -134,21 +140,23 @@ __device__ __forceinline__ void compute_shares(float2 (&mine)[count], float* sha
         mine[i].x = exp2_of(mine[i].x - (peak == -INFINITY ? 0.0f : peak));
         weight += mine[i].x * mine[i].y;
     }
-    const float by = __fdividef(1.0f, warp_sum(weight));
+    const float by = __fdividef(1.0f, warp_sum(weight) + sink_weight(params, head, peak));
 #pragma unroll
     for (int i = 0; i < count; ++i) shares[i * kWarp + lane] = mine[i].x * by;
     __syncwarp();
 }
 
 // Adds the partial results of splits first .. end - 1 in a fixed order and stores the sums as rows
-// of `results`. If there are more warps than vectors and `may_share`, several warps share a vector,
-// and each adds a part of its splits: part p of vector v is row p * `queries` + v. Returns the
-// number of parts, whose sums the caller adds.
+// of `results`. If there are more warps than vectors, several warps share a vector,
+// and each adds a part of its splits: part p of vector v is row p * `queries` + v. In the
+// batch-invariant mode they do not. Returns the number of parts, whose sums the caller adds.
 template <int width, int queries>
 __device__ __forceinline__ int add_splits(
     float* results, float* shares, int vectors, const float* partials, const float2* partial_stats,
-    int first_split, int end_split, bool may_share, int warp, int warps, int lane
+    int first_split, int end_split, const AttentionParams& params, int kv_head, int warp, int warps,
+    int lane
 ) {
+    const bool may_share = !params.is_invariant;
     // Loads in flight per lane. 17 are half of 33 splits: eight kv heads have 33 splits on 132
     // multiprocessors, and with four vectors two warps share a vector.
     constexpr int kInFlight = 17;
@@ -188,7 +196,10 @@ __device__ __forceinline__ int add_splits(
                     at += split_step * kRow;
                     left -= split_step;
                 }
-                if (first == 0 && quad == 0) compute_shares<kMaxSplits / kWarp>(mine, shares, lane);
+                if (first == 0 && quad == 0) {
+                    const int head = kv_head * params.group + v % params.group;
+                    compute_shares<kMaxSplits / kWarp>(mine, shares, params, head, lane);
+                }
                 const float* share = shares + own + first;
 #pragma unroll
                 for (int i = 0; i < kInFlight; ++i) {
@@ -334,7 +345,7 @@ __global__ void __launch_bounds__(
     merge_warps<width, kQueries>(
         results, stats, work.vectors,
         partials == nullptr ? nullptr : partials + work.split * kQueries * width,
-        partial_stats + work.split * kQueries, params.is_invariant, warp, warps, lane
+        partial_stats + work.split * kQueries, params, kv_head, warp, warps, lane
     );
     // Load the permutation early: it does not depend on the results.
     Permutation<width> permutation;
@@ -348,7 +359,7 @@ __global__ void __launch_bounds__(
         if (!arrives_last(params.counters + item, work.splits)) return;
         parts = add_splits<width, kQueries>(
             results, stats, work.vectors, partials, partial_stats, work.first_split,
-            work.first_split + work.splits, !params.is_invariant, warp, warps, lane
+            work.first_split + work.splits, params, kv_head, warp, warps, lane
         );
     }
     __syncthreads();

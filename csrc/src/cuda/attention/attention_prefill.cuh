@@ -325,6 +325,7 @@ __global__ void __launch_bounds__(kPrefillWarps* kWarp, 1) prefill_kernel(
         float weight = state.weight[h];
         weight += __shfl_xor_sync(0xffffffffu, weight, 1);
         weight += __shfl_xor_sync(0xffffffffu, weight, 2);
+        weight += sink_weight(params, head, state.peak[h]);
         const float by = 1.0f / weight;
         const int row = warp * 16 + lane / 4 + 8 * h;
         if (row >= rows) continue;

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads) gated_activation_kernel(
     first.to_floats(gates);
     second.to_floats(ups);
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) ups[j] *= gate_of(gate, gates[j]);
+    for (int j = 0; j < kVector; ++j) ups[j] = gated(gate, gates[j], ups[j]);
     store_vector(out + row * out_stride + i, d - i, is_aligned, ups);
 }
 

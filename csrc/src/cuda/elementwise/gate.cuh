@@ -1,18 +1,26 @@
-// Gate functions of gated activations, for kernels and for the epilogues of linears.
+// Gated activations, for kernels and for the epilogues of linears.
 #pragma once
 
 #include "cuda/common/common.cuh"
 #include "exl/cuda/elementwise.h"
+#include "exl/ops/elementwise.h"
 
 #ifdef __CUDACC__
 
 namespace exl::cuda {
 
 // Uses the formulas of the reference backend.
-__device__ __forceinline__ float gate_of(int kind, float x) {
-    if (kind == EXL_GATE_SILU) return x / (1.0f + __expf(-x));
-    const float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-    return 0.5f * x * (1.0f + tanhf(inner));
+__device__ __forceinline__ float gated(int kind, float gate, float up) {
+    if (kind == EXL_GATE_SILU) return gate / (1.0f + __expf(-gate)) * up;
+    if (kind == EXL_GATE_CLAMPED_SWIGLU) {
+        // Comparisons with NaN are false, so that it stays visible.
+        const float g = gate > kSwigluLimit ? kSwigluLimit : gate;
+        const float below = up > kSwigluLimit ? kSwigluLimit : up;
+        const float u = below < -kSwigluLimit ? -kSwigluLimit : below;
+        return g / (1.0f + __expf(-kSwigluAlpha * g)) * (u + 1.0f);
+    }
+    const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
+    return 0.5f * gate * (1.0f + tanhf(inner)) * up;
 }
 
 }  // namespace exl::cuda

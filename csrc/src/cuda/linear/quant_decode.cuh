@@ -98,10 +98,10 @@ struct BlockCodes {
     }
 };
 
-// Codes that are indices into the table of IQ4_NL. They are replaced as they are loaded: word j
-// holds pairs 4 q + j for q = 0 .. 3, whose first codes are in its low half.
-template <>
-struct BlockCodes<kIq4> {
+// Codes that are indices into a table. They are replaced as they are loaded: word j holds pairs
+// 4 q + j for q = 0 .. 3, whose first codes are in its low half.
+template <int form>
+struct TableCodes {
     uint32_t values[4][2];  // [word][code of the pair], one byte per q
 
     __device__ __forceinline__ void load(const uint8_t* block, int lane) {
@@ -109,8 +109,8 @@ struct BlockCodes<kIq4> {
         load_words<4>(words, block, lane);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            values[j][0] = look_up_iq4(words[j]);
-            values[j][1] = look_up_iq4(words[j] >> 16);
+            values[j][0] = look_up(form >> 4, words[j]);
+            values[j][1] = look_up(form >> 4, words[j] >> 16);
         }
     }
     template <int kPair>
@@ -128,6 +128,10 @@ struct BlockCodes<kIq4> {
         a[3] = pair<kFirst + 5>();
     }
 };
+template <>
+struct BlockCodes<kIq4> : TableCodes<kIq4> {};
+template <>
+struct BlockCodes<kMxfp4> : TableCodes<kMxfp4> {};
 
 }  // namespace exl::cuda
 

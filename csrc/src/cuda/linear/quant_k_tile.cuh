@@ -307,12 +307,15 @@ __device__ __forceinline__ bool add_load_run(
         case 8: add(std::integral_constant<int, 8>()); break;
         case kE4m3:
         case kIq4:
+        case kMxfp4:
             // Up to 8 rows only, so that the variants for more rows keep their registers.
             if constexpr (Shape::kRowTiles == 1) {
                 if (own.form() == kE4m3) {
                     add(std::integral_constant<int, kE4m3>());
-                } else {
+                } else if (own.form() == kIq4) {
                     add(std::integral_constant<int, kIq4>());
+                } else {
+                    add(std::integral_constant<int, kMxfp4>());
                 }
             }
             break;

@@ -182,7 +182,7 @@ __device__ __forceinline__ void write_tile(
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 if (bias != nullptr && is_valid(c)) ups[c] += bias[column + 8 * (c / 2)];
-                y[c] = gate_of(args.gate, y[c]) * ups[c];
+                y[c] = gated(args.gate, y[c], ups[c]);
             }
         }
 #pragma unroll

@@ -132,7 +132,7 @@ struct OutputElement {
         if (args.is_gated()) {
             const float* up_sums = own + (sums.kWarpFloats << args.part_panel_bits());
             const float up = up_bias + sums.reduce(args, up_sums);
-            y = gate_of(args.gate, y) * up;
+            y = gated(args.gate, y, up);
         }
         if (args.y_dtype == kF16) {
             *static_cast<__half*>(to) = from_float<__half>(y);

@@ -21,22 +21,30 @@ inline int64_t scale_bytes_of(int type) { return type == kF32 ? 4 : 2; }
 __host__ __device__ constexpr int form_of(int bits, int values) { return bits | values << 4; }
 constexpr int kE4m3 = form_of(8, EXL_VALUES_E4M3);
 constexpr int kIq4 = form_of(4, EXL_VALUES_IQ4_NL);
+constexpr int kMxfp4 = form_of(4, EXL_VALUES_MXFP4);
 
 #ifdef __CUDACC__
 
 // Bits that a code is stored in.
 __host__ __device__ constexpr int width_of(int form) { return form & 15; }
-// Zero of codes without stored offsets. Codes of kIq4 are replaced by table entries plus 128.
+// Whether codes are indices into a table of 16 numbers.
+__host__ __device__ constexpr bool is_table(int values) {
+    return values == EXL_VALUES_IQ4_NL || values == EXL_VALUES_MXFP4;
+}
+// Zero of codes without stored offsets. Codes of a table are replaced by its entries plus 128.
 __host__ __device__ constexpr int middle_of(int form) {
-    return form == kE4m3 ? 0 : form == kIq4 ? 128 : 1 << (width_of(form) - 1);
+    return form == kE4m3 ? 0 : form == kIq4 || form == kMxfp4 ? 128 : 1 << (width_of(form) - 1);
 }
 
-// Entries of exl::kIq4Values plus 128, one per byte, for the low 3 bits of the four low half-bytes
-// of `codes` and for their fourth bits.
-__device__ __forceinline__ uint32_t look_up_iq4(uint32_t codes) {
+// Entries of a table (exl::kIq4Values or kMxfp4Values) plus 128, one per byte, for the low 3 bits of
+// the four low half-bytes of `codes` and for their fourth bits.
+__device__ __forceinline__ uint32_t look_up(int values, uint32_t codes) {
+    const bool is_iq4 = values == EXL_VALUES_IQ4_NL;
     const uint32_t index = codes & 0x7777;
-    const uint32_t low = __byte_perm(0x3f2d1801, 0x766a5d4f, index);
-    const uint32_t high = __byte_perm(0xa6998d81, 0xf1d9c5b5, index);
+    const uint32_t low =
+        __byte_perm(is_iq4 ? 0x3f2d1801 : 0x83828180, is_iq4 ? 0x766a5d4f : 0x8c888684, index);
+    const uint32_t high =
+        __byte_perm(is_iq4 ? 0xa6998d81 : 0x7d7e7f80, is_iq4 ? 0xf1d9c5b5 : 0x74787a7c, index);
     return __byte_perm(low, high, 0x3210 | (codes >> 1 & 0x4444));
 }
 

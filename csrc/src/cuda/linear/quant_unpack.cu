@@ -36,9 +36,9 @@ __device__ __forceinline__ float number_of_e4m3(uint32_t code) {
            __half2float(__ushort_as_half(static_cast<unsigned short>(halves_of_e4m3(code))));
 }
 
-// Replaces both codes of a pair by entries of the table of IQ4_NL, plus 128.
-__device__ __forceinline__ uint32_t look_up_pair(uint32_t codes) {
-    const uint32_t found = look_up_iq4((codes & 15) | (codes >> 12 & 0xf0));
+// Replaces both codes of a pair by entries of a table, plus 128.
+__device__ __forceinline__ uint32_t look_up_pair(int values, uint32_t codes) {
+    const uint32_t found = look_up(values, (codes & 15) | (codes >> 12 & 0xf0));
     return (found & 0xff) | (found & 0xff00) << 8;
 }
 
@@ -208,7 +208,7 @@ __device__ __forceinline__ void unpack_k_tile(
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     uint32_t codes = pair_codes<bits>(words[b], 4 * quarter + i);
-                    if (bits == 4 && w.values == EXL_VALUES_IQ4_NL) codes = look_up_pair(codes);
+                    if (bits == 4 && is_table(w.values)) codes = look_up_pair(w.values, codes);
                     rows[i] = factors.weights(codes, quarter);
                 }
                 // Column lane / 4 of the vector, pairs of rows 4 t .. 4 t + 3 with t = lane % 4.
@@ -305,7 +305,7 @@ __global__ void __launch_bounds__(kThreads) embedding_kernel(
         const uint32_t code = code_at(block, k_tile.bits, row, column);
         float number = static_cast<float>(code);
         if (w.values == EXL_VALUES_E4M3) number = number_of_e4m3(code);
-        if (w.values == EXL_VALUES_IQ4_NL) number = static_cast<float>(look_up_iq4(code) & 0xff);
+        if (is_table(w.values)) number = static_cast<float>(look_up(w.values, code) & 0xff);
         const int feature = permutation[b * kBlockRows + row];
         if (feature < 0) continue;
         y[static_cast<int64_t>(blockIdx.x) * w.k + feature] = fmaf(scale, number - zero, minimum);

@@ -91,6 +91,7 @@ class KeySmoothingOps(WrappedOps):
         *,
         norms: HeadNorms = NO_HEAD_NORMS,
         smoothing: KeySmoothing | None = None,
+        sinks: Tensor | None = None,
         out: Inputs | None = None,
     ) -> Inputs:
         num_kv, head_dim = cache.keys.shape[1], cache.keys.shape[3]  # of a float32 cache
@@ -101,7 +102,10 @@ class KeySmoothingOps(WrappedOps):
                 self._ops.rms_norm_heads_(x, RmsNorm(weight, norms.eps))
             if self._angles is not None:
                 self._ops.rope_(x, *self._angles)
-        self._found(fit_key_smoothing(queries, keys, is_shifted=not scoring.softcap))
+        # A shift of the keys adds the same number to all scores of a query. It may do so only if
+        # nothing but the differences between them counts.
+        is_shifted = not scoring.softcap and sinks is None
+        self._found(fit_key_smoothing(queries, keys, is_shifted=is_shifted))
         return self.inner.attend_(
-            qkv, batch, cache, scoring, norms=norms, smoothing=smoothing, out=out
+            qkv, batch, cache, scoring, norms=norms, smoothing=smoothing, sinks=sinks, out=out
         )

@@ -94,6 +94,7 @@ class AttendOps(Protocol):
         *,
         norms: HeadNorms = NO_HEAD_NORMS,
         smoothing: KeySmoothing | None = None,
+        sinks: Tensor | None = None,
         out: Inputs | None = None,
     ) -> Inputs:
         """All of attention between its two projections: [rows, q_heads * d].
@@ -103,8 +104,8 @@ class AttendOps(Protocol):
 
         qkv [rows, (q_heads + 2 kv_heads) * d] strided rows: queries, keys, values. Steps, in this
         order: rms_norm_heads_ of queries and of keys, where `norms` has one; rope_ of both;
-        `smoothing` of both, if given; write_kv; paged_attention. Leaves keys and values in qkv
-        undefined.
+        `smoothing` of both, if given; write_kv; paged_attention with `sinks`. Leaves keys and
+        values in qkv undefined.
         """
         ...
 
@@ -120,7 +121,12 @@ class AttentionOps(AttendOps, Protocol):
         ...
 
     def paged_attention(
-        self, q: Tensor, cache: CacheLayer, rows: AttentionRows, scoring: Scoring
+        self,
+        q: Tensor,
+        cache: CacheLayer,
+        rows: AttentionRows,
+        scoring: Scoring,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [rows, q_heads, d] strided rows -> [rows, q_heads * d]; decode and prefill mixed.
 
@@ -128,6 +134,8 @@ class AttentionOps(AttendOps, Protocol):
         j <= p, or to fewer if `scoring` has a window. Query head h reads kv head
         h // (q_heads // kv_heads). The keys and values of this pass are already in the cache, as
         `write_kv` stores them. Codes are dequantized exactly, without the roundings of a decoder.
+        `sinks`, float32 [q_heads], count as the score of one more key of each head, which has no
+        value. They are neither scaled, capped nor masked.
         On a GPU every row of q, and of the qkv of `attend_`, begins at a multiple of 16 bytes.
         """
         ...

@@ -7,7 +7,11 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-GateKind = Literal["silu", "gelu_tanh"]
+GateKind = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+"""Gated activation of a gate g and a value u: act(g) * u, or for `clamped_swiglu` (gpt-oss)
+g * sigmoid(SWIGLU_ALPHA * g) * (u + 1), with g at most SWIGLU_LIMIT and u within +-SWIGLU_LIMIT."""
+SWIGLU_ALPHA = 1.702
+SWIGLU_LIMIT = 7.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class RowOps(Protocol):
         ...
 
     def gated_activation(self, gate_up: Tensor, kind: GateKind) -> Tensor:
-        """gate_up [m, 2d] strided rows -> act(first half) * second half [m, d]."""
+        """gate_up [m, 2d] strided rows -> act(first half) * second half [m, d], by `GateKind`."""
         ...
 
     def add_(self, residual: Tensor, y: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ Consecutive rows form groups with a scale, and in some formulas an offset:
     minimums   w[r, n] = scales[g, n] * code[r, n] + offsets[g, n]
     e4m3       w[r, n] = scales[g, n] * number(code[r, n])     8 bits: OCP FP8 E4M3, without NaN
     iq4_nl     w[r, n] = scales[g, n] * IQ4_NL[code[r, n]]     4 bits: index into a table
+    mxfp4      w[r, n] = 2^(scales[g, n] - 127) * MXFP4[code[r, n]]    the same (OCP MX, E2M1)
 
 This module knows neither files nor the run-time form of a kernel.
 """
@@ -28,12 +29,21 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Formula = Literal["middle", "zeros", "minimums", "e4m3", "iq4_nl"]
+Formula = Literal["middle", "zeros", "minimums", "e4m3", "iq4_nl", "mxfp4"]
 
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Table of GGML's types IQ4_NL and IQ4_XS."""
 
-NUMBER_BITS: dict[Formula, int] = {"e4m3": 8, "iq4_nl": 4}
+MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The 4-bit floats of MXFP4 (OCP Microscaling Formats 1.0, E2M1)."""
+
+EXPONENT_BIAS = 127
+"""Bias of the scales of MXFP4, which are exponents of 2 (E8M0)."""
+
+NO_EXPONENT = 255
+"""Scale of MXFP4 that is NaN."""
+
+NUMBER_BITS: dict[Formula, int] = {"e4m3": 8, "iq4_nl": 4, "mxfp4": 4}
 """Formulas whose codes stand for other numbers than integers, and their bit width."""
 
 Packing = Literal["words", "bytes", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]
@@ -75,7 +85,8 @@ class GroupedLayout:
     """Layout of a matrix [in_features, out_features] of grouped codes.
 
     `features` is int32 [in_features]; None means that stored row r is input feature r.
-    `scale_dtype` is float16 or float32 and applies to minimums too; zeros are uint8.
+    `scale_dtype` is float16 or float32 and applies to minimums too; zeros are uint8. That of mxfp4
+    is uint8, without `NO_EXPONENT`.
     """
 
     out_features: int

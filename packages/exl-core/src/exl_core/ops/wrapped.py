@@ -54,10 +54,11 @@ class WrappedOps:
         *,
         norms: HeadNorms = NO_HEAD_NORMS,
         smoothing: KeySmoothing | None = None,
+        sinks: Tensor | None = None,
         out: Inputs | None = None,
     ) -> Inputs:
         return self.inner.attend_(
-            qkv, batch, cache, scoring, norms=norms, smoothing=smoothing, out=out
+            qkv, batch, cache, scoring, norms=norms, smoothing=smoothing, sinks=sinks, out=out
         )
 
     def route(

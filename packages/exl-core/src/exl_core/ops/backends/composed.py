@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from exl_core.ops.elementwise import ActivationKind, LayerNorm, XIelu
+from exl_core.ops.elementwise import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    ActivationKind,
+    LayerNorm,
+    XIelu,
+)
 
 
 class ComposedOps:
@@ -31,6 +37,12 @@ class ComposedOps:
                 return functional.gelu(x.to(torch.float32), approximate="tanh")
             case XIelu():
                 return xielu(x.to(torch.float32), kind)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt-oss's gated activation of every element, in the type of the operands."""
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
 
 
 def xielu(x: Tensor, numbers: XIelu) -> Tensor:

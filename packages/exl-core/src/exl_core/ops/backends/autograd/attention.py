@@ -48,6 +48,7 @@ class AutogradAttendOps:
         *,
         norms: HeadNorms = NO_HEAD_NORMS,
         smoothing: KeySmoothing | None = None,  # noqa: ARG004 - there are no cached keys
+        sinks: Tensor | None = None,
         out: Inputs | None = None,  # noqa: ARG004 - out of place
     ) -> Tensor:
         """qkv [R, T, (H + 2K) * D] of R sequences of T tokens -> [R, T, H * D]."""
@@ -61,7 +62,7 @@ class AutogradAttendOps:
         if norms.k is not None:
             k = AutogradProductOps.rms_norm(k, RmsNorm(norms.k, norms.eps))
         q, k = (_rotated(x, cast(WholeSequences, batch)).to(v.dtype) for x in (q, k))
-        y = _attention(q, k, v, scoring)  # [R, H, T, D]
+        y = _attention(q, k, v, scoring, sinks)  # [R, H, T, D]
         return y.transpose(1, 2).reshape(rows, length, -1)
 
 
@@ -73,22 +74,28 @@ def _rotated(x: Tensor, batch: WholeSequences) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, unrotated], dim=3)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
     """Causal attention over the last keys of the layer's window: [R, H, T, D]."""
     length, window, softcap = q.shape[2], scoring.window, scoring.softcap
-    if not softcap and (window == 0 or window >= length):
+    is_plain = not softcap and sinks is None
+    if is_plain and (window == 0 or window >= length):
         return scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True
         )
     distance = torch.arange(length, device=q.device)
     distance = distance[:, None] - distance  # [T, T]
     is_visible = (distance >= 0) & (distance < window) if window else distance >= 0
-    if not softcap:
+    if is_plain:
         return scaled_dot_product_attention(
             q, k, v, attn_mask=is_visible, scale=scoring.scale, enable_gqa=True
         )
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q @ k.transpose(2, 3) * scoring.scale
-    scores = torch.tanh(scores / softcap) * softcap
-    return scores.masked_fill(~is_visible, -torch.inf).softmax(-1) @ v
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~is_visible, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ v

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, relu, silu
 
+from exl_core.ops.backends.composed import clamped_swiglu
 from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNorm, XIelu
 from exl_core.ops.linear import Inputs, PackedLinear
 
@@ -106,8 +107,8 @@ class AutogradProductOps:
 
 
 def _gated(gate: Tensor, up: Tensor, kind: GateKind) -> Tensor:
-    return _activated(gate, kind) * up
+    return clamped_swiglu(gate, up) if kind == "clamped_swiglu" else _activated(gate, kind) * up
 
 
-def _activated(x: Tensor, kind: GateKind) -> Tensor:
+def _activated(x: Tensor, kind: Literal["silu", "gelu_tanh"]) -> Tensor:
     return silu(x) if kind == "silu" else gelu(x, approximate="tanh")

@@ -30,7 +30,12 @@ class CpuAttentionOps:
         self._ops.write_kv(key, value, cache.keys, cache.values, slots)
 
     def paged_attention(
-        self, q: Tensor, cache: CacheLayer, rows: AttentionRows, scoring: Scoring
+        self,
+        q: Tensor,
+        cache: CacheLayer,
+        rows: AttentionRows,
+        scoring: Scoring,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         num_rows, heads, head_dim = q.shape
         out = torch.empty(num_rows, heads * head_dim, dtype=torch.float32)
@@ -45,6 +50,7 @@ class CpuAttentionOps:
             scoring.window,
             scoring.softcap,
             out,
+            **_optional(sinks),
         )
         return out
 
@@ -78,6 +84,7 @@ class CpuAttentionOps:
         *,
         norms: HeadNorms = NO_HEAD_NORMS,
         smoothing: KeySmoothing | None = None,
+        sinks: Tensor | None = None,
         out: Inputs | None = None,
     ) -> Inputs:
         self._ops.attend_(
@@ -93,5 +100,11 @@ class CpuAttentionOps:
             scoring.softcap,
             None if smoothing is None else smoothing.scale,
             None if smoothing is None else smoothing.shift,
+            **_optional(sinks),
         )
         return queries_of(qkv, cache) if out is None else out
+
+
+def _optional(sinks: Tensor | None) -> dict[str, Tensor]:
+    """The operand that few families have."""
+    return {} if sinks is None else {"sinks": sinks}

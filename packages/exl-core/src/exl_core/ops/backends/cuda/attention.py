@@ -155,6 +155,7 @@ class Attention:
         *,
         norms: HeadNorms,
         smoothing: KeySmoothing | None,
+        sinks: Tensor | None,
         to: CudaInputs | None,
     ) -> None:
         rows, width = qkv.shape
@@ -178,7 +179,8 @@ class Attention:
         )
         self._gpu.call("rope_write", args, _pages_of(cache))
         queries = qkv[:, : q_heads * head_dim]
-        if _can_use_torch(batch, scoring, qkv, cache.keys, self._has_flash):
+        # torch's attention knows no sinks.
+        if sinks is None and _can_use_torch(batch, scoring, qkv, cache.keys, self._has_flash):
             if batch.short is not None:
                 q = queries[: batch.long[0].first]
                 self.paged_attention(q, q, batch.short, cache, scoring, heads=q_heads)
@@ -192,7 +194,9 @@ class Attention:
                 else:
                     _attend_without_past(own, q_heads, kv_heads, segment, scoring)
             return
-        self.paged_attention(queries, queries, batch, cache, scoring, heads=q_heads, to=to)
+        self.paged_attention(
+            queries, queries, batch, cache, scoring, heads=q_heads, sinks=sinks, to=to
+        )
 
     def paged_attention(
         self,
@@ -203,6 +207,7 @@ class Attention:
         scoring: Scoring,
         *,
         heads: int,
+        sinks: Tensor | None = None,
         to: CudaInputs | None = None,
     ) -> None:
         """Attention of q over the cache: out [rows, heads * d].
@@ -210,6 +215,8 @@ class Attention:
         q [rows, ...] has heads d apart and may be the same memory as `out`. With `to`, the result
         is written there as prepared inputs, and `out` is left unchanged.
         """
+        if sinks is not None:
+            _check_sinks(sinks, heads, head_dim_of(cache.keys))
         rows = out.shape[0]
         is_invariant = self._gpu.is_invariant
         workspace = self._gpu.workspace("attention", is_invariant, head_dim_of(cache.keys))
@@ -232,6 +239,7 @@ class Attention:
             window=scoring.window,
             scale=scoring.scale,
             softcap=scoring.softcap,
+            sinks=_pointer(sinks),
             workspace=workspace.data_ptr(),
             workspace_bytes=workspace.numel(),
             is_invariant=is_invariant,
@@ -252,14 +260,19 @@ class CudaAttentionOps:
         self._attention.write(key, value, cache, slots)
 
     def paged_attention(
-        self, q: Tensor, cache: CacheLayer, rows: AttentionRows, scoring: Scoring
+        self,
+        q: Tensor,
+        cache: CacheLayer,
+        rows: AttentionRows,
+        scoring: Scoring,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         num_rows, heads, head_dim = q.shape
         out = self._gpu.empty(num_rows, heads * head_dim, dtype=q.dtype)
         none = self._gpu.empty(0)
         batch = self._attention.bind(rows, none, none, none)
         if num_rows:
-            self._attention.paged_attention(q, out, batch, cache, scoring, heads=heads)
+            self._attention.paged_attention(q, out, batch, cache, scoring, heads=heads, sinks=sinks)
         return out
 
     def attention_batch(
@@ -293,6 +306,7 @@ class CudaAttentionOps:
         *,
         norms: HeadNorms = NO_HEAD_NORMS,
         smoothing: KeySmoothing | None = None,
+        sinks: Tensor | None = None,
         out: Inputs | None = None,
     ) -> Inputs:
         result = queries_of(qkv, cache) if out is None else out
@@ -309,11 +323,22 @@ class CudaAttentionOps:
             scoring,
             norms=norms,
             smoothing=smoothing,
+            sinks=sinks,
             to=to if writes_to_out else None,
         )
         if to is not None and not writes_to_out:
             self._linears.prepare_for(to, qkv[:, : to.features])
         return result
+
+
+def _check_sinks(sinks: Tensor, heads: int, head_dim: int) -> None:
+    if sinks.shape != (heads,) or sinks.dtype is not torch.float32:
+        raise OpInputError(f"paged_attention: sinks (expected float32 [{heads}])")
+    if head_dim > MAX_NARROW_HEAD:
+        raise OpInputError(
+            f"paged_attention: sinks of heads of {head_dim} values (expected at most"
+            f" {MAX_NARROW_HEAD})"
+        )
 
 
 def _can_use_torch(

@@ -22,7 +22,14 @@ from torch import Tensor
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
-from exl_core.ops.weights import FILL_STEP, Formula, GroupedColumns, GroupedLayout, GroupRun
+from exl_core.ops.weights import (
+    EXPONENT_BIAS,
+    FILL_STEP,
+    Formula,
+    GroupedColumns,
+    GroupedLayout,
+    GroupRun,
+)
 from exl_kernels import cuda
 
 PANEL_COLUMNS = 32
@@ -54,14 +61,15 @@ _RUN = np.dtype(
 assert _RUN.itemsize == cuda.RUN_BYTES
 
 
-_FORMULAS: dict[Formula, tuple[int, int]] = {
-    "middle": (cuda.OFFSETS["middle"], cuda.VALUES["integers"]),
-    "zeros": (cuda.OFFSETS["zeros"], cuda.VALUES["integers"]),
-    "minimums": (cuda.OFFSETS["minimums"], cuda.VALUES["integers"]),
-    "e4m3": (cuda.OFFSETS["middle"], cuda.VALUES["e4m3"]),
-    "iq4_nl": (cuda.OFFSETS["middle"], cuda.VALUES["iq4_nl"]),
+_FORMULAS: dict[Formula, tuple[str, str]] = {
+    "middle": ("middle", "integers"),
+    "zeros": ("zeros", "integers"),
+    "minimums": ("minimums", "integers"),
+    "e4m3": ("middle", "e4m3"),
+    "iq4_nl": ("middle", "iq4_nl"),
+    "mxfp4": ("middle", "mxfp4"),
 }
-"""`offset_kind` and `values` of ExlQuantMatrix."""
+"""Names of `offset_kind` and `values` of ExlQuantMatrix."""
 
 
 class TilePlan(NamedTuple):
@@ -143,7 +151,10 @@ class CudaQuantLinear:
 
     def __init__(self, layout: GroupedLayout, gpu: Gpu, *, on_host: bool = False) -> None:
         offset_bytes = 0 if layout.offset_dtype is None else layout.offset_dtype.itemsize
-        plan_key = (layout.runs, layout.scale_dtype.itemsize, offset_bytes)
+        # Kernels read the scales of MXFP4 as floats.
+        is_exponent = layout.formula == "mxfp4"
+        self._scale_dtype = torch.float32 if is_exponent else layout.scale_dtype
+        plan_key = (layout.runs, self._scale_dtype.itemsize, offset_bytes)
         offset_kind, values = _FORMULAS[layout.formula]
         plan = plan_tiles(*plan_key)
         num_panels = -(-layout.out_features // PANEL_COLUMNS)
@@ -190,9 +201,9 @@ class CudaQuantLinear:
             num_k_tiles=len(plan.k_tiles),
             num_blocks=plan.num_blocks,
             num_runs=len(plan.runs),
-            scale_dtype=TYPES[layout.scale_dtype],
-            offset_kind=offset_kind,
-            values=values,
+            scale_dtype=TYPES[self._scale_dtype],
+            offset_kind=cuda.OFFSETS[offset_kind],
+            values=cuda.VALUES[values],
         )
 
     @property
@@ -230,7 +241,7 @@ class CudaQuantLinear:
         codes = upload(columns.codes, device)
         uploaded = [
             None if part is None else upload(part, device)
-            for part in (columns.source_rows, columns.scales, columns.offsets)
+            for part in (columns.source_rows, self._stored_scales(columns), columns.offsets)
         ]
         source_rows, scales, offsets = (
             None if part is None else part.data_ptr() for part in uploaded
@@ -239,7 +250,7 @@ class CudaQuantLinear:
             packing=cuda.PACKINGS[columns.packing],
             first_column=first_column,
             columns=count,
-            scale_dtype=TYPES[self.layout.scale_dtype],
+            scale_dtype=TYPES[self._scale_dtype],
             codes=codes.data_ptr(),
             row_stride=codes.stride(0),
             stored_rows=self._stored_rows.data_ptr(),
@@ -251,6 +262,14 @@ class CudaQuantLinear:
         self._gpu.call("quant_pack", self.matrix, operands)
         if self.bias is not None and columns.bias is not None:
             self.bias[first_column:last].copy_(columns.bias)
+
+    def _stored_scales(self, columns: GroupedColumns) -> Tensor | None:
+        """Scales as kernels read them. Those of MXFP4 are halved, because its table is doubled."""
+        scales = columns.scales
+        if scales is None or self.layout.formula != "mxfp4":
+            return scales
+        exponents = scales.to(torch.float64) - (EXPONENT_BIAS + 1)
+        return torch.exp2(exponents).to(torch.float32)
 
     def unpack(self, first: int, columns: int, out: Tensor) -> None:
         """Dequantizes columns: out float16 [in_features, columns], in the order of the features.

@@ -62,9 +62,15 @@ class ReferenceAttentionOps:
 
     @staticmethod
     def paged_attention(
-        q: Tensor, cache: CacheLayer, rows: AttentionRows, scoring: Scoring
+        q: Tensor,
+        cache: CacheLayer,
+        rows: AttentionRows,
+        scoring: Scoring,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         check_attention(q, cache, rows)
+        if sinks is not None:
+            check("paged_attention", "sinks", sinks, F32, q.shape[1])
         if scoring.window < 0 or not scoring.softcap >= 0.0:
             raise OpInputError(
                 f"paged_attention: window {scoring.window} and softcap {scoring.softcap}"
@@ -89,7 +95,8 @@ class ReferenceAttentionOps:
             seen = key <= position
             if scoring.window > 0:
                 seen &= key > position - scoring.window
-            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            weights = _softmax_with_sinks(scores, sinks)
             # Values that no row attends to may hold NaN, and 0 * NaN is not 0.
             values = values.masked_fill(~seen.any(0)[None, :, None], 0.0)
             out[first:last] = (weights @ values).transpose(0, 1)
@@ -127,6 +134,7 @@ class ReferenceAttentionOps:
         *,
         norms: HeadNorms = NO_HEAD_NORMS,
         smoothing: KeySmoothing | None = None,
+        sinks: Tensor | None = None,
         out: Inputs | None = None,  # noqa: ARG004 - this table makes no buffers for inputs
     ) -> Inputs:
         if not isinstance(batch, PlainBatch):
@@ -140,9 +148,17 @@ class ReferenceAttentionOps:
         if smoothing is not None:
             smooth_heads_(q, k, smoothing)
         ReferenceAttentionOps.write_kv(k, v, cache, batch.slots)
-        mixed = ReferenceAttentionOps.paged_attention(q, cache, batch.rows, scoring)
+        mixed = ReferenceAttentionOps.paged_attention(q, cache, batch.rows, scoring, sinks)
         q.copy_(mixed.view(q.shape))
         return qkv[:, : mixed.shape[1]]
+
+
+def _softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights of the keys, for scores [heads, rows, keys]."""
+    if sinks is None:
+        return scores.softmax(-1)
+    sink = sinks.double()[:, None, None].expand(*scores.shape[:2], 1)
+    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
 
 
 def check_rows(op: str, rows: AttentionRows, count: int, *, num_pages: int, page_size: int) -> None:

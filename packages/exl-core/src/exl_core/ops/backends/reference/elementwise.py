@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from exl_core.ops.backends.composed import xielu
+from exl_core.ops.backends.composed import clamped_swiglu, xielu
 from exl_core.ops.checks import F32, OpInputError, check, check_contiguous
 from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNorm, XIelu
 
@@ -79,9 +80,11 @@ class ReferenceElementwiseOps:
     def gated_activation(gate_up: Tensor, kind: GateKind) -> Tensor:
         check("gated_activation", "gate_up", gate_up, F32, None, None)
         check_contiguous("gated_activation", "gate_up", gate_up, 1)
-        if gate_up.shape[1] % 2 != 0 or kind not in ("silu", "gelu_tanh"):
+        if gate_up.shape[1] % 2 != 0 or kind not in get_args(GateKind):
             raise OpInputError(f"gated_activation: {kind} of rows of {gate_up.shape[1]} values")
         gate, up = gate_up.double().chunk(2, dim=1)
+        if kind == "clamped_swiglu":
+            return clamped_swiglu(gate, up).float()
         return (active_values(gate, kind) * up).float()
 
     @staticmethod
@@ -91,7 +94,7 @@ class ReferenceElementwiseOps:
         return residual.add_(y)
 
 
-def active_values(x: Tensor, kind: GateKind) -> Tensor:
+def active_values(x: Tensor, kind: Literal["silu", "gelu_tanh"]) -> Tensor:
     if kind == "silu":
         return torch.nn.functional.silu(x)
     # 0.5 x (1 + tanh u) = x sigmoid(2u), which does not cancel for negative x.

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from exl_core.ops.checks import OpInputError, check, check_contiguous, check_range
 from exl_core.ops.weights import (
+    EXPONENT_BIAS,
     IQ4_NL,
+    MXFP4,
     NUMBER_BITS,
     WIDTHS,
     Formula,
@@ -89,6 +91,10 @@ class PlainQuantized:
             stored = scales * self.codes.view(torch.float8_e4m3fn).double()
         elif self.layout.formula == "iq4_nl":
             stored = scales * torch.tensor(IQ4_NL).double()[self.codes.long()]
+        elif self.layout.formula == "mxfp4":
+            stored = torch.ldexp(
+                torch.tensor(MXFP4).double()[self.codes.long()], scales - EXPONENT_BIAS
+            )
         elif self.offsets is None:
             stored = scales * (codes - 2.0 ** (self.row_bits[:, None] - 1))
         elif self.layout.formula == "zeros":
@@ -158,10 +164,11 @@ def _check_layout(layout: GroupedLayout) -> None:
     rows = sum(run.groups * run.rows for run in layout.runs)
     if rows != layout.in_features:
         raise OpInputError(f"{op}: runs (expected {layout.in_features} rows, got {rows})")
-    if layout.scale_dtype not in SCALE_TYPES:
-        raise OpInputError(f"{op}: scale_dtype (expected {SCALE_TYPES}, got {layout.scale_dtype})")
     if layout.formula not in get_args(Formula):
         raise OpInputError(f"{op}: formula (got {layout.formula})")
+    types = (torch.uint8,) if layout.formula == "mxfp4" else SCALE_TYPES
+    if layout.scale_dtype not in types:
+        raise OpInputError(f"{op}: scale_dtype (expected {types}, got {layout.scale_dtype})")
     bits = NUMBER_BITS.get(layout.formula)
     if bits is not None and any(run.bits != bits for run in layout.runs):
         raise OpInputError(f"{op}: formula ({layout.formula} needs codes of {bits} bits)")
