@@ -20,6 +20,7 @@ from support.tiny_models import (
     tiny_gemma4_moe,
     tiny_glm4,
     tiny_glm4_moe,
+    tiny_gpt_oss,
     tiny_granite,
     tiny_granite4,
     tiny_granite_moe,
@@ -95,6 +96,7 @@ GGUF_FAMILIES: dict[str, tuple[str | None, Any]] = {
     "hunyuan-moe": (None, tiny_hunyuan_moe),
     "minimax-m2": (None, tiny_minimax_m2),
     "granitemoe": (None, tiny_granite_moe),
+    "gpt-oss": (None, tiny_gpt_oss),
     # Its default scaling of RoPE would need a tensor of divisors.
     "apertus": (None, lambda: tiny_apertus(rope_parameters={"rope_type": "default", **THETA})),
     "granite4": (None, tiny_granite4),
@@ -120,6 +122,6 @@ GGUF_FAMILIES: dict[str, tuple[str | None, Any]] = {
 EXPERTS = (
     *("qwen3moe", "mixtral", "qwen2moe", "glm4moe"),
     *("ernie4_5-moe", "hunyuan-moe", "minimax-m2", "granitemoe", "gemma4-moe"),
-    *("qwen3vlmoe", "dbrx", "llama4"),
+    *("qwen3vlmoe", "dbrx", "llama4", "gpt-oss"),
 )
 """Families with experts, which `exl convert` refuses."""

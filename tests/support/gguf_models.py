@@ -53,6 +53,8 @@ _PARTS = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.gate.wg": "ffn_gate_inp",
     "block_sparse_moe.router": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "self_attn.sinks": "attn_sinks",
     "block_sparse_moe.experts.gate_proj": "ffn_gate_exps",
     "block_sparse_moe.experts.up_proj": "ffn_up_exps",
     "block_sparse_moe.experts.down_proj": "ffn_down_exps",
@@ -119,6 +121,7 @@ _ARCHITECTURES = {  # by `model_type`, where the names differ
     "ernie4_5_moe": "ernie4_5-moe",
     "gemma4_text": "gemma4",
     "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
     "granitemoehybrid": "granite",
     "hunyuan_v1_moe": "hunyuan-moe",
     "llama4_text": "llama4",
@@ -140,11 +143,12 @@ def write_gguf(
     kinds: dict[str, str] | None = None,
     *,
     arch: str | None = None,
+    packed: dict[GGMLQuantizationType, dict[str, np.ndarray]] | None = None,
 ) -> Path:
     """Writes matrices as `kind`, or as `kinds` maps parts of a layer, and all else as float32.
 
     The vocabulary is byte-level. `arch` is the architecture's name in the file, if it is not the
-    one of the model's class.
+    one of the model's class. `packed` are blocks to write instead of tensors, by type and name.
     """
     config = _usual_config(model.config)
     arch = arch or _ARCHITECTURES.get(config.model_type, config.model_type)
@@ -169,18 +173,28 @@ def write_gguf(
             continue
         values = _as_stored(name, weight, config, arch).numpy()
         stored_name = _gguf_name(name, arch)
+        if any(stored_name in blocks for blocks in (packed or {}).values()):
+            continue
         own = (kinds or {}).get(stored_name.split(".")[-2], kind.name)
-        is_quantized = values.ndim > 1 and "ffn_gate_inp" not in stored_name
+        is_plain = stored_name.endswith(".bias") or "ffn_gate_inp" in stored_name
+        is_quantized = values.ndim > 1 and not is_plain
         raw = GGMLQuantizationType[own if is_quantized else "F32"]
         stored = _quantized(values, raw) if is_quantized else values
         writer.add_tensor(stored_name, stored, raw_dtype=raw)
     for name, extra in (extra_tensors or {}).items():
         writer.add_tensor(name, extra)
+    for packed_kind, blocks in (packed or {}).items():
+        for name, raw_blocks in blocks.items():
+            writer.add_tensor(name, np.ascontiguousarray(raw_blocks), raw_dtype=packed_kind)
+    _write(writer)
+    return path
+
+
+def _write(writer: GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def _add_sizes(writer: GGUFWriter, config: Any, arch: str) -> int:
@@ -230,6 +244,8 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         weight = stored.transpose(1, 2) if is_turned else stored
         if name.endswith("layer_scalar"):
             yield f"{name}.weight", weight
+        elif weight.dim() > 1 and ".experts." in name and model.config.model_type == "gpt_oss":
+            yield from _gpt_oss_experts(name, weight)
         elif name.endswith("experts.gate_up_proj") and model.config.model_type != "gemma4_text":
             stem = name.removesuffix("gate_up_proj")
             for part, half in zip(("gate", "up"), weight.chunk(2, 1), strict=True):
@@ -243,6 +259,20 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, experts.transpose(1, 2) if name.endswith("w2") else experts
         elif ".act_fn." not in name:  # numbers that are in the metadata
             yield name, weight
+
+
+def _gpt_oss_experts(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Matrices [experts, in, out] or biases [experts, out], with gate and up in turn, as
+    [experts, out, in] and apart."""
+    stem, is_bias = name.removesuffix("_bias"), name.endswith("_bias")
+    kind = "bias" if is_bias else "weight"
+    weight = weight if is_bias else weight.transpose(1, 2)
+    if stem.endswith("down_proj"):
+        yield f"{stem}.{kind}", weight.contiguous()
+        return
+    for turn, part in enumerate(("gate", "up")):
+        own = stem.replace("gate_up_proj", f"{part}_proj")
+        yield f"{own}.{kind}", weight[:, turn::2].contiguous()
 
 
 def _add_experts(writer: GGUFWriter, config: Any) -> None:
@@ -281,7 +311,7 @@ def _add_choices(writer: GGUFWriter, config: Any, arch: str) -> None:
         writer.add_logit_scale(config.logits_scaling)
     if getattr(config, "num_local_experts", getattr(config, "num_experts", 0)):
         _add_experts(writer, config)
-    may_have_window = arch in ("phi3", "olmo2", "exaone4", "cohere2")
+    may_have_window = arch in ("phi3", "olmo2", "exaone4", "cohere2", "gpt-oss")
     has_window = may_have_window and getattr(config, "sliding_window", None)
     if arch in ("gemma2", "gemma3") or has_window:
         writer.add_sliding_window(config.sliding_window)
@@ -353,13 +383,16 @@ def _quantized(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
 def random_blocks(kind: GGMLQuantizationType, rows: int, columns: int) -> np.ndarray:
     """Random blocks, uint8 [rows, bytes], with float16 scales of both signs in the first 4 bytes.
 
-    For types with a scale and no minimum, the second 2 of these bytes are codes.
+    For types with a scale and no minimum, the second 2 of these bytes are codes. MXFP4 has an
+    exponent instead of a scale.
     """
     block_values, block_bytes = GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(kind)
     raw = rng.integers(0, 256, (rows, columns // block_values, block_bytes), dtype=np.uint8)
     factors = rng.normal(size=(rows, columns // block_values, 2)).astype(np.float16)
     raw[..., :4] = factors.view(np.uint8)
+    if kind is GGMLQuantizationType.MXFP4:
+        raw[..., 0] = rng.integers(118, 130, raw.shape[:2])
     return raw.reshape(rows, -1)
 
 
@@ -398,12 +431,13 @@ def _gguf_name(name: str, arch: str) -> str:
     for part, stored in _SCALES.items():
         if name.endswith(part):
             return f"blk.{name.split('.')[2]}.{stored}.scale"
-    stem, kind = (name, "weight") if ".experts." in name else name.rsplit(".", 1)
+    has_kind = name.endswith((".weight", ".bias"))
+    stem, kind = name.rsplit(".", 1) if has_kind else (name, "weight")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
     norms = {
-        **dict.fromkeys(("seed_oss", "glm4moe"), _SEED_NORMS),
+        **dict.fromkeys(("seed_oss", "glm4moe", "gpt-oss"), _SEED_NORMS),
         "glm4": _GLM_NORMS,
         **dict.fromkeys(("gemma2", "gemma3", "gemma4", "olmo2", "exaone4"), _GEMMA_NORMS),
     }

@@ -40,6 +40,8 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     GraniteMoeConfig,
@@ -190,6 +192,37 @@ def tiny_minimax_m2(**changes: Any) -> MiniMaxM2ForCausalLM:
     defaults = {**_COMMON, "rope_parameters": rope, "num_local_experts": 8}
     defaults["num_experts_per_tok"] = 3
     return _randomized(MiniMaxM2ForCausalLM(MiniMaxM2Config(**{**defaults, **changes})))
+
+
+def tiny_gpt_oss(**changes: Any) -> GptOssForCausalLM:
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 64,
+        "truncate": False,
+        "rope_theta": 150000.0,
+    }
+    defaults = {
+        **{**_COMMON, "rope_parameters": yarn, "attn_implementation": "eager"},
+        **{"num_local_experts": 6, "num_experts_per_tok": 3, "num_hidden_layers": 4},
+        **{"hidden_size": 96, "intermediate_size": 64, "sliding_window": 50},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    model = _randomized(GptOssForCausalLM(GptOssConfig(**{**defaults, **changes})))
+    generator = torch.Generator().manual_seed(21)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("sinks"):
+                parameter.copy_(2 * noise)
+            elif "experts" in name and parameter.dim() == 2:
+                parameter.copy_(0.5 * noise)
+            elif "experts" in name:  # [experts, in, out]; some gates reach the limit
+                scale = 3.0 if "gate_up" in name else 0.5
+                parameter.copy_(scale * noise / parameter.shape[1] ** 0.5)
+    return model
 
 
 def tiny_granite_moe(**changes: Any) -> GraniteMoeForCausalLM:

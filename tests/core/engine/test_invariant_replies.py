@@ -40,7 +40,7 @@ from support.tiny_models import (
 )
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-GGUF_TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "IQ4_NL"]
+GGUF_TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "IQ4_NL", "MXFP4"]
 WINDOWED = {"gemma2": tiny_gemma2, "gemma3": tiny_gemma3}  # and score and logit caps
 EXPERTS = {"qwen3-moe": tiny_qwen3_moe}
 FILES = ["gptq", "awq", "compressed-tensors", "fp8"]

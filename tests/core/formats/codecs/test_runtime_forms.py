@@ -144,7 +144,8 @@ def test_symmetric_gptq_needs_no_zero_points() -> None:
     assert_within_half_ulp(matrix, layer.dense())
 
 
-KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "IQ4_NL", "IQ4_XS"]
+FLOAT_SCALES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "IQ4_NL", "IQ4_XS"]
+KINDS = [*FLOAT_SCALES, "MXFP4"]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -176,7 +177,7 @@ def test_types_without_a_run_time_form(name: str) -> None:
     assert layout_of(GGMLQuantizationType[name], 32, 256) is None
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", FLOAT_SCALES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_non_finite_scales_are_counted(name: str, value: float) -> None:
     kind = GGMLQuantizationType[name]
@@ -188,3 +189,10 @@ def test_non_finite_scales_are_counted(name: str, value: float) -> None:
         last = raw.shape[1] - size + offset
         raw[row, last : last + 2] = np.frombuffer(np.float16(value).tobytes(), dtype=np.uint8)
     assert bad_blocks(torch.from_numpy(raw), kind) == 2
+
+
+def test_exponents_that_are_nan_are_counted() -> None:
+    raw = torch.full((4, 3 * 17), 100, dtype=torch.uint8)
+    raw[1, 17] = raw[3, 34] = 255
+    raw[2, 1] = 255  # codes
+    assert bad_blocks(raw, GGMLQuantizationType.MXFP4) == 2

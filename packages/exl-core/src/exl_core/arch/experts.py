@@ -46,7 +46,14 @@ def hf_experts(arch: ArchSpec, text: Fields, layers: int) -> Sequence[MoE | None
 def _part(arch: ArchSpec, form: ExpertForm, router: Router, size: int, shared_size: int) -> MoE:
     """Experts of width `size`, with a shared one of width `shared_size` if that is not 0."""
     shared = SharedExpert(shared_size, form.has_shared_gate) if shared_size else None
-    return MoE(router, size, arch.activation, shared, weighs_inputs=form.weighs_inputs)
+    return MoE(
+        router,
+        size,
+        arch.activation,
+        shared,
+        weighs_inputs=form.weighs_inputs,
+        has_bias=form.has_bias,
+    )
 
 
 def _shared_size(form: ExpertForm, text: Fields, size: int) -> int:

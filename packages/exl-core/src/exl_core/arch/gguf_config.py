@@ -386,6 +386,7 @@ def _ropes(
             beta_fast=own.number("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=own.number("rope.scaling.yarn_beta_slow", 1.0),
             attention_factor=own_factor * own.number("rope.scaling.attn_factor", 1.0),
+            truncate=arch.has_rounded_yarn,
         )
     if arch.local_rope_base_default is None and not arch.has_plain_local_rope:
         return (rope,)

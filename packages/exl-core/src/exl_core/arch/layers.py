@@ -39,6 +39,7 @@ class Activation(Enum):
     GELU_TANH = "gelu_tanh"
     RELU2 = "relu2"
     XIELU = "xielu"
+    CLAMPED_SWIGLU = "clamped_swiglu"
 
 
 class Scores(Enum):
@@ -121,6 +122,7 @@ class Attention(Mixer):
     clip    limit of the projected queries, keys and values, of either sign; None means no limit
     is_value_key  values are the projected keys, before norms and RoPE; there is no projection of v
     has_value_norm  values have an RMSNorm of each head, without factors
+    has_sinks  each query head has a score of its own that takes weight from the keys
     """
 
     num_q_heads: int
@@ -138,6 +140,7 @@ class Attention(Mixer):
     clip: float | None = None
     is_value_key: bool = False
     has_value_norm: bool = False
+    has_sinks: bool = False
 
     @property
     def q_size(self) -> int:
@@ -225,8 +228,8 @@ class SharedExpert:
 @dataclass(frozen=True, slots=True)
 class MoE(FeedForward):
     """Mixture of experts: the sum of the chosen experts' outputs, each times its weight. An expert
-    is a gated MLP of width `intermediate_size`. If it `weighs_inputs`, the weights are factors of
-    the experts' inputs rather than of their outputs.
+    is a gated MLP of width `intermediate_size`, whose matrices may have biases. If it
+    `weighs_inputs`, the weights are factors of the experts' inputs rather than of their outputs.
 
     If `is_beside_shared`, the experts have norms of their own before and after, and the shared
     expert has others. The norm after the layer's feed-forward part is that of their sum.
@@ -238,6 +241,7 @@ class MoE(FeedForward):
     shared: SharedExpert | None = None
     is_beside_shared: bool = False
     weighs_inputs: bool = False
+    has_bias: bool = False
 
     @property
     def inner_size(self) -> int:

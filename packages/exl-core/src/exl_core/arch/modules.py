@@ -46,6 +46,7 @@ class Kind(Enum):
     NORM = "norm"
     HEAD_NORM = "head norm"
     SCALAR = "scalar"
+    SINKS = "sinks"
     ROUTER_VECTOR = "router vector"
 
 
@@ -199,9 +200,10 @@ class ModuleTable:
         """Weights of each layer by role, without biases and experts."""
         experts = [_expert_rows(config, index, forms) for index in range(config.num_layers)]
         self.experts: tuple[tuple[Mapping[str, ModuleRow], ...], ...] = tuple(
-            tuple({row.role: row for row in rows} for rows in of_layer) for of_layer in experts
+            tuple({row.role: row for row in rows if row.kind is not Kind.BIAS} for rows in of_layer)
+            for of_layer in experts
         )
-        """Weights of the experts of each layer, by index and role."""
+        """Weights of the experts of each layer, by index and role, without biases."""
         self.surplus = tuple(
             _surplus_row(layer.feed_forward, hidden, index, forms)
             for index, layer in enumerate(config.layers)
@@ -360,6 +362,8 @@ def _attention_parts(config: ModelConfig, spec: Attention) -> list[_Part]:
             is_converted=True,
         )
     )
+    if spec.has_sinks:
+        parts.append(_Part("sinks", Kind.SINKS, (spec.num_q_heads,)))
     if spec.head_norm not in (HeadNorm.NONE, HeadNorm.PLAIN_AFTER_ROPE):
         for role, num_heads in (("q_norm", spec.num_q_heads), ("k_norm", spec.num_kv_heads)):
             if spec.head_norm not in (HeadNorm.RMS, HeadNorm.RMS_AFTER_ROPE):
@@ -441,13 +445,13 @@ def _surplus_row(spec: MoE, hidden: int, layer: int, forms: tuple[FileForm, File
 
 def _expert_parts(hidden: int, spec: MoE) -> list[_Part]:
     wide = _Part(
-        *("expert_gate", Kind.LINEAR, (spec.intermediate_size, hidden)),
+        *("expert_gate", Kind.LINEAR, (spec.intermediate_size, hidden), spec.has_bias),
         packed="expert_gate_up",
         shard=Shard.OUT_FEATURES,
         is_converted=True,
     )
     down = _Part(
-        *("expert_down", Kind.LINEAR, (hidden, spec.intermediate_size)),
+        *("expert_down", Kind.LINEAR, (hidden, spec.intermediate_size), spec.has_bias),
         packed="expert_down",
         shard=Shard.IN_FEATURES,
         is_converted=True,

@@ -17,13 +17,16 @@ class Fused:
     """A stored tensor that consists of the rows of several roles of one layer, in order.
 
     If `is_grouped`, the roles are q, k and v, and the order repeats for each key head: the query
-    heads that share it, the key head, the value head. If `is_bare`, the name has no `.weight`.
+    heads that share it, the key head, the value head. If `is_bare`, the name has no `.weight`, and
+    that of the biases ends in `_bias`. If `is_interleaved`, the first rows of all roles come first,
+    then the second ones.
     """
 
     name: str
     roles: tuple[str, ...]
     is_grouped: bool = False
     is_bare: bool = False
+    is_interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,9 +43,10 @@ class FileForm:
     fused           fused tensors, which take precedence over separate ones
     is_interleaved  rotated heads store RoPE pairs as rows 2i and 2i + 1, not i and i + rotary_dim/2
     norm_addend     number to add to the stored norm weights
-    transposed      names of matrices that are stored as [in_features, out_features]
+    transposed      names of matrices that are stored as [in_features, out_features] (codes are not)
     transposable    names of matrices that some files store so
-    bare            roles, or names of them, that have no `.weight` after the name
+    bare            roles, or names of them, that have no `.weight` after the name, and `_bias`
+                    instead of `.bias`
     """
 
     names: Mapping[str, str]

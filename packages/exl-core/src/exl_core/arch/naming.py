@@ -48,7 +48,7 @@ def places_of(
         is_here = role in fused.roles and num_rows.keys() >= set(fused.roles)
         if not is_here or layer is None:
             continue
-        tail = "" if fused.is_bare else f".{suffix}"
+        tail = _ending(suffix, is_bare=fused.is_bare)
         for prefix in form.prefixes(layer):
             name = f"{prefix}{fused.name}{tail}"
             place = _fused_place(wanted, name, fused, num_rows, permutation)
@@ -72,7 +72,13 @@ def canonical_name(role: str, form: FileForm, owner: Owner) -> str:
 
 def ending(role: str, stem: str, suffix: str, form: FileForm) -> str:
     """End of the name of a role's weight or bias, after `stem`."""
-    return "" if role in form.bare or stem in form.bare else f".{suffix}"
+    return _ending(suffix, is_bare=role in form.bare or stem in form.bare)
+
+
+def _ending(suffix: str, *, is_bare: bool) -> str:
+    if not is_bare:
+        return f".{suffix}"
+    return "" if suffix == "weight" else f"_{suffix}"
 
 
 def _turned(place: Place, stem: str, suffix: str, form: FileForm) -> Place:
@@ -107,6 +113,9 @@ def _fused_place(
     """The rows of a role in a tensor that consists of several."""
     rows = [num_rows[role] for role in fused.roles]
     before = fused.roles.index(wanted.role)
+    if fused.is_interleaved:
+        turns = RowPermutation(rows[before], head_dim=1, rotary_dim=0, stride=len(rows))
+        return Place(name, before, sum(rows), turns)
     if not fused.is_grouped:
         return Place(name, sum(rows[:before]), sum(rows), permutation)
     assert wanted.heads is not None, "only heads are stored in groups"

@@ -51,9 +51,9 @@ class Place:
     `num_rows` counts all rows of the stored tensor. `permutation` is that of its rows, None for the
     model's order. `addend` is added to the stored values. A tensor that holds the matrices of
     several experts has three dimensions, of which the first is `experts`, or these matrices one
-    below the other. Its rows are those of all experts. A tensor that `is_transposed` stores its
-    matrices as [in_features, out_features], and its rows are the columns of these. One that
-    `may_be_transposed` does if it does not have the other shape.
+    below the other. Its rows are those of all experts. A bias of experts has two dimensions. A
+    tensor that `is_transposed` stores its matrices as [in_features, out_features], and its rows are
+    the columns of these. One that `may_be_transposed` does if it does not have the other shape.
     """
 
     name: str

@@ -14,7 +14,7 @@ from exl_core.arch.fields import Fields
 from exl_core.errors import ConfigError, UnsupportedModelError
 from exl_core.files import is_present, read_json_object
 
-SUPPORTED = ("exl2", "gptq", "awq", "compressed-tensors", "fp8")
+SUPPORTED = ("exl2", "gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 ADVICE = {
     "bitsandbytes": "bitsandbytes weights are meant for its own kernels: use the unquantized "
     "checkpoint, or a GPTQ or GGUF file of the model.",

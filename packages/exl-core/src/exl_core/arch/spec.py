@@ -155,6 +155,8 @@ class ExpertForm:
     weighs_inputs: bool = False
     has_router_norm: bool = False
     has_expert_factors: bool = False
+    has_bias: bool = False
+    """The matrices of the experts have biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +225,7 @@ def decoder_layer(arch: ArchSpec, numbers: LayerNumbers) -> LayerSpec:
         is_value_key=numbers.is_value_key,
         clip=numbers.clip,
         has_value_norm=arch.has_value_norm,
+        has_sinks=arch.has_sinks,
         has_qkv_bias=numbers.has_qkv_bias,
         has_output_bias=numbers.has_output_bias,
     )
@@ -265,6 +268,7 @@ class ArchSpec:
     head_norm: HeadNorm = HeadNorm.NONE
     has_value_norm: bool = False
     has_layer_scalar: bool = False
+    has_sinks: bool = False
     attention_scale: float | None = None
     """Factor of the scores; None: 1 / sqrt(head_dim), or as a checkpoint says."""
     global_head_dim_default: int | None = None
@@ -337,6 +341,8 @@ class ArchSpec:
     local_rope_base_default: float | None = None
     has_plain_local_rope: bool = False
     """LOCAL layers have the base of the GLOBAL ones, without their scaling."""
+    has_rounded_yarn: bool = True
+    """YaRN in GGUF files, which do not say it: the ends of its ramp are whole dimensions."""
     attention_softcap_default: float | None = None
     final_softcap_default: float | None = None
     safetensors: FileForm = HF

@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from exl_core.arch.modules import Kind, ModuleRow, module_table
+from exl_core.arch.places import RowPermutation
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
 from exl_core.errors import UnsupportedModelError, WeightValueError
@@ -179,8 +181,11 @@ class Checkpoint:
         return layout.runs if isinstance(layout, GroupedLayout) else ()
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of the tensor's dense form: the stored one, or float16 if the file holds codes."""
-        return PLAIN_TYPES.get(self.stored[name].storage, torch.float16)
+        """Dtype of the tensor's dense form: the stored one, or one that codes fit. bfloat16
+        represents MXFP4 exactly."""
+        storage = self.stored[name].storage
+        codes = torch.bfloat16 if storage == "MXFP4" else torch.float16
+        return PLAIN_TYPES.get(storage, codes)
 
     def open_ahead(self, until: Callable[[], bool]) -> None:
         """Opens and thereby checks matrices of several tensors until `until()` is true.
@@ -266,17 +271,17 @@ class Checkpoint:
         before, permutation = located.place.first_row, self._row_permutation(name)
 
         def stored_rows(first: int, last: int) -> Tensor:
+            within = slice(before + first, before + last)
             if codes is not None:
                 return codes.dense(first, last)
+            if located.place.is_transposed:
+                return self._transposed_rows(name, first, last)
+            if located.place.experts and len(tensor.shape) == 1:  # a bias [experts, rows]
+                flat = self._source.read(tensor.name, slice(None)).flatten()
+                return flat[permutation[first:last] if permutation is not None else within]
             if len(self._source.tensors[tensor.name].shape) < len(tensor.shape):
                 # A matrix of one row, stored as a vector.
                 return self._source.read(tensor.name, slice(None)).view(tensor.shape)
-            if located.place.is_transposed:
-                assert permutation is None, "no file stores rotated heads transposed"
-                columns, column = located.place.columns(tensor.shape[1])
-                part = self._source.read(tensor.name, columns)[:, column + first : column + last]
-                return part.T.contiguous()
-            within = slice(before + first, before + last)
             rows = within if permutation is None else permutation[first:last]
             return self._source.read(tensor.name, rows)
 
@@ -291,6 +296,17 @@ class Checkpoint:
             return part
 
         return read
+
+    def _transposed_rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows of a matrix that is stored as [in_features, out_features]."""
+        place, tensor = self._located[name].place, self.stored[name]
+        within, column = place.columns(tensor.shape[1])
+        stored = self._source.read(tensor.name, within)
+        permutation = self._row_permutation(name)
+        if permutation is None:
+            return stored[:, column + first : column + last].T.contiguous()
+        before = place.first_row - column  # columns of the experts before this one
+        return stored[:, permutation[first:last] - before].T.contiguous()
 
     def vector(self, name: str) -> Tensor:
         """A bias, float32 [rows]."""
@@ -336,7 +352,12 @@ class Checkpoint:
         place = self._located[name].place
         if place.permutation is None or self.rows[name].is_norm:
             return None
-        return torch.tensor(place.permutation.stored_rows()) + place.first_row
+        return _stored_rows(place.permutation) + place.first_row
+
+
+@lru_cache(maxsize=64)
+def _stored_rows(permutation: RowPermutation) -> Tensor:
+    return torch.tensor(permutation.stored_rows())
 
 
 class _DenseMatrix:

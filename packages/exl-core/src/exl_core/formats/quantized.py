@@ -34,6 +34,8 @@ from exl_core.formats.codecs.ggml import layout as ggml
 from exl_core.formats.codecs.ggml import matrix as ggml_matrix
 from exl_core.formats.codecs.gptq import layout as gptq
 from exl_core.formats.codecs.gptq.matrix import GptqMatrix, group_runs
+from exl_core.formats.codecs.mxfp4 import layout as mxfp4
+from exl_core.formats.codecs.mxfp4 import matrix as mxfp4_matrix
 from exl_core.formats.codecs.runtime import Move, RuntimeMatrix, stay
 from exl_core.formats.containers.source import StoredTensor, TensorSource
 from exl_core.ops.weights import Formula, GroupedColumns, GroupedLayout, GroupRun, WeightLayout
@@ -130,12 +132,14 @@ class _Format(NamedTuple):
     open       the matrix, with all checks of its codec that do not need the unpacked codes. The
                tensor, if given, is the stored column of each of the matrix's columns
     is_marked  whether the first part, and the configuration, show this format rather than another
+    joint      what the name of a part has between the stem and its own name
     """
 
     parts: tuple[str, ...]
     layout: Callable[[_Stored], WeightLayout]
     open: Callable[[_Stored, Tensor | None], RuntimeMatrix]
     is_marked: Callable[[StoredTensor, Quantization | None], bool] = lambda *_: True
+    joint: str = "."
 
 
 def _exl2_layout(stored: _Stored) -> GroupedLayout:
@@ -243,6 +247,23 @@ def _open_fp8(stored: _Stored, stored_columns: Tensor | None) -> RuntimeMatrix:
     )
 
 
+def _mxfp4_layout(stored: _Stored) -> GroupedLayout:
+    return stored.layout(mxfp4_matrix.group_runs(stored.matrix.shape[1]), "mxfp4", torch.uint8)
+
+
+def _open_mxfp4(stored: _Stored, stored_columns: Tensor | None) -> RuntimeMatrix:
+    matrix = stored.matrix
+    layer = mxfp4.check(stored.parts(), matrix.where)
+    stored.check_shape(layer)
+    return mxfp4_matrix.Mxfp4Matrix(
+        layer,
+        matrix.shape[0],
+        first_column=matrix.first_column,
+        stored_columns=stored_columns,
+        where=matrix.where,
+    )
+
+
 def _fp8_block(stored: _Stored) -> fp8.Block | None:
     section = stored.section("fp8", COMPRESSED)
     if section.method == COMPRESSED:
@@ -264,6 +285,7 @@ _FORMATS: dict[str, _Format] = {
     "gptq": _Format(gptq.PARTS, _gptq_layout, _open_gptq),
     COMPRESSED: _Format(compressed.PARTS, _compressed_layout, _open_compressed),
     "fp8": _Format(fp8.PARTS, _fp8_layout, _open_fp8, _is_fp8),
+    "mxfp4": _Format(mxfp4.PARTS, _mxfp4_layout, _open_mxfp4, joint="_"),
 }
 
 
@@ -278,10 +300,10 @@ def find_quantized(
     stored matrix, and the number of stored columns without padding."""
     first_column, stored_columns = columns
     for method, known in _FORMATS.items():
-        marker = source.tensors.get(f"{stem}.{known.parts[0]}")
+        marker = source.tensors.get(f"{stem}{known.joint}{known.parts[0]}")
         if marker is None or not known.is_marked(marker, quantization):
             continue
-        found = {part: source.tensors.get(f"{stem}.{part}") for part in known.parts}
+        found = {part: source.tensors.get(f"{stem}{known.joint}{part}") for part in known.parts}
         parts = {part: tensor for part, tensor in found.items() if tensor is not None}
         return QuantizedMatrix(stem, shape, first_column, stored_columns, method, parts)
     return None

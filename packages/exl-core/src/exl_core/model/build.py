@@ -250,6 +250,7 @@ def block_weights(config: ModelConfig, layer: int, source: WeightSource) -> Bloc
         value_norm=_value_norm(config, layer, source),
         output=source.packed(matrices["output"]),
         post_norm=norm_of("attention_post_norm"),
+        sinks=source.norm(rows["sinks"]) if "sinks" in rows else None,
     )
     mlp: MlpWeights | MoeWeights
     if "router" in rows:

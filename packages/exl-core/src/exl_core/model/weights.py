@@ -25,7 +25,7 @@ class AttentionWeights:
 
     `norm` comes before qkv, `post_norm` after output; None where the layer has no such norm.
     `whole_norms` have factors for all queries and for all keys of a row. `value_norm` is the norm
-    of each value head.
+    of each value head. `sinks` are scores of the query heads, float32 [q_heads].
     """
 
     norm: Norm | None
@@ -35,6 +35,7 @@ class AttentionWeights:
     value_norm: Norm | None
     output: PackedLinear
     post_norm: Norm | None
+    sinks: Tensor | None = None
 
     @property
     def matrices(self) -> dict[Packed, PackedLinear]:
@@ -42,7 +43,7 @@ class AttentionWeights:
 
     @property
     def vectors(self) -> tuple[Tensor, ...]:
-        heads = (self.head_norms.q, self.head_norms.k)
+        heads = (self.head_norms.q, self.head_norms.k, self.sinks)
         norms = (self.norm, self.post_norm, self.value_norm, *(self.whole_norms or ()))
         return (*_norm_weights(*norms), *(x for x in heads if x is not None))
 

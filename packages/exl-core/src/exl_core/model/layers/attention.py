@@ -96,6 +96,7 @@ def attended(
         step.scoring,
         norms=weights.head_norms,
         smoothing=state.smoothing[layer],
+        sinks=weights.sinks,
         out=out,
     )
 

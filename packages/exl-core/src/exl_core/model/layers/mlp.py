@@ -27,6 +27,7 @@ ACTIVATIONS: dict[Activation, ActivationKind] = {
 GATES: dict[Activation, GateKind] = {
     Activation.SILU: "silu",
     Activation.GELU_TANH: "gelu_tanh",
+    Activation.CLAMPED_SWIGLU: "clamped_swiglu",
 }
 
 

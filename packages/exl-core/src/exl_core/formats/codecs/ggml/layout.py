@@ -49,6 +49,7 @@ GROUPS = {
     GGMLQuantizationType.Q6_K: BlockGroup(6, 16),
     GGMLQuantizationType.IQ4_NL: BlockGroup(4, 32),
     GGMLQuantizationType.IQ4_XS: BlockGroup(4, 32),
+    GGMLQuantizationType.MXFP4: BlockGroup(4, 32),
 }
 
 

@@ -6,7 +6,8 @@ represents exactly, so nothing is lost by multiplying them out. A 5-bit code tim
 exact as well, and the sum has one rounding, the same as in the format's definition.
 
 IQ4_NL and IQ4_XS have groups of 32 whose codes are indices into a table. The scales of IQ4_XS are
-products of 11-bit and 6-bit numbers as well.
+products of 11-bit and 6-bit numbers as well. MXFP4 has groups of 32 in the same order, whose scales
+are exponents of one byte.
 
 Q2_K, Q3_K and Q6_K have groups of 16. Op tables round groups up to 32 rows, which would make Q6_K
 take 14 bits per weight and twice the work, against 16 bits as float16. These types are dequantized
@@ -22,7 +23,14 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from exl_core.formats.codecs.ggml.layout import GROUPS
-from exl_core.ops.weights import Formula, GroupedColumns, GroupedLayout, GroupRun, Packing
+from exl_core.ops.weights import (
+    NO_EXPONENT,
+    Formula,
+    GroupedColumns,
+    GroupedLayout,
+    GroupRun,
+    Packing,
+)
 
 GROUP_ROWS = 32
 SUPERBLOCK_GROUPS = 8  # groups per block of Q4_K and Q5_K
@@ -32,6 +40,12 @@ class _Form(NamedTuple):
     formula: Formula
     packing: Packing
     has_float_scales: bool = False  # products of two numbers, as float32
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        if self.formula == "mxfp4":
+            return torch.uint8
+        return torch.float32 if self.has_float_scales else torch.float16
 
     @property
     def scales(self) -> int:
@@ -49,6 +63,7 @@ _FORMS = {
     GGMLQuantizationType.Q5_K: _Form("minimums", "bytes", has_float_scales=True),
     GGMLQuantizationType.IQ4_NL: _Form("iq4_nl", "bytes"),
     GGMLQuantizationType.IQ4_XS: _Form("iq4_nl", "bytes", has_float_scales=True),
+    GGMLQuantizationType.MXFP4: _Form("mxfp4", "bytes"),
 }
 
 
@@ -64,7 +79,7 @@ def layout_of(
         in_features=in_features,
         runs=(GroupRun(GROUPS[kind].bits, in_features // GROUP_ROWS, GROUP_ROWS),),
         features=None,
-        scale_dtype=torch.float32 if form.has_float_scales else torch.float16,
+        scale_dtype=form.scale_dtype,
         formula=form.formula,
     )
 
@@ -72,6 +87,8 @@ def layout_of(
 def bad_blocks(raw: Tensor, kind: GGMLQuantizationType) -> int:
     """Number of blocks in `raw`, uint8 [rows, bytes], that have a non-finite scale."""
     block_bytes = GGML_QUANT_SIZES[kind][1]
+    if _FORMS[kind].formula == "mxfp4":
+        return int((raw.view(-1, block_bytes)[:, 0] == NO_EXPONENT).sum())
     scales = raw.view(-1, block_bytes)[:, : 2 * _FORMS[kind].scales].contiguous()
     is_finite = scales.view(torch.float16).isfinite()
     return 0 if is_finite.all() else int((~is_finite).any(1).sum())
@@ -84,7 +101,7 @@ def columns_of(raw: Tensor, kind: GGMLQuantizationType) -> GroupedColumns:
     if packing != "bytes":
         return GroupedColumns(packing, raw)
     blocks = raw.view(raw.shape[0], -1, GGML_QUANT_SIZES[kind][1])  # [columns, blocks, bytes]
-    if _FORMS[kind].formula == "iq4_nl":
+    if _FORMS[kind].formula in ("iq4_nl", "mxfp4"):
         return _table_columns(blocks, kind)
     factors = blocks[:, :, :4].contiguous().view(torch.float16).float()  # d, dmin
     scale_codes, minimum_codes = _unpack_6_bits(blocks[:, :, 4:16])
@@ -100,14 +117,17 @@ def columns_of(raw: Tensor, kind: GGMLQuantizationType) -> GroupedColumns:
 
 
 def _table_columns(blocks: Tensor, kind: GGMLQuantizationType) -> GroupedColumns:
-    """IQ4_NL and IQ4_XS, [columns, blocks, bytes]. A group has 16 bytes, whose low halves are the
-    codes of rows 0 .. 15 and whose high halves are those of rows 16 .. 31."""
+    """IQ4_NL, IQ4_XS and MXFP4, [columns, blocks, bytes]. A group has 16 bytes, whose low halves
+    are the codes of rows 0 .. 15 and whose high halves are those of rows 16 .. 31."""
     columns = blocks.shape[0]
-    scales = blocks[:, :, :2].contiguous().view(torch.float16)  # [columns, blocks, 1]
-    is_xs = kind is GGMLQuantizationType.IQ4_XS
-    if is_xs:
+    if kind is GGMLQuantizationType.MXFP4:
+        scales, first = blocks[:, :, :1], 1
+    else:
+        scales, first = blocks[:, :, :2].contiguous().view(torch.float16), 2
+    if kind is GGMLQuantizationType.IQ4_XS:
         scales = scales.float() * _unpack_xs_scales(blocks[:, :, 2:4], blocks[:, :, 4:8])
-    nibbles = blocks[:, :, 8 if is_xs else 2 :].reshape(columns, -1, GROUP_ROWS // 2)
+        first = 8
+    nibbles = blocks[:, :, first:].reshape(columns, -1, GROUP_ROWS // 2)
     codes = torch.cat([nibbles & 15, nibbles >> 4], dim=-1)  # [columns, groups, 32]
     return GroupedColumns(
         "bytes",
