@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 
 from exl_core.arch.layers import Attention
 from exl_core.cache.format import KVFormat
-from exl_core.errors import RequestError, UnsupportedModelError
+from exl_core.errors import RequestError
 from exl_core.parallel.plan import Rank, head_share
 from exl_core.session.load import LoadOptions
 from support import tiny_models as tiny
@@ -28,11 +28,11 @@ EXPERTS = {
     "glm4-moe": tiny.tiny_glm4_moe,
     "granite-moe": tiny.tiny_granite_moe,
     "mixtral": tiny.tiny_mixtral,
+    "minimax-m2": tiny.tiny_minimax_m2,
     "gemma4-moe": tiny.tiny_gemma4_moe,
     "qwen3-vl-moe": tiny.tiny_qwen3_vl_moe,
     "dbrx": tiny.tiny_dbrx,
 }
-WHOLE_NORMS = ("olmo2", "olmo3")
 EXACT = LoadOptions(device="cpu", exact=True)
 FAST = LoadOptions(device="cpu")
 
@@ -43,7 +43,7 @@ def save_model(name: str, folder: Path) -> Path:
     return save_family(name, FAMILIES[name](), folder)
 
 
-@pytest.mark.parametrize("name", [*(n for n in FAMILIES if n not in WHOLE_NORMS), *EXPERTS])
+@pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS])
 def test_every_family_has_the_logits_of_one_process(name: str, tmp_path: Path) -> None:
     """Three ranks share two key-value heads: two of them have copies of one head."""
     path = save_model(name, tmp_path / "model")
@@ -86,13 +86,6 @@ def test_every_format_of_the_cache(kv_format: KVFormat, tmp_path: Path) -> None:
     expected = logits_on_one(path, EXACT, kv_format)
     found = logits_on_ranks(path, 2, EXACT, kv_format)
     assert mean_kl(expected[1], found[1]) < 1e-5
-
-
-@pytest.mark.parametrize("name", WHOLE_NORMS)
-def test_norms_over_all_heads_are_refused(name: str, tmp_path: Path) -> None:
-    path = save_model(name, tmp_path / "model")
-    with pytest.raises(UnsupportedModelError, match="norm over all heads"):
-        logits_on_ranks(path, 2, EXACT)
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ class ShardedCheckpoint:
     def norm(self, name: str) -> Tensor:
         """Factors of a norm, float32; of a norm with factors for each head, those of the rank's."""
         row, weight = self._whole.rows[name], self._whole.norm(name)
-        if row.kind is not Kind.NORM or not row.num_heads:
+        if row.kind is not Kind.NORM or row.role not in ("q_norm", "k_norm"):
             return weight
         spec = self._attention(row)
         heads = head_share(spec, self._rank)

@@ -13,19 +13,20 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from exl_core.arch.layers import Attention, HeadNorm
 from exl_core.arch.spec import ModelConfig
 from exl_core.model.layers.residual import read_linear
 from exl_core.model.layers.steps import with_ops
 from exl_core.model.transformer import Transformer
 from exl_core.model.weights import BlockWeights, MlpWeights, ModelWeights, MoeWeights
 from exl_core.ops.checks import check_range
-from exl_core.ops.elementwise import Norm
+from exl_core.ops.elementwise import Norm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.moe import ExpertMlp, Routed
 from exl_core.ops.table import LayerOps, OpTable
 from exl_core.ops.wrapped import WrappedOps
 from exl_core.parallel.exchange import Exchange
-from exl_core.parallel.plan import Rank, share
+from exl_core.parallel.plan import Rank, head_share, share, share_config
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,8 +48,21 @@ class PartialLinear:
         return self.part.size_bytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DividedNorm(RmsNorm):
+    """A norm over all heads, of which a rank has some: `weight` are the factors of these.
+
+    size    values of all heads together
+    copies  ranks that have this rank's heads
+    """
+
+    size: int
+    copies: int
+
+
 class SummingOps(WrappedOps):
-    """Ops of a layer, with products of `PartialLinear` and of experts summed over the ranks."""
+    """Ops of a layer, with products of `PartialLinear` and of experts, and the squares of a
+    `DividedNorm`, summed over the ranks."""
 
     def __init__(self, inner: LayerOps, exchange: Exchange) -> None:
         super().__init__(inner)
@@ -68,6 +82,13 @@ class SummingOps(WrappedOps):
         product = self.inner.linear_add_(x, w.part, torch.zeros_like(residual))
         return self.inner.add_(residual, self._exchange.sum(product))
 
+    def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor:
+        if not isinstance(norm, DividedNorm):
+            return self.inner.rms_norm(x, norm)
+        squares = x.square().sum(-1, keepdim=True) / norm.copies
+        mean = self._exchange.sum(squares) / norm.size  # [rows, 1]
+        return x * torch.rsqrt(mean + norm.eps) * norm.weight
+
     def expert_mlp(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
         return self._exchange.sum(self.inner.expert_mlp(x, routed, experts))
 
@@ -83,12 +104,14 @@ class RankTransformer(Transformer):
         exchange: Exchange,
         sample_ids: tuple[int, ...] = (),
     ) -> None:
-        """`config`: the numbers of the rank (`share_config`)."""
-        super().__init__(config, _with_partial(weights), ops, sample_ids)
+        """`config`: the numbers of the whole model; `weights`: the rank's part of them."""
+        rank = exchange.rank
+        divided = _divided(config, weights, rank)
+        super().__init__(share_config(config, rank), divided, ops, sample_ids)
         self._exchange = exchange
         self._steps = with_ops(self._steps, self._summing)
-        count = exchange.rank.count
-        self._tokens = [share(config.vocab_size, Rank(rank, count)) for rank in range(count)]
+        ranks = (Rank(index, rank.count) for index in range(rank.count))
+        self._tokens = [share(config.vocab_size, one) for one in ranks]
 
     @property
     def num_ranks(self) -> int:
@@ -114,11 +137,15 @@ class RankTransformer(Transformer):
         return torch.cat(list(parts), -1, out=out)
 
 
-def _with_partial(weights: ModelWeights) -> ModelWeights:
-    """The weights, with the matrices marked whose products are summed over the ranks."""
+def _divided(config: ModelConfig, weights: ModelWeights, rank: Rank) -> ModelWeights:
+    """The weights of a rank, with everything marked that is summed over the ranks."""
     blocks = []
-    for block in weights.blocks:
-        attention = replace(block.attention, output=PartialLinear(block.attention.output))
+    for layer, block in zip(config.layers, weights.blocks, strict=True):
+        attention = replace(
+            block.attention,
+            output=PartialLinear(block.attention.output),
+            whole_norms=_divided_norms(layer.attention, block.attention.whole_norms, rank),
+        )
         mlp: MlpWeights | MoeWeights
         if isinstance(block.mlp, MoeWeights):
             shared = block.mlp.shared
@@ -127,6 +154,20 @@ def _with_partial(weights: ModelWeights) -> ModelWeights:
             mlp = _partial_mlp(block.mlp)
         blocks.append(replace(block, attention=attention, mlp=mlp))
     return replace(weights, blocks=tuple(blocks))
+
+
+def _divided_norms(
+    spec: Attention, norms: tuple[Norm, Norm] | None, rank: Rank
+) -> tuple[Norm, Norm] | None:
+    """Norms over all queries and all keys; a norm of each head needs no sum."""
+    if norms is None or spec.head_norm is not HeadNorm.RMS_WHOLE:
+        return norms
+    q_norm, k_norm = norms
+    copies = head_share(spec, rank).kv_copies
+    return (
+        DividedNorm(q_norm.weight, q_norm.eps, spec.q_size, 1),
+        DividedNorm(k_norm.weight, k_norm.eps, spec.kv_size, copies),
+    )
 
 
 def _partial_mlp(mlp: MlpWeights) -> MlpWeights:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from exl_core.arch.layers import Attention, Dense, FeedForward, HeadNorm, LayerSpec, MoE
+from exl_core.arch.layers import Attention, Dense, FeedForward, LayerSpec, MoE
 from exl_core.arch.spec import ModelConfig
 from exl_core.errors import RequestError, UnsupportedModelError
 
@@ -28,10 +28,12 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """Heads of one rank. Several ranks may have the same key-value head, but no query head."""
+    """Heads of one rank. Several ranks may have the same key-value head, but no query head.
+    `kv_copies`: ranks that have this rank's key-value heads."""
 
     q: range
     kv: range
+    kv_copies: int = 1
 
 
 def share(size: int, rank: Rank, unit: int = UNIT) -> range:
@@ -76,7 +78,8 @@ def head_share(spec: Attention, rank: Rank) -> HeadShare:
         )
     place = sharing.index(rank.index)
     first, last = (group * index // len(sharing) for index in (place, place + 1))
-    return HeadShare(range(own * group + first, own * group + last), range(own, own + 1))
+    q = range(own * group + first, own * group + last)
+    return HeadShare(q, range(own, own + 1), len(sharing))
 
 
 def share_config(config: ModelConfig, rank: Rank) -> ModelConfig:
@@ -93,12 +96,6 @@ def share_config(config: ModelConfig, rank: Rank) -> ModelConfig:
 
 def _layer(layer: LayerSpec, rank: Rank) -> LayerSpec:
     spec = layer.attention
-    if spec.head_norm is HeadNorm.RMS_WHOLE:
-        raise UnsupportedModelError(
-            "tensor parallelism cannot divide a norm over all heads",
-            got=f"--tensor-parallel {rank.count}",
-            next_step="Leave the option out.",
-        )
     heads = head_share(spec, rank)
     mixer = replace(spec, num_q_heads=len(heads.q), num_kv_heads=len(heads.kv))
     return replace(layer, mixer=mixer, feed_forward=_feed_forward(layer.feed_forward, rank))

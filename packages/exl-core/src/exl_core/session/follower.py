@@ -87,7 +87,7 @@ def _load(settings: Mapping[str, Any]) -> _Part:
 
     def join(folder: Path) -> RankTransformer:
         exchange = GlooExchange(folder, rank)
-        return RankTransformer(own, weights, ops, exchange, files.sample_ids)
+        return RankTransformer(config, weights, ops, exchange, files.sample_ids)
 
     return _Part(digest_of(files), join)
 
