@@ -23,8 +23,9 @@ from exl_core.convert.experts import ROWS_PER_FEATURE, Routes, gather
 from exl_core.convert.gptq import Variant, identity_factor, quantize_columns
 from exl_core.convert.hessian import InputStatistics, measure_hessian
 from exl_core.convert.job import convert_model
-from exl_core.convert.layers import read_layer
+from exl_core.convert.layers import embed_rows, read_layer
 from exl_core.convert.matrix import TRIALS
+from exl_core.convert.measure import measure_layer
 from exl_core.convert.measurement import matrix_sets
 from exl_core.convert.parallel import Workers
 from exl_core.convert.plan import ConvertOptions, Layout
@@ -286,6 +287,42 @@ def test_sensitivity_does_not_depend_on_the_compute_type(
     rounded, exact = found
     for name, expected in exact.items():
         assert (rounded[name].mean() / expected.mean()).log().abs() < 0.2, name
+
+
+def test_the_cost_of_a_layout_is_the_sum_over_the_experts_by_their_sensitivity(
+    tmp_path: Path,
+) -> None:
+    folder = save(tiny_mixtral(**SIZES, num_hidden_layers=1), tmp_path)
+    source, config, quantization = open_checkpoint(folder)
+    checkpoint = Checkpoint(source, config, quantization)
+    layer, ids = read_layer(checkpoint, config, 0, CPU), make_rows(None).token_ids
+    table, generator = module_table(config), torch.Generator().manual_seed(8)
+    random = {
+        row.name: torch.rand(row.shape[0], generator=generator)
+        for row in table.rows
+        if row.is_converted
+    }
+
+    def errors(weights: Sequence[float]) -> Tensor:
+        """Errors of all candidates of the experts' matrices [3, candidates]."""
+        given = dict(random)
+        for one, weight in zip(table.experts[0], weights, strict=True):
+            given |= {row.name: random[row.name] * weight for row in one.values()}
+        states = embed_rows(checkpoint, config, ids)
+        workers = Workers(None, lambda: False)
+        measured = measure_layer(layer, config, states, given, options=FAST, workers=workers)
+        experts = [matrix for matrix in measured.matrices if ".experts.*." in matrix.name]
+        assert len(experts) == 3
+        rows = torch.zeros(3, max(len(matrix.candidates) for matrix in experts))
+        for row, matrix in zip(rows, experts, strict=True):
+            row[: len(matrix.candidates)] = torch.tensor([c.error for c in matrix.candidates])
+        return rows
+
+    alone = [errors([float(index == expert) for index in range(4)]) for expert in range(4)]
+    weights = (3.0, 1.0, 0.25, 0.0)
+    expected = sum(weight * one for weight, one in zip(weights, alone, strict=True))
+    torch.testing.assert_close(errors(weights), expected)
+    assert all((one >= 0).all() and one.any() for one in alone)
 
 
 def test_experts_of_a_layer_have_one_layout(tmp_path: Path) -> None:

@@ -112,12 +112,7 @@ class MatrixSet(NamedTuple):
 
 
 def set_name(row: ModuleRow) -> str:
-    """Name of the set that a matrix belongs to: its own, for experts with * in place of the index.
-
-    One layout for a layer's experts has three reasons. Kernels are fastest with equal layouts. The
-    use of an expert on the calibration text is not its use on other text. The candidates of
-    thousands of matrices are no problem that a search can solve exactly.
-    """
+    """Name of the set of a matrix: the matrix's own, for experts with * in place of the index."""
     if row.expert is None:
         return row.name
     before, _, after = row.name.rpartition(f".{row.expert}.")
