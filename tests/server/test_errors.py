@@ -108,6 +108,24 @@ def test_lone_surrogate_gets_a_valid_error(one: Running) -> None:
     error_of(one.http.post(TEXT, content='{"prompt": "a", "\\ud800": 1}', headers=headers), 400)
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"prompt":', "Expecting value"),
+        (b'{"prompt": "\xff"}', "byte 0xff"),
+        (b'{"prompt": ' + b"[" * 5000, "nested too deeply"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "4300 digits"),
+    ],
+    ids=["cut", "not UTF-8", "deep", "digits"],
+)
+def test_body_that_is_not_json_is_refused_with_the_reason(
+    one: Running, body: bytes, said: str
+) -> None:
+    headers = {"content-type": "application/json"}
+    error = error_of(one.http.post(TEXT, content=body, headers=headers), 400)
+    assert error["code"] == "invalid_json" and said in error["message"]
+
+
 def test_wrong_paths_methods_and_content_types(one: Running) -> None:
     assert "no such path" in error_of(one.http.get("/v1/nothing"), 404)["message"]
     assert error_of(one.http.get("/v1/models/none"), 404)["code"] == "model_not_found"

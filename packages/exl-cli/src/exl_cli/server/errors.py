@@ -159,6 +159,10 @@ def _http_error(request: Request, error: HTTPException) -> ApiError:
         message = f"no such path: {request.method} {request.url.path[:200]}"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"{request.url.path[:200]} does not take {request.method}"
+    elif error.status_code == HTTPStatus.BAD_REQUEST:  # FastAPI's, for a body that json cannot read
+        is_deep = isinstance(error.__cause__, RecursionError)
+        reason = "it is nested too deeply" if is_deep else error.__cause__
+        return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
     return ApiError(error.status_code, message, headers=error.headers)
 
 
