@@ -19,6 +19,7 @@ from exl_core.session.load import LoadOptions
 from support import tiny_models as tiny
 from support.families import FAMILIES, save_family
 from support.gguf_models import write_gguf
+from support.mxfp4 import save_as_mxfp4
 from support.quantized_models import METHODS, quantized_llama
 from support.thread_ranks import logits_on_one, logits_on_ranks, mean_kl
 
@@ -53,6 +54,19 @@ def test_every_family_has_the_logits_of_one_process(name: str, tmp_path: Path) -
         for one, other in zip(expected, found, strict=True):
             assert mean_kl(one, other) < 1e-7
             torch.testing.assert_close(other, one, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("is_mxfp4", [False, True])
+def test_sinks_and_experts_with_biases(is_mxfp4: bool, tmp_path: Path) -> None:
+    """Each rank has the sinks of its heads, and one of them adds the biases of `down`."""
+    save = save_as_mxfp4 if is_mxfp4 else tiny.save
+    path = save(tiny.tiny_gpt_oss(), tmp_path / "model")
+    reference = LoadOptions(device="reference")
+    expected = logits_on_one(path, reference)
+    for count in (2, 3):
+        found = logits_on_ranks(path, count, reference)
+        for one, other in zip(expected, found, strict=True):
+            assert mean_kl(one, other) < 1e-7
 
 
 @pytest.mark.parametrize("count", [2, 3])

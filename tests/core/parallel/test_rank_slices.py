@@ -107,7 +107,7 @@ MATRICES: dict[str, Callable[[], RuntimeMatrix]] = {
         kind.name: partial(Blocks, kind, 768)
         for kind in (
             *(KINDS.Q4_0, KINDS.Q4_1, KINDS.Q5_0, KINDS.Q5_1, KINDS.Q8_0, KINDS.Q4_K, KINDS.Q5_K),
-            *(KINDS.IQ4_NL, KINDS.IQ4_XS),
+            *(KINDS.IQ4_NL, KINDS.IQ4_XS, KINDS.MXFP4),
         )
     },
 }

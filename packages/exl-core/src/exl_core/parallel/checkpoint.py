@@ -104,8 +104,11 @@ class ShardedCheckpoint:
         return self._whole.vector(name)
 
     def norm(self, name: str) -> Tensor:
-        """Factors of a norm, float32; of a norm with factors for each head, those of the rank's."""
+        """Factors of a norm, or numbers of each head, float32; those of the rank's heads."""
         row, weight = self._whole.rows[name], self._whole.norm(name)
+        if row.kind is Kind.SINKS:
+            heads = head_share(self._attention(row), self._rank)
+            return weight[heads.q.start : heads.q.stop]
         if row.kind is not Kind.NORM or row.role not in ("q_norm", "k_norm"):
             return weight
         spec = self._attention(row)
