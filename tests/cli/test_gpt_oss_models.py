@@ -7,9 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from exl_core.session.describe import describe_model
+from support.adapters import write_adapter
 from support.commands import Command
 from support.mxfp4 import save_as_mxfp4
 from support.tiny_models import tiny_gpt_oss
@@ -24,6 +27,21 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_reply(folder: Path, exl: Command) -> None:
     assert exl("generate", "-m", folder, "-p", "Hello", "-n", 8, "--temperature", 0).code == 0
+
+
+def test_all_ids_of_the_generation_config_end_a_reply(folder: Path) -> None:
+    ends = {"eos_token_id": [200, 2, 210]}  # gpt-oss: <|return|>, <|endoftext|>, <|call|>
+    (folder / "generation_config.json").write_text(json.dumps(ends))
+    assert describe_model(str(folder)).stop_ids == (2, 200, 210)
+
+
+def test_adapters_may_not_change_experts(folder: Path, tmp_path: Path, exl: Command) -> None:
+    tensors = {}
+    for name, shape in (("lora_A", (2, 96)), ("lora_B", (64, 2))):
+        tensors[f"base_model.model.{STEM}0.gate_proj.{name}.weight"] = torch.ones(shape)
+    adapter = write_adapter(tmp_path / "adapter", tensors)
+    line = exl("generate", "-m", folder, "-p", "x", "--lora", adapter).error_line(3)
+    assert "experts" in line
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:

@@ -23,6 +23,7 @@ from support.tiny_models import (
     tiny_dbrx,
     tiny_gemma4_moe,
     tiny_glm4_moe,
+    tiny_gpt_oss,
     tiny_llama4,
     tiny_mixtral,
     tiny_qwen3_moe,
@@ -57,6 +58,7 @@ EXPERTS = {
     "gemma4-moe": tiny_gemma4_moe,
     "dbrx": tiny_dbrx,
     "llama4": tiny_llama4,
+    "gpt-oss": tiny_gpt_oss,
 }
 """Builders of models with experts."""
 

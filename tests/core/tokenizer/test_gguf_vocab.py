@@ -169,6 +169,20 @@ def test_end_of_turn_token_is_an_eos_id_of_a_chat_model() -> None:
     assert tokenizer_from_gguf_fields(chat, "made").eos_ids == (2, 264)
 
 
+def test_the_end_of_a_harmony_message_does_not_end_the_reply() -> None:
+    fields = bpe_fields("gpt-4o")
+    ends = ["<|end|>", "<|return|>", "<|call|>"]
+    for key, more in (("tokens", ends), ("token_type", [3] * 3)):
+        fields[f"tokenizer.ggml.{key}"] = [*fields[f"tokenizer.ggml.{key}"], *more]
+    first = len(fields["tokenizer.ggml.tokens"]) - 3
+    fields["tokenizer.ggml.eos_token_id"] = first + 1
+    fields["tokenizer.chat_template"] = "{{ messages }}"
+    assert tokenizer_from_gguf_fields(fields, "made").eos_ids == (first + 1, first + 2)
+
+    fields["tokenizer.ggml.tokens"][-1] = "<|other|>"  # another chat format
+    assert first in tokenizer_from_gguf_fields(fields, "made").eos_ids
+
+
 def test_sentencepiece_adds_a_space_unless_the_file_disables_it() -> None:
     with_space = tokenizer_from_gguf_fields(spm_fields(), "made")
     assert with_space.kind == "sentencepiece"

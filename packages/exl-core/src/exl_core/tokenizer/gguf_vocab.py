@@ -42,6 +42,8 @@ END_OF_TURN = (
     "<|eom_id|>",
     "<end_of_utterance>",
 )
+HARMONY_ENDS = ("<|return|>", "<|call|>")
+"""Ends of a reply in the chat format of gpt-oss, where `<|end|>` ends one of its messages only."""
 _PREFIX = "tokenizer.ggml."
 T = TypeVar("T", str, int, bool)
 
@@ -136,7 +138,9 @@ class _Vocab:
         named = [self.get(f"{role}_token_id", int) for role in ("eos", "eot", "eom")]
         ends = [number for number in named if number is not None]
         if self.fields.get("tokenizer.chat_template") is not None:
-            ends += [special[text] for text in END_OF_TURN if text in special]
+            is_harmony = all(text in special for text in HARMONY_ENDS)
+            texts = HARMONY_ENDS if is_harmony else END_OF_TURN
+            ends += [special[text] for text in texts if text in special]
         says = self.get("add_bos_token", bool)
         return ControlIds(
             bos_id=bos_id,
