@@ -37,7 +37,8 @@ from exl_core.ops.weights import (
     WeightLayout,
 )
 
-_BLOCK_ROWS = 32  # rows of a GGML block
+_BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")  # packings that contain their scales
+_BLOCK_ROWS = 32  # of a GGML block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,6 +233,7 @@ def _codes_of_words(words: Tensor, layout: GroupedLayout) -> Tensor:
 def _codes_of_blocks(columns: GroupedColumns, layout: GroupedLayout) -> GroupedColumns:
     """Unpacks GGML blocks of 32 rows: scale, minimum in some types, fifth bits, codes. Low halves
     of the bytes hold rows 0 to 15, high halves rows 16 to 31."""
+    assert columns.packing in _BLOCKS, f"a slice of columns packed as {columns.packing}"
     width, groups = layout.runs[0].bits, layout.num_groups
     blocks = columns.codes.reshape(len(columns.codes), groups, -1)  # [columns, groups, bytes]
     numbers = 2 if layout.formula == "minimums" else 1
