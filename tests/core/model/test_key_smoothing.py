@@ -18,6 +18,7 @@ from exl_core.ops.cache_rows import decode_rows, encode_rows
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from support.families import FAMILIES, save_family
 from support.profiles import first_by_default
+from support.tiny_models import save, tiny_gpt_oss
 
 HEADS, KV_HEADS, D = 4, 2, 64
 
@@ -112,6 +113,14 @@ def test_4_bit_keys_are_smoothed_in_every_family(
     # make the logits unrelated to the exact ones.
     assert 0.0 < float(errors[0]) < 1.1 * float(errors[1])
     assert float(errors[0]) < 0.7 * float(exact.square().mean().sqrt())
+
+
+def test_keys_of_layers_with_sinks_are_not_shifted(tmp_path: Path) -> None:
+    """A shift would change their scores against those of the sinks."""
+    model = load_model(str(save(tiny_gpt_oss(**HEADS_OF_32), tmp_path))).model
+    found = model._key_smoothing
+    assert all(one.scale.std() > 0 for one in found)
+    assert not any(one.shift.any() for one in found)
 
 
 def test_constant_or_zero_heads_give_finite_factors() -> None:
