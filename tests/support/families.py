@@ -15,6 +15,7 @@ from support.renamed_models import (
     as_index,
     as_internlm2,
     as_minicpm,
+    as_oldest_gpt2,
     as_orion,
     as_renamed_dbrx,
     as_transposed_experts,
@@ -107,6 +108,7 @@ REWRITTEN: dict[str, Callable[[Path], Path]] = {
     "index": as_index,
     "qwen3-vl-moe-transposed": as_transposed_experts,
     "dbrx-renamed": as_renamed_dbrx,
+    "gpt2-renamed": as_oldest_gpt2,
 }
 """Functions that turn a saved folder into one of the family."""
 

@@ -7,6 +7,7 @@ from typing import Any
 from support.tiny_models import (
     tiny_apertus,
     tiny_arcee,
+    tiny_bigcode,
     tiny_cohere,
     tiny_cohere2,
     tiny_dbrx,
@@ -20,6 +21,7 @@ from support.tiny_models import (
     tiny_gemma4_moe,
     tiny_glm4,
     tiny_glm4_moe,
+    tiny_gpt2,
     tiny_gpt_oss,
     tiny_granite,
     tiny_granite4,
@@ -104,6 +106,8 @@ GGUF_FAMILIES: dict[str, tuple[str | None, Any]] = {
     "gemma4-moe": (None, tiny_gemma4_moe),
     "gemma4-values": (None, lambda: tiny_gemma4(attention_k_eq_v=False)),
     "dbrx": (None, tiny_dbrx),
+    "gpt2": (None, tiny_gpt2),
+    "starcoder": ("starcoder", tiny_bigcode),
     # The format has no keys for the temperature and the chunk.
     "llama4": (
         None,

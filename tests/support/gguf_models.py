@@ -18,6 +18,7 @@ from gguf import (
     RopeScalingType,
 )
 from gguf.quants import quantize
+from transformers import GPT2LMHeadModel
 
 from support.tiny_models import VOCAB_SIZE, byte_tokenizer
 
@@ -26,6 +27,8 @@ _TOP = {
     "model.norm": "output_norm",
     "lm_head": "output",
     "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
     "transformer.norm_f": "output_norm",
 }
 _PARTS = {
@@ -73,6 +76,10 @@ _PARTS = {
         for part in ("gate", "up", "down")
     },
     "feed_forward.router": "ffn_gate_inp",
+    "ln_1": "attn_norm",
+    "ln_2": "ffn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
     "norm_attn_norm.norm_1": "attn_norm",
     "norm_attn_norm.norm_2": "attn_output_norm",
     "norm_attn_norm.attn.Wqkv": "attn_qkv",
@@ -91,6 +98,8 @@ _LAYER_NORMS = {  # architectures with LayerNorm, and the name of its epsilon in
     "starcoder2": "norm_epsilon",
     "orion": "rms_norm_eps",
     "dbrx": "norm_eps",
+    "gpt2": "norm_eps",
+    "starcoder": "norm_eps",
 }
 _LLAMA_NORMS = {"post_attention_layernorm": "ffn_norm"}
 _FUSED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}  # Phi-3
@@ -219,6 +228,18 @@ def _add_sizes(writer: GGUFWriter, config: Any, arch: str) -> int:
 
 def _usual_config(config: Any) -> Any:
     """The configuration under the names that most families use."""
+    if config.model_type in ("gpt2", "gpt_bigcode"):
+        return SimpleNamespace(
+            model_type=config.model_type,
+            **{key: getattr(config, key) for key in ("hidden_size", "num_hidden_layers")},
+            num_attention_heads=config.n_head,
+            num_key_value_heads=1 if config.model_type == "gpt_bigcode" else config.n_head,
+            max_position_embeddings=config.n_positions,
+            intermediate_size=config.n_inner or 4 * config.n_embd,
+            rope_parameters={"rope_theta": 10000.0},
+            norm_eps=config.layer_norm_epsilon,
+            tie_word_embeddings=config.tie_word_embeddings,
+        )
     if config.model_type != "dbrx":
         return config
     attention, experts = config.attn_config, config.ffn_config
@@ -241,7 +262,8 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a model, gate and up of the experts and of Granite 4 apart."""
     for name, stored in model.state_dict().items():
         is_turned = ".feed_forward.experts." in name  # Llama 4
-        weight = stored.transpose(1, 2) if is_turned else stored
+        is_turned |= isinstance(model, GPT2LMHeadModel) and ".c_" in name and stored.dim() > 1
+        weight = stored.transpose(-1, -2) if is_turned else stored
         if name.endswith("layer_scalar"):
             yield f"{name}.weight", weight
         elif weight.dim() > 1 and ".experts." in name and model.config.model_type == "gpt_oss":

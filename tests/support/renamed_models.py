@@ -81,6 +81,16 @@ def as_renamed_dbrx(folder: Path) -> Path:
     return _rewrite(folder, rewritten)
 
 
+def as_oldest_gpt2(folder: Path) -> Path:
+    """The first checkpoints of GPT-2, without a root."""
+    return _rewrite(
+        folder,
+        lambda tensors, _: {
+            name.removeprefix("transformer."): values for name, values in tensors.items()
+        },
+    )
+
+
 INTERNLM2_NAMES = {
     "embed_tokens": "tok_embeddings",
     "lm_head": "output",

@@ -40,6 +40,10 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -438,6 +442,20 @@ def tiny_llama4(**changes: Any) -> Llama4ForCausalLM:
         **{"attention_chunk_size": 256, "floor_scale": 32, "attn_scale": 0.5},
     }
     return _randomized(Llama4ForCausalLM(Llama4TextConfig(**{**defaults, **changes})))
+
+
+_GPT: dict[str, Any] = {
+    **{key: _COMMON[key] for key in _COMMON if key.endswith("_id")},
+    **{"vocab_size": VOCAB_SIZE, "n_embd": 96, "n_head": 6, "n_layer": 3, "n_positions": 400},
+}
+
+
+def tiny_gpt2(**changes: Any) -> GPT2LMHeadModel:
+    return _randomized(GPT2LMHeadModel(GPT2Config(**{**_GPT, **changes})))
+
+
+def tiny_bigcode(**changes: Any) -> GPTBigCodeForCausalLM:
+    return _randomized(GPTBigCodeForCausalLM(GPTBigCodeConfig(**{**_GPT, **changes})))
 
 
 def tiny_granite4(**changes: Any) -> GraniteMoeHybridForCausalLM:

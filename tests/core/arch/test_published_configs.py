@@ -149,6 +149,7 @@ def test_published_configurations_of_each_family(
         "head_norm": attention.head_norm.value,
         "context": config.max_seq_len,
         "eps": config.norm_eps,
+        "positions": config.num_positions,
         "normalized": config.has_normalized_head,
         "rotated": [layer.attention.rope for layer in config.layers],
         "yarn": (rope.factor, pytest.approx(rope.attention_factor)),

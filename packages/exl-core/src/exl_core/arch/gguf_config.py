@@ -131,6 +131,7 @@ def read_gguf_config(
         eos_ids=tokens.token_ids("tokenizer.ggml.eos_token_id"),
         pad_id=tokens.first_token_id("tokenizer.ggml.padding_token_id"),
         multipliers=_multipliers(arch, own),
+        num_positions=own.integer("context_length") if arch.no_rope is NoRope.ALL else 0,
     )
     check_config(config, where)
     return config
@@ -285,6 +286,8 @@ def _is_rotated(arch: ArchSpec, windows: Sequence[Window]) -> Sequence[bool]:
             return [window is Window.LOCAL for window in windows]
         case NoRope.INTERVAL:
             return [(layer + 1) % NO_ROPE_INTERVAL != 0 for layer in range(len(windows))]
+        case NoRope.ALL:
+            return [False] * len(windows)
         case _:
             return [True] * len(windows)
 

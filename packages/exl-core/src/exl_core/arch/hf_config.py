@@ -131,9 +131,7 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         softcap=_softcap(text, "attn_logit_softcapping", arch.attention_softcap_default),
         has_qkv_bias=has_bias,
         has_output_bias=text.flag("attention_out_bias", has_bias and not arch.has_qkv_bias),
-        intermediate_size=text.integer(
-            arch.intermediate_size_key, arch.intermediate_size_default, high=MAX_INTERMEDIATE_SIZE
-        ),
+        intermediate_size=_intermediate_size(arch, text, hidden_size),
         has_mlp_bias=text.flag(arch.mlp_bias_key, arch.has_bias_default),
         temperature=_temperature(arch, text),
         head_norm=_head_norm(arch, text),
@@ -158,7 +156,15 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         pad_id=ids.first_token_id("pad_token_id"),
         multipliers=_multipliers(arch, text, hidden_size, layers),
         has_normalized_head=arch.may_normalize_head and text.integer("norm_head", 0, low=0) != 0,
+        num_positions=_context(arch, text) if arch.no_rope is NoRope.ALL else 0,
     )
+
+
+def _intermediate_size(arch: ArchSpec, text: Fields, hidden_size: int) -> int:
+    default, ratio = arch.intermediate_size_default, arch.intermediate_ratio
+    if ratio is not None:
+        default = ratio * hidden_size
+    return text.integer(arch.intermediate_size_key, default, high=MAX_INTERMEDIATE_SIZE)
 
 
 def _with_usual_keys(arch: ArchSpec, text: Fields) -> Fields:
@@ -331,6 +337,8 @@ def _is_rotated(arch: ArchSpec, text: Fields, windows: Sequence[Window]) -> Sequ
 def _rotated_layers(arch: ArchSpec, text: Fields, windows: Sequence[Window]) -> Sequence[bool]:
     if arch.no_rope is NoRope.GLOBAL and Window.LOCAL in windows:
         return [window is Window.LOCAL for window in windows]
+    if arch.no_rope is NoRope.ALL:
+        return [False] * len(windows)
     if arch.no_rope is not NoRope.INTERVAL:
         return [True] * len(windows)
     if text.has("no_rope_layers"):

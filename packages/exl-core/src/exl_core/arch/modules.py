@@ -40,6 +40,7 @@ from exl_core.arch.spec import ModelConfig
 
 class Kind(Enum):
     EMBEDDING = "embedding"
+    POSITIONS = "positions"
     LINEAR = "linear"
     HEAD = "head"
     BIAS = "bias"
@@ -112,7 +113,7 @@ class ModuleRow:
 
     @property
     def is_matrix(self) -> bool:
-        return self.kind in (Kind.EMBEDDING, Kind.LINEAR, Kind.HEAD)
+        return self.kind in (Kind.EMBEDDING, Kind.POSITIONS, Kind.LINEAR, Kind.HEAD)
 
     @property
     def key(self) -> str:
@@ -186,6 +187,10 @@ class ModuleTable:
         embed = _Part("embed", Kind.EMBEDDING, ends, shard=Shard.OUT_FEATURES)
         head = _Part("head", Kind.HEAD, ends, shard=Shard.OUT_FEATURES, is_converted=True)
         (self.embed,) = _rows([embed], forms)
+        vectors = _Part("positions", Kind.POSITIONS, (config.num_positions, hidden))
+        found = _rows([vectors], forms) if config.num_positions else []
+        self.positions = found[0] if found else None
+        """Vectors of the positions, of families that have them."""
         final = _rows([_norm_part("final_norm", hidden, config.arch.norm_kind)], forms)
         self.final_norm = final[0]
         (self.head,) = _rows([head], forms)
@@ -212,7 +217,7 @@ class ModuleTable:
         """A row per layer with experts that only a file with too many of them has."""
         for rows, of_layer in zip(layers, experts, strict=True):
             rows.extend(chain.from_iterable(of_layer))
-        body = (self.embed, *chain.from_iterable(layers), *final)
+        body = (self.embed, *found, *chain.from_iterable(layers), *final)
         self.is_tied = config.has_tied_embeddings
         self.rows: tuple[ModuleRow, ...] = body if self.is_tied else (*body, self.head)
         self._by_name = {row.name: row for row in (*body, self.head)}
@@ -257,6 +262,7 @@ class ModuleTable:
         for row in self._by_name.values():
             is_packed = row.layer is None or row.packed is not None
             is_target = row.is_matrix and is_packed and row.expert is None
+            is_target = is_target and row.kind is not Kind.POSITIONS
             for place in row.safetensors if is_target else ():
                 stem = place.name.removesuffix(".weight")
                 before = found.get(stem, LoraTarget((), ()))

@@ -16,6 +16,7 @@ from exl_core.arch.families.gemma3 import GEMMA3
 from exl_core.arch.families.gemma4 import GEMMA4
 from exl_core.arch.families.glm4 import GLM4
 from exl_core.arch.families.glm4_moe import GLM4_MOE
+from exl_core.arch.families.gpt2 import GPT2, GPT_BIGCODE
 from exl_core.arch.families.gpt_oss import GPT_OSS
 from exl_core.arch.families.granite import GRANITE, GRANITE4, GRANITE_MOE, MINICPM
 from exl_core.arch.families.hunyuan import HUNYUAN, HUNYUAN_MOE
@@ -38,7 +39,7 @@ ARCHITECTURES = (
     *(ERNIE4_5, INTERNLM2, MINISTRAL3, SMOLLM3, OLMO2, EXAONE4, GRANITE, MINICPM),
     *(GRANITE4, HUNYUAN, APERTUS, GEMMA4, COHERE, COHERE2, STARCODER2, ARCEE, ORION, INDEX),
     *(GLM4, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, ERNIE4_5_MOE, HUNYUAN_MOE, MINIMAX_M2),
-    *(GRANITE_MOE, QWEN3_VL_MOE, DBRX, LLAMA4, GPT_OSS),
+    *(GRANITE_MOE, QWEN3_VL_MOE, DBRX, LLAMA4, GPT_OSS, GPT2, GPT_BIGCODE),
 )
 
 

@@ -40,11 +40,13 @@ class EmbedScale(Enum):
 
 class NoRope(Enum):
     """Layers without RoPE. GLOBAL: layers without a window, if others have one. INTERVAL: each
-    fourth layer, or as a checkpoint's `no_rope_layers` says."""
+    fourth layer, or as a checkpoint's `no_rope_layers` says. ALL: all layers, as positions have
+    vectors that are added to the embedding."""
 
     NONE = "none"
     GLOBAL = "global"
     INTERVAL = "interval"
+    ALL = "all"
 
 
 class Window(Enum):
@@ -332,6 +334,8 @@ class ArchSpec:
     which writers leave at its default."""
     hidden_size_default: int | None = None
     intermediate_size_default: int | None = None
+    intermediate_ratio: int | None = None
+    """Width of the MLP as a multiple of the hidden size, if a checkpoint lacks it."""
     num_layers_default: int | None = None
     head_dim_default: int | None = None
     num_q_heads_default: int | None = None
@@ -379,6 +383,8 @@ class ModelConfig:
     pad_id: int | None
     multipliers: Multipliers = Multipliers()
     has_normalized_head: bool = False
+    num_positions: int = 0
+    """Positions with a vector that is added to the embedding; 0: there are no such vectors."""
 
     @property
     def embed_factor(self) -> float:

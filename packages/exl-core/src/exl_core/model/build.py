@@ -66,6 +66,8 @@ def build_weights(
         ]
         first, last = packers[0], packers[-1]
         first.start([table.embed], on_host=embed_on_host)
+        if table.positions is not None:
+            first.start([table.positions])
         head_row = table.embed if table.is_tied else table.head
         is_shared = table.is_tied and first is last
         if not is_shared:
@@ -79,9 +81,9 @@ def build_weights(
             for packer, stage in zip(packers, stages, strict=True)
             for layer in stage.layers
         )
-        embed = first.packed([table.embed])
+        embed, positions = first.packed([table.embed]), _positions(table, first)
         head = embed if is_shared else last.packed([head_row])
-    return ModelWeights(embed, blocks, norm, head)
+    return ModelWeights(embed, positions, blocks, norm, head)
 
 
 def _summed(progress: Progress, count: int) -> list[Progress]:
@@ -115,10 +117,10 @@ def stream_weights(
         for row in _ends(table):
             packer.start([row], on_host=embed_on_host and row is table.embed)
         norm = final_norm(config, packer)
-        embed = packer.packed([table.embed])
+        embed, positions = packer.packed([table.embed]), _positions(table, packer)
         head = embed if table.is_tied else packer.packed([table.head])
     blocks = _StreamedBlocks(config, checkpoint, ops, threads, held_bytes)
-    return StreamedWeights(embed, blocks, norm, head, checkpoint.packed_bytes)
+    return StreamedWeights(embed, positions, blocks, norm, head, checkpoint.packed_bytes)
 
 
 class _StreamedBlocks(Sequence[BlockWeights]):
@@ -206,7 +208,14 @@ def final_norm(config: ModelConfig, source: WeightSource) -> Norm:
 
 
 def _ends(table: ModuleTable) -> list[ModuleRow]:
-    return [table.embed] if table.is_tied else [table.embed, table.head]
+    """Matrices outside the layers."""
+    ends = [table.embed] if table.is_tied else [table.embed, table.head]
+    return ends if table.positions is None else [*ends, table.positions]
+
+
+def _positions(table: ModuleTable, packer: Packer) -> PackedLinear | None:
+    """Vectors of the positions, which `start` has queued."""
+    return None if table.positions is None else packer.packed([table.positions])
 
 
 def _start_block(table: ModuleTable, packer: Packer, layer: int) -> None:

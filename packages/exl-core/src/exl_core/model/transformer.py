@@ -230,7 +230,10 @@ class Transformer:
                     got=vectors.shape[1],
                 )
             x.index_copy_(0, rows.to(x.device), vectors.to(x.device))  # never scaled
-        return x
+        positions = self._weights.positions
+        if positions is None:
+            return x
+        return ops.add_(x, ops.embedding(batch.positions.to(ops.device), positions))
 
     def _logits(self, x: Tensor, batch: Batch, observe: Observer | None) -> Tensor:
         config = self.config

@@ -155,9 +155,11 @@ def _norm_weights(*norms: Norm | None) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """embed and head are the same object in tied models: one copy in memory."""
+    """embed and head are the same object in tied models: one copy in memory. positions
+    [num_positions, hidden] are added to the embedding, in families that have them."""
 
     embed: PackedLinear
+    positions: PackedLinear | None
     blocks: Sequence[BlockWeights]
     final_norm: Norm
     head: PackedLinear
@@ -168,6 +170,8 @@ class ModelWeights:
         ends = self.embed.size_bytes + self.final_norm.weight.nbytes
         if self.head is not self.embed:
             ends += self.head.size_bytes
+        if self.positions is not None:
+            ends += self.positions.size_bytes
         return ends + sum(block.size_bytes for block in self.blocks)
 
     @property

@@ -343,6 +343,18 @@ def changes_of(options: LoadOptions) -> str:
     return ", ".join([*said, *["rounded to 4 bits"] * options.load_in_4bit])
 
 
+def _check_positions(config: ModelConfig, options: LoadOptions, length: int) -> None:
+    """Raises RequestError if a model with a vector for each position is to have others."""
+    rope_options = (options.rope_factor, options.rope_alpha, options.yarn_factor)
+    has_rope = any(option is not None for option in rope_options)
+    if config.num_positions and (length > config.num_positions or has_rope):
+        raise RequestError(
+            "the model has vectors for the positions of its own context only",
+            expected=f"a context of at most {config.num_positions} tokens, and no options of RoPE",
+            got="options of RoPE" if has_rope else f"{length} tokens",
+        )
+
+
 def with_options(config: ModelConfig, options: LoadOptions) -> ModelConfig:
     """The model's numbers as `options` change them: context size, RoPE of the first table, and
     experts per token."""
@@ -375,6 +387,7 @@ def with_options(config: ModelConfig, options: LoadOptions) -> ModelConfig:
     length = config.max_seq_len if options.max_seq_len is None else options.max_seq_len
     if length < 1:
         raise RequestError("the context size must be at least 1 token", got=length)
+    _check_positions(config, options, length)
     ropes = tuple(one.fitted(length) for one in (rope, *config.ropes[1:]))
     layers = config.layers
     if options.experts_per_token is not None:

@@ -87,7 +87,7 @@ def layer_sizes(
     """Sizes of a model whose cache holds `cache_tokens` tokens, from `Checkpoint.bytes_by_part`."""
     tokens = pages_for(cache_tokens) * PAGE_SIZE
     ends = {part: size for part, size in bytes_by_part.items() if isinstance(part, str)}
-    embedding = ends.pop("embed")
+    embedding = ends.pop("embed") + ends.pop("positions", 0)  # on one device
     return LayerSizes(
         weights=tuple(bytes_by_part[layer] for layer in range(config.num_layers)),
         cache=tuple(kv_bytes_per_token([shape], kv_format) * tokens for shape in config.kv_shapes),
