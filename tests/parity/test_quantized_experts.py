@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.formats.codecs.gptq import layout as gptq
@@ -18,8 +19,10 @@ from support.quantized_models import (
     quantize,
     separate_experts,
 )
+from support.renamed_models import as_renamed_dbrx
 from support.tiny_models import (
     save,
+    tiny_dbrx,
     tiny_ernie_moe,
     tiny_glm4_moe,
     tiny_granite_moe,
@@ -49,6 +52,28 @@ def test_exl2_logits_of_experts(tmp_path: Path, family: str) -> None:
     dense = {stem: exl2.dequantize(exl2.check(p, stem)) for stem, p in pieces.items()}
     assert any(".experts.1." in stem for stem in dense)
     assert_same_logits(tmp_path, model, dense)
+
+
+def test_exl2_logits_of_dbrx(tmp_path: Path) -> None:
+    attention = {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 10000.0}
+    experts = {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}
+    model: Any = tiny_dbrx(d_model=64, n_heads=4, attn_config=attention, ffn_config=experts)
+    pieces = quantize(as_renamed_dbrx(save(model, tmp_path)), *METHODS["exl2"])
+    dense = {stem: exl2.dequantize(exl2.check(p, stem)).T for stem, p in pieces.items()}
+    with torch.inference_mode():
+        model.lm_head.weight.copy_(dense["lm_head"][: len(model.lm_head.weight)])
+        for index, block in enumerate(model.transformer.blocks):
+            layer = f"model.layers.{index}"
+            parts = [dense[f"{layer}.self_attn.{part}_proj"] for part in "qkv"]
+            block.norm_attn_norm.attn.Wqkv.weight.copy_(torch.cat(parts))
+            block.norm_attn_norm.attn.out_proj.weight.copy_(dense[f"{layer}.self_attn.o_proj"])
+            for name in ("w1", "v1", "w2"):
+                stem = f"{layer}.block_sparse_moe.experts"
+                own = [dense[f"{stem}.{expert}.{name}"] for expert in range(4)]
+                stacked = torch.cat([one.T if name == "w2" else one for one in own])
+                getattr(block.ffn.experts.mlp, name).copy_(stacked)
+
+    assert_same_logits(tmp_path, model, {})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
