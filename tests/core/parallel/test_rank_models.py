@@ -23,7 +23,7 @@ from support.mxfp4 import save_as_mxfp4
 from support.quantized_models import METHODS, quantized_llama
 from support.thread_ranks import logits_on_one, logits_on_ranks, mean_kl
 
-EXPERTS = {
+OTHERS = {
     "qwen3-moe": tiny.tiny_qwen3_moe,
     "qwen2-moe": tiny.tiny_qwen2_moe,
     "glm4-moe": tiny.tiny_glm4_moe,
@@ -33,18 +33,21 @@ EXPERTS = {
     "gemma4-moe": tiny.tiny_gemma4_moe,
     "qwen3-vl-moe": tiny.tiny_qwen3_vl_moe,
     "dbrx": tiny.tiny_dbrx,
+    "llama4": tiny.tiny_llama4,
+    "gpt2": tiny.tiny_gpt2,
+    "bigcode": tiny.tiny_bigcode,
 }
 EXACT = LoadOptions(device="cpu", exact=True)
 FAST = LoadOptions(device="cpu")
 
 
 def save_model(name: str, folder: Path) -> Path:
-    if name in EXPERTS:
-        return tiny.save(EXPERTS[name](), folder)
+    if name in OTHERS:
+        return tiny.save(OTHERS[name](), folder)
     return save_family(name, FAMILIES[name](), folder)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS])
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_every_family_has_the_logits_of_one_process(name: str, tmp_path: Path) -> None:
     """Three ranks share two key-value heads: two of them have copies of one head."""
     path = save_model(name, tmp_path / "model")
