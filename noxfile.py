@@ -27,7 +27,7 @@ TEST_TOOLS = (
     *("pytest", "pytest-timeout", "pytest-xdist", "pytest-benchmark", "hypothesis"),
     *("transformers", "jsonschema", "lm-eval[api]", "openai", "httpx2", "playwright"),
     *("anthropic", "langchain-openai", "ollama"),
-    *("lm-format-enforcer", "formatron"),
+    *("lm-format-enforcer", "formatron", "ray"),
     *BUILD_TOOLS,
 )
 # One process per core, but at most 4, because each process loads the models of its tests.

@@ -177,7 +177,8 @@ class PromptOptions:
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command whose parameters are option groups. The wrapper has one parameter per option,
-    which typer needs, and builds the groups from their values."""
+    which typer needs, and builds the groups from their values. An option that a caller leaves out
+    has its default."""
     groups: dict[str, type] = {}
     shown: list[inspect.Parameter] = []
     for parameter in inspect.signature(verb, eval_str=True).parameters.values():
@@ -194,7 +195,8 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
 
     def command(**given: Any) -> None:
         for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+            names = [field.name for field in fields(group) if field.name in given]
+            given[name] = group(**{option: given.pop(option) for option in names})
         verb(**given)
 
     command.__name__, command.__doc__, command.__module__ = (

@@ -9,7 +9,7 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -64,9 +64,17 @@ def check_chat_options(
         )
 
 
-def as_messages(text: str, system: str | None) -> list[dict[str, str]]:
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    return [*messages, {"role": "user", "content": text}]
+def as_messages(
+    prompt: str | Sequence[Mapping[str, object]], system: str | None
+) -> list[Mapping[str, object]]:
+    """A user message, or the messages of a conversation, after the system prompt. Messages that
+    have a system prompt keep theirs."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    has_own = any(message.get("role") == "system" for message in prompt)
+    if system is None or has_own:
+        return [*prompt]
+    return [{"role": "system", "content": system}, *prompt]
 
 
 def _read_file(path: Path) -> str:

@@ -57,6 +57,13 @@ def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
+def set_for_libraries(**values: str) -> None:
+    """Sets environment variables that a library reads when it is imported. The user's values
+    stay."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
 def set_offline() -> None:
     """Sets `HF_HUB_OFFLINE` for this process and its children, before huggingface_hub is
     imported."""

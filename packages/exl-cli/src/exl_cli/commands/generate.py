@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from exl_cli import engine_options, options, output, prompts
+from exl_cli.batch.job import PromptJob
+from exl_cli.batch.options import BatchOptions
 from exl_cli.interrupt import Interrupt
 from exl_cli.keyboard import keys_are_held
-from exl_cli.model_options import print_warnings
 from exl_cli.option_groups import PromptOptions, RunningOptions, spread
 from exl_cli.reply_options import ReplyOptions
 from exl_cli.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
-    from exl_cli.chat.prompt_style import PromptStyle
     from exl_core.engine.events import FinishEvent
     from exl_core.engine.request import Request
     from exl_core.session.runtime import Runtime
@@ -33,6 +32,10 @@ EXAMPLES = (
     (
         'exl generate -p "My favorite color is" --ban green --bias " blue=3"',
         "a banned text and a token bias",
+    ),
+    (
+        "exl generate --batch-file prompts.jsonl --output replies.jsonl",
+        "answer a file of prompts; a stopped run continues",
     ),
 )
 SCHEMA_VERSION = 1
@@ -63,8 +66,6 @@ TruncateLeft = Annotated[
         "context, and say how many. Not with --chat.",
     ),
 ]
-UNLIMITED_REPLY = 256
-"""Room that --truncate-left leaves for a reply without a limit, in tokens."""
 
 
 @spread
@@ -82,6 +83,7 @@ def generate(
     truncate_left: TruncateLeft = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
+    batch: BatchOptions,
     replying: ReplyOptions,
     sampling: SamplingOptions,
     running: RunningOptions,
@@ -94,70 +96,31 @@ def generate(
     The prompt comes from -p, from a file or from stdin. Piped text is appended to the -p text on
     a new line. One newline at the end of a file or of piped text is dropped.
     """
-    spec = options.pick_model(model, model_option)
-    sampling.params()  # reports settings out of range before anything is loaded
-    choices, limit = running.choices(), options.token_limit(max_tokens)
-    replying.check(limit)
-    constraints = engine_options.constraints_of(json_schema, regex, grammar)
-    prompts.check_chat_options(
-        chat, conversation.given, parse_special=parse_special, truncate_left=truncate_left
+    batch.check(has_prompt=prompt is not None or file is not None, is_json=json)
+    job = PromptJob(
+        spec=options.pick_model(model, model_option),
+        limit=options.token_limit(max_tokens),
+        is_chat=chat,
+        parse_special=parse_special,
+        truncates=truncate_left,
+        stop=tuple(stop or ()),
+        constraints=engine_options.constraints_of(json_schema, regex, grammar),
+        conversation=conversation,
+        replying=replying,
+        sampling=sampling,
+        running=running,
     )
-    conversation.checked_format()
+    job.check()
+    if batch.batch_file is not None:
+        batch.run(job, is_json=json, is_quiet=quiet)
+        return
     text = prompts.read_prompt(prompt, file)
-    runtime = running.open(spec, choices, is_quiet=quiet, has_guidance=replying.has_guidance)
+    writer = job.open(is_quiet=quiet)
     from exl_cli.load import explaining_long_prompts
 
-    tokenizer = runtime.loaded.tokenizer
-    sampler = replying.sampler(sampling.params(tokenizer), tokenizer)
-    style, system = conversation.style(runtime.loaded) if chat else (None, None)
-    reply = (limit or UNLIMITED_REPLY) if truncate_left else None
-    encode = partial(_prompt_ids, runtime, style, parse_special=parse_special, reply=reply)
-    negative, negative_ids = replying.negative_prompt, None
-    with explaining_long_prompts(runtime):
-        token_ids = encode(text, system)
-        if negative is not None:
-            other = (negative, None) if style is None else (text, style.usable(negative))
-            negative_ids = encode(*other)
-        request = runtime.request(
-            token_ids,
-            max_tokens=limit,
-            sampler=sampler,
-            stop=stop or (),
-            constraints=constraints,
-            negative_ids=negative_ids,
-            **replying.fields(),
-        )
-    _run(runtime, style.adapt(request) if style else request, is_json=json, is_quiet=quiet)
-
-
-def _prompt_ids(
-    runtime: Runtime,
-    style: PromptStyle | None,
-    text: str,
-    system: str | None,
-    *,
-    parse_special: bool,
-    reply: int | None,
-) -> list[int]:
-    """Token ids of a plain prompt, or of a conversation of one message in `style`.
-
-    `reply`: tokens of reply that a plain prompt leaves room for, by losing its first tokens.
-    """
-    if reply is not None:
-        token_ids, dropped = runtime.encode_end(text, parse_special=parse_special, reply=reply)
-        if dropped:
-            print_warnings(
-                [
-                    f"dropped {dropped} of the prompt's {len(token_ids) + dropped} tokens at its "
-                    f"start, to leave room for {reply} tokens of reply in a context of "
-                    f"{runtime.ctx_size}"
-                ]
-            )
-        return token_ids
-    if style is None:
-        return runtime.encode_prompt(text, parse_special=parse_special)
-    messages = prompts.as_messages(text, system)
-    return style.encode(messages, max_tokens=runtime.max_prompt_tokens)
+    with explaining_long_prompts(writer.runtime):
+        request = writer.request(text)
+    _run(writer.runtime, request, is_json=json, is_quiet=quiet)
 
 
 def _run(runtime: Runtime, request: Request, *, is_json: bool, is_quiet: bool) -> None:

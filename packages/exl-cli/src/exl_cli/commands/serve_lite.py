@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from exl_cli import options
+from exl_cli.batch.options import DEFAULT_CACHE_TOKENS
 from exl_cli.interrupt import exits_at_once
 from exl_cli.option_groups import RunningOptions, spread
 from exl_core.errors import RequestError, printable
@@ -32,7 +33,6 @@ EXAMPLES = (
     ("exl serve-lite --models-dir models", "any model of a folder, one loaded at a time"),
     ("EXL_API_KEY=secret exl serve-lite --host 0.0.0.0", "reachable by other machines, with a key"),
 )
-DEFAULT_CACHE_TOKENS = 32768
 KEY_FILE_LIMIT_BYTES = 2**20
 _SERVER = "Server"
 _LIMITS = "Limits"

@@ -1,0 +1,160 @@
+"""The two files of a batch: prompts in, records of replies out, both as JSON Lines.
+
+A line of the prompts is an object with `prompt` (a text) or `messages` (a conversation), and
+optionally `id` and `max_tokens`. A record of the output has the line's `index` and `id`, and either
+the reply or `error`. Records are in the order of the prompts. `key` is a digest of the line and of
+the options that decide the reply; a later run continues after the last record whose key it would
+write itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from exl_cli.batch.job import Messages, PromptJob
+from exl_cli.prompts import check_encodable
+from exl_core.errors import RequestError
+from exl_core.files import is_present, naming_disk_failures, open_regular, read_bytes
+
+FILE_LIMIT_BYTES = 4 * 2**30
+_KEYS = ("prompt", "messages", "id", "max_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """One prompt. `index` counts the prompts from 0. `limit`: most tokens of the reply; None: the
+    job's."""
+
+    index: int
+    prompt: str | Messages
+    key: str
+    id: str | int | None = None
+    limit: int | None = None
+
+
+def read_batch(path: Path, job: PromptJob) -> list[BatchLine]:
+    """All prompts of the file. Empty lines are skipped."""
+    settings = repr((job.spec, job.limit, job.is_chat, job.parse_special, job.truncates, job.stop))
+    settings += repr((job.constraints, job.conversation, job.replying, job.sampling))
+    base = hashlib.sha256(settings.encode("utf-8", "surrogateescape"))
+    found: list[BatchLine] = []
+    data = read_bytes(path, RequestError, FILE_LIMIT_BYTES)
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if line.strip():
+            digest = base.copy()
+            digest.update(line.strip())
+            where = f"{path}, line {number}"
+            found.append(_parse(line, len(found), digest.hexdigest()[:16], where))
+    if not found:
+        raise RequestError("the batch has no prompts", where=path)
+    return found
+
+
+def _parse(line: bytes, index: int, key: str, where: str) -> BatchLine:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RequestError("is not valid JSON", where=where, got=str(error)[:200]) from error
+    if not isinstance(fields, dict):
+        raise RequestError("is no JSON object", where=where, got=type(fields).__name__)
+    for name in fields:
+        if name not in _KEYS:
+            nearest = difflib.get_close_matches(name, _KEYS, n=1, cutoff=0.0)[0]
+            advice = f"The nearest known one is {nearest}."
+            raise RequestError(f"unknown field {name[:80]!r}", where=where, next_step=advice)
+    if ("prompt" in fields) == ("messages" in fields):
+        raise RequestError("a line has one prompt", where=where, expected="prompt or messages")
+    own_id, limit = fields.get("id"), fields.get("max_tokens")
+    if own_id is not None and (isinstance(own_id, bool) or not isinstance(own_id, str | int)):
+        raise RequestError("id is no name", where=where, expected="a text or a number")
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise RequestError(
+            "max_tokens is no count", where=where, expected="1 or more", got=repr(limit)[:80]
+        )
+    prompt = _text(fields, where) if "prompt" in fields else _messages(fields, where)
+    return BatchLine(index, prompt, key, own_id, limit)
+
+
+def _text(fields: Mapping[str, object], where: str) -> str:
+    prompt = fields["prompt"]
+    if not isinstance(prompt, str) or not prompt:
+        raise RequestError("prompt is no text", where=where, got=repr(prompt)[:80])
+    check_encodable(prompt, f"{where}: the prompt")
+    return prompt
+
+
+def _messages(fields: Mapping[str, object], where: str) -> Messages:
+    messages = fields["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages is no conversation", where=where, got=repr(messages)[:80])
+    for message in messages:
+        parts = message if isinstance(message, dict) else {}
+        texts = parts.get("role"), parts.get("content")
+        if not all(isinstance(text, str) for text in texts):
+            raise RequestError(
+                "a message is not a role and a text",
+                where=where,
+                expected='{"role": "user", "content": "Hello"}',
+                got=repr(message)[:80],
+            )
+        for text in texts:
+            check_encodable(str(text), f"{where}: a message")
+    return messages
+
+
+class RecordFile:
+    """Output of a batch. `done` records exist already; `write` takes the others in any order, and
+    writes each as soon as all before it are written."""
+
+    def __init__(self, file: BinaryIO, path: Path | None, done: int) -> None:
+        self.done = done
+        self._file = file
+        self._path = path
+        self._waiting: dict[int, Mapping[str, object]] = {}
+
+    def write(self, index: int, record: Mapping[str, object]) -> None:
+        self._waiting[index] = record
+        with naming_disk_failures(self._path or Path("stdout")):
+            while self.done in self._waiting:
+                record = self._waiting.pop(self.done)
+                text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+                self._file.write(text.encode("utf-8") + b"\n")
+                self.done += 1
+            self._file.flush()
+
+
+def count_done(path: Path, lines: Sequence[BatchLine]) -> tuple[int, int]:
+    """Records of an earlier run of the same job, and the bytes that they take.
+
+    A line that was cut off at the end is not counted. RequestError if the file has other contents.
+    """
+    if not is_present(path, RequestError):
+        return 0, 0
+    done = size = 0
+    with open_regular(path, RequestError) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            if number > len(lines) or _key_of(line) != lines[number - 1].key:
+                raise RequestError(
+                    "the file holds other records than this batch would write",
+                    where=f"{path}, line {number}",
+                    expected="an unfinished output of the same prompts and options",
+                    next_step="Choose another --output, or delete the file.",
+                )
+            done, size = number, size + len(line)
+    return done, size
+
+
+def _key_of(line: bytes) -> object:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record.get("key") if isinstance(record, dict) else None
