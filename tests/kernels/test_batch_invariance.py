@@ -95,8 +95,8 @@ def random_shape(rng: torch.Generator, bits: int | None, formula: Formula | None
     """A matrix of one bit width, or of several (None), with groups of random sizes. `formula` is a
     random one of integers if it is None."""
     widths = [bits] * integer(rng, 1, 2) if bits else [8, 6, 5, 4, 3, 2]
-    sizes = [32, 64, 128, 32 * integer(rng, 3, 9), integer(rng, 33, 90)]
-    runs = tuple((b, integer(rng, 1, 3), sizes[integer(rng, 0, 4)]) for b in widths)
+    sizes = [16, 32, 64, 128, 32 * integer(rng, 3, 9), integer(rng, 33, 90)]
+    runs = tuple((b, integer(rng, 1, 3), sizes[integer(rng, 0, 5)]) for b in widths)
     return Shape(
         runs,
         32 * integer(rng, 1, 4) + 2 * integer(rng, 0, 8),
@@ -115,6 +115,16 @@ def test_quantized_rows_do_not_depend_on_their_batch(
     for _ in range(examples(10)):
         matrix = make_matrix(rng, random_shape(rng, bits))
         check_linear(invariant_table, rng, filled(invariant_table, matrix))
+
+
+@pytest.mark.parametrize(("bits", "formula"), [(6, "middle"), (3, "middle"), (2, "minimums")])
+def test_rows_of_small_groups_do_not_depend_on_their_batch(
+    invariant_table: OpTable, rng: torch.Generator, bits: int, formula: Formula
+) -> None:
+    """Q6_K, Q3_K and Q2_K."""
+    for groups in (1, 32, integer(rng, 2, 90)):
+        shape = Shape(((bits, groups, 16),), 32 * integer(rng, 1, 4), formula, torch.float32)
+        check_linear(invariant_table, rng, filled(invariant_table, make_matrix(rng, shape)))
 
 
 @pytest.mark.parametrize(("bits", "formula"), [(8, "e4m3"), (4, "iq4_nl")])

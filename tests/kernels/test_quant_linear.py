@@ -35,6 +35,14 @@ SHAPES = (
     *(Shape(((bits, 3, 32),), 40) for bits in WIDTHS),
     *(Shape(((bits, 4, 24),), 24, "zeros", permuted=True) for bits in WIDTHS),
     *(Shape(((bits, 2, 64), (bits, 1, 40)), 16, "minimums") for bits in WIDTHS),
+    *(Shape(((bits, 6, 16),), 40, scale_dtype=F32) for bits in WIDTHS),
+    *(Shape(((bits, 7, 16), (bits, 1, 64)), 24, "minimums", permuted=True) for bits in WIDTHS),
+    Shape(((6, 80, 16),), 100, scale_dtype=F32, has_bias=True),
+    Shape(((3, 48, 16),), 33, scale_dtype=F32, permuted=True),
+    Shape(((2, 64, 16),), 72, "minimums", F32),
+    Shape(((5, 9, 16), (4, 3, 128), (8, 1, 16)), 40, "zeros"),
+    Shape(((4, 6, 16),), 24, formula="iq4_nl"),
+    Shape(((8, 6, 16),), 24, formula="e4m3"),
     Shape(EXL2_MIX, 24, permuted=True),
     Shape(EXL2_MIX, 40, "zeros", F32),
     Shape(((4, 1, 32), (8, 1, 32), (3, 1, 32)), 16, "minimums", permuted=True, has_bias=True),
@@ -92,7 +100,8 @@ def test_whole_numbers_multiply_exactly(
     cpu_table: OpTable, rng: torch.Generator, bits: int, formula: Formula
 ) -> None:
     """Scales are 1. Codes, zeros and sums are small integers, so that any wrong index shows."""
-    shape = Shape(((bits, 1, 32), (bits, 1, 160), (bits, 1, 24)), 45, formula, permuted=True)
+    runs = ((bits, 1, 32), (bits, 5, 16), (bits, 1, 160), (bits, 4, 16), (bits, 1, 24))
+    shape = Shape(runs, 45, formula, permuted=True)
     matrix = make_matrix(rng, shape)
     matrix.scales.fill_(1.0)
     if formula == "minimums" and matrix.offsets is not None:
@@ -134,6 +143,7 @@ def same(table: OpTable, rng: torch.Generator, one: PackedLinear, other: PackedL
         *(Shape(((bits, 5, 32),), 40) for bits in WIDTHS),
         Shape(EXL2_MIX, 40, permuted=True),
         Shape(((3, 1, 33), (5, 2, 7), (6, 1, 3)), 40, "zeros"),
+        Shape(((6, 5, 16), (3, 4, 16), (2, 3, 16)), 40),
     ],
     ids=str,
 )
@@ -147,12 +157,13 @@ def test_words_hold_what_bytes_hold(cpu_table: OpTable, rng: torch.Generator, sh
     assert same(cpu_table, rng, w, filled(cpu_table, matrix))
 
 
+@pytest.mark.parametrize("group", [16, 32])
 @pytest.mark.parametrize("packing", ["words", "bytes"])
 def test_source_rows_put_rows_in_order(
-    cpu_table: OpTable, rng: torch.Generator, packing: Packing
+    cpu_table: OpTable, rng: torch.Generator, packing: Packing, group: int
 ) -> None:
     """GPTQ with act-order: rows are stored in feature order, groups are not."""
-    matrix = make_matrix(rng, Shape(((4, 3, 32),), 24, "zeros", permuted=True))
+    matrix = make_matrix(rng, Shape(((4, 3, group),), 24, "zeros", permuted=True))
     order = matrix.features
     by_feature = torch.empty_like(matrix.codes)
     by_feature[order] = matrix.codes
@@ -215,12 +226,31 @@ def test_quantized_linear_reports_its_sizes(cpu_table: OpTable, rng: torch.Gener
     assert smallest <= w.size_bytes < smallest + 4096
 
 
+@pytest.mark.parametrize(("formula", "bits", "expected"), [("middle", 6, 8), ("minimums", 2, 6)])
+def test_groups_of_16_rows_take_no_padding(
+    rng: torch.Generator, formula: Formula, bits: int, expected: int
+) -> None:
+    """Q6_K and Q2_K: the codes, and 2 bits per weight for each grid of float32."""
+    table = get_table("cpu", threads=1)
+    matrix = make_matrix(rng, Shape(((bits, 32, 16),), 64, formula, F32))
+
+    assert table.min_group_rows == 16
+    assert filled(table, matrix).size_bytes == 64 * 512 * expected // 8
+    assert matrix.layout.size_bytes(table.min_group_rows) == 64 * 512 * expected // 8
+    assert matrix.layout.size_bytes() == 64 * 512 * (expected + bits) // 8
+
+
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("runs", [((4, 3, 64), (3, 1, 32)), ((6, 14, 16),)], ids=str)
 def test_nan_and_infinity_stay_in_their_row(
-    cpu_table: OpTable, rng: torch.Generator, rows: int, bad: float
+    cpu_table: OpTable,
+    rng: torch.Generator,
+    rows: int,
+    bad: float,
+    runs: tuple[tuple[int, int, int], ...],
 ) -> None:
-    matrix = make_matrix(rng, Shape(((4, 3, 64), (3, 1, 32)), 24, "zeros", permuted=True))
+    matrix = make_matrix(rng, Shape(runs, 24, "zeros", permuted=True))
     x = normal(rng, rows, 224)
     x[rows - 1, 31] = bad
 
@@ -234,14 +264,15 @@ def test_nan_and_infinity_stay_in_their_row(
 def test_extreme_activations_and_scales_stay_within_bounds(
     cpu_table: OpTable, rng: torch.Generator, formula: Formula
 ) -> None:
-    matrix = make_matrix(rng, Shape(((4, 4, 128), (8, 2, 32)), 40, formula, permuted=True))
+    runs = ((4, 4, 128), (8, 2, 32), (6, 4, 16), (2, 4, 16))
+    matrix = make_matrix(rng, Shape(runs, 40, formula, permuted=True))
     matrix.scales[0], matrix.scales[1, ::2] = 0.0, 2.0**-24  # the smallest of float16
     w = filled(cpu_table, matrix)
     for rows in (6, 36):
-        x = normal(rng, rows, 576)
+        x = normal(rng, rows, 704)
         x[:, 77] = 1e4  # a channel of outliers, which models have
         x[0] = 0.0
-        x[1] = 1e-40 * normal(rng, 576)
+        x[1] = 1e-40 * normal(rng, 704)
         x[2] *= 1e30
         x[3] = 0.0
         x[3, 5] = 3.0
@@ -265,6 +296,7 @@ def joined_parts(table: OpTable, rng: torch.Generator) -> list[PackedLinear]:
         filled(table, make_matrix(rng, Shape(((4, 3, 32),), 40, permuted=True, has_bias=True))),
         packed(table, normal(rng, 24, 96).half()),
         filled(table, make_matrix(rng, Shape(((6, 1, 64), (3, 1, 32)), 24, "zeros"))),
+        filled(table, make_matrix(rng, Shape(((3, 6, 16),), 40, scale_dtype=F32))),
     ]
 
 
@@ -287,7 +319,7 @@ def test_a_joined_linear_is_its_parts_side_by_side(
 
 def test_results_do_not_depend_on_the_number_of_threads(rng: torch.Generator) -> None:
     matrix = make_matrix(rng, Shape(EXL2_MIX, 700, permuted=True))
-    whole = make_matrix(rng, Shape(((4, 9, 64),), 600, "zeros"))
+    whole = make_matrix(rng, Shape(((4, 7, 64), (6, 8, 16)), 600, "zeros"))
     wide, narrow = normal(rng, 130, matrix.layout.in_features), normal(rng, 130, 576)
     norm = RmsNorm(normal(rng, 576), 1e-5)
     for isa in available_isas():

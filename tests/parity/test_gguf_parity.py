@@ -116,3 +116,20 @@ def test_projections_with_different_block_types_are_joined(
     ours = logits_of(path, ids, LoadOptions(device=backend))
     exact = logits_of(path, ids, EXACT)
     assert (ours - exact).abs().max() <= 0.05 * exact.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q6_K"])
+def test_groups_of_16_stay_quantized_and_give_the_logits_of_the_reference(
+    tmp_path: Path, ids: list[int], kind: str
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
+    kinds = {"attn_q": "F16", "ffn_up": "Q8_0"}  # joined with others, as in Q4_K_M files
+    path = write_gguf(
+        tiny_llama(**sizes), tmp_path / "tiny.gguf", GGMLQuantizationType[kind], kinds=kinds
+    )
+    ours = logits_of(path, ids, LoadOptions(device="reference"))
+    fast = logits_of(path, ids)
+    exact = logits_of(path, ids, EXACT)
+    for got in (ours, fast):
+        assert (got - exact).abs().max() <= 0.05 * exact.abs().max()
+    assert load_model(str(path)).weights_bytes < 0.7 * load_model(str(path), EXACT).weights_bytes

@@ -17,7 +17,7 @@ from gguf import (
     GGUFWriter,
     RopeScalingType,
 )
-from gguf.quants import quantize
+from gguf.quants import dequantize, quantize
 from transformers import GPT2LMHeadModel
 
 from support.tiny_models import VOCAB_SIZE, byte_tokenizer
@@ -395,24 +395,31 @@ def _add_xielu(writer: GGUFWriter, model: Any) -> None:
 
 
 def _quantized(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """Quantized blocks of `values`; random blocks for types that the package cannot write."""
+    """Quantized blocks of `values`; random blocks of their size for types that the package cannot
+    write."""
     try:
         return quantize(values, kind)
     except NotImplementedError:
-        return random_blocks(kind, *values.shape)
+        rows, columns = values.shape
+        size = float(dequantize(random_blocks(kind, rows, columns), kind).std())
+        return random_blocks(kind, rows, columns, scale=float(values.std()) / size)
 
 
-def random_blocks(kind: GGMLQuantizationType, rows: int, columns: int) -> np.ndarray:
-    """Random blocks, uint8 [rows, bytes], with float16 scales of both signs in the first 4 bytes.
+def random_blocks(
+    kind: GGMLQuantizationType, rows: int, columns: int, scale: float = 1.0
+) -> np.ndarray:
+    """Random blocks, uint8 [rows, bytes], with float16 scales of both signs in 4 bytes: the first
+    ones, or the last ones of types that store their scales there.
 
-    For types with a scale and no minimum, the second 2 of these bytes are codes. MXFP4 has an
-    exponent instead of a scale.
+    For types with a scale and no minimum, 2 of these bytes are codes. MXFP4 has an exponent instead
+    of a scale.
     """
     block_values, block_bytes = GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(kind)
     raw = rng.integers(0, 256, (rows, columns // block_values, block_bytes), dtype=np.uint8)
-    factors = rng.normal(size=(rows, columns // block_values, 2)).astype(np.float16)
-    raw[..., :4] = factors.view(np.uint8)
+    factors = rng.normal(scale=scale, size=(rows, columns // block_values, 2)).astype(np.float16)
+    place = slice(-4, None) if kind.name in ("Q2_K", "Q3_K", "Q6_K") else slice(4)
+    raw[..., place] = factors.view(np.uint8)
     if kind is GGMLQuantizationType.MXFP4:
         raw[..., 0] = rng.integers(118, 130, raw.shape[:2])
     return raw.reshape(rows, -1)

@@ -82,7 +82,7 @@ def test_every_quantized_checkpoint(method: str, count: int, tmp_path: Path) -> 
         assert mean_kl(expected[1], found[1]) < decode_bound
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q6_K"])
 def test_every_kind_of_blocks(kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -4,9 +4,9 @@
 //   w[row, n] = scale[g, n] * value(code[row, n])          for codes that are not integers (Values)
 //
 // Rows run along k in stored order. A group is consecutive rows that share a scale and an offset
-// for each column. A run is consecutive groups of one bit width and one size. Every group starts a
-// new block of 32 rows. The rows of a block past the end of its group are padding; they are
-// multiplied by activations of zero.
+// for each column. A run is consecutive groups of one bit width and one size. A group starts a new
+// block of 32 rows, except that two groups of 16 rows of integers share a block (a pair). The rows
+// of a block past the end of its group are padding; they are multiplied by activations of zero.
 //
 // Codes are stored in panels of 16 columns. In a panel, blocks of 32 rows follow each other without
 // gaps, from the first row to the last:
@@ -21,8 +21,8 @@
 // arrays, also by panel: [panel][group][16].
 //
 // A span is the range of rows that is summed in integers before the scale is applied: up to 4
-// blocks of one group. x is quantized to integers per span. For many rows, where that is faster,
-// the kernels convert the codes to floats instead.
+// blocks of one group, or a group of a pair. x is quantized to integers per span. For many rows,
+// where that is faster, the kernels convert the codes to floats instead.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +34,7 @@
 namespace exl {
 
 constexpr int64_t kBlockRows = 32;
+constexpr int64_t kHalfRows = kBlockRows / 2;  // rows of each group of a pair
 constexpr int64_t kSpanBlocks = 4;
 constexpr int kMaxParts = 3;
 
@@ -77,9 +78,13 @@ struct GroupRun {
     int bits;
     int64_t groups;
     int64_t rows;  // of each group
-    // Derived from the fields above by the constructor of QuantMatrix.
-    int64_t blocks;  // of each group
-    int64_t spans;   // of each group
+    // Derived from the fields above by the constructor of QuantMatrix. A unit is a group, or a pair
+    // of groups; it consists of whole blocks.
+    bool is_paired;  // groups of kHalfRows rows; their number is even
+    int64_t units;
+    int64_t unit_rows;
+    int64_t blocks;  // of each unit
+    int64_t spans;   // of each unit
     int64_t first_group;
     int64_t first_block;
     int64_t first_span;
@@ -130,6 +135,8 @@ class QuantMatrix {
 
     int64_t panels() const { return (n + kPanel - 1) / kPanel; }
     const uint8_t* panel_codes(int64_t panel) const { return codes + panel * panel_bytes; }
+    // Whether some groups share a block.
+    bool has_pairs() const;
     // Index of the first scale, and of the first offset, of a panel; [groups][16] follow.
     int64_t scale_index(int64_t panel) const { return panel * groups * kPanel; }
 

@@ -28,7 +28,9 @@ struct SpanAct {
     int32_t sum;
 };
 
-// Quantizes one span: `count` values, a whole number of blocks and at most kSpanRows.
+// Quantizes one span: `count` values, a multiple of Rows and at most kSpanRows. Rows is a block, or
+// half of one for a group of a pair; then `act` is the place of the half.
+template <int64_t Rows>
 static SpanAct quantize_span(const float* x, int64_t count, int low_bits, uint8_t* act) {
     const auto largest_act = static_cast<float>(kLargestHigh << low_bits);
     uint32_t largest = 0;  // as bits without the sign; NaN and infinity are above all numbers
@@ -45,14 +47,11 @@ static SpanAct quantize_span(const float* x, int64_t count, int low_bits, uint8_
     // largest value were 1e-33.
     if (magnitude < 1e-33f) magnitude = 1e-33f;
     const float inverse = is_finite ? largest_act / magnitude : 0.0f;
+    const float zeros[Rows] = {};
     int32_t sum = 0;
-    for (int64_t i = 0; i < count; i += kBlockRows) {
-        uint8_t* to = act + i / kBlockRows * kActBlock;
-        if (is_finite) {
-            sum += round_block(x + i, inverse, low_bits, to);
-        } else {
-            __builtin_memset(to, 0, kActBlock);
-        }
+    for (int64_t i = 0; i < count; i += Rows) {
+        const float* from = is_finite ? x + i : zeros;
+        sum += round_rows<Rows>(from, inverse, low_bits, act + i / kBlockRows * kActBlock);
     }
     // A NaN or an infinity in x makes the scale NaN, and so every output of the row.
     return {is_finite ? magnitude / largest_act : __builtin_nanf(""), sum};
@@ -66,8 +65,9 @@ static void quantize_row(
     int64_t span = 0;
     float gathered[kSpanRows];
     for (const GroupRun& run : w.runs) {
-        for (int64_t i = 0; i < run.groups * run.spans; ++i, ++span) {
-            const int64_t blocks = smaller(kSpanBlocks, run.blocks - i % run.spans * kSpanBlocks);
+        const int64_t pieces = ceil_div(run.blocks, kSpanBlocks);  // of each unit
+        for (int64_t i = 0; i < run.units * pieces; ++i) {
+            const int64_t blocks = smaller(kSpanBlocks, run.blocks - i % pieces * kSpanBlocks);
             const float* from = x + block * kBlockRows;
             if (order != nullptr) {
                 for (int64_t b = 0; b < blocks; ++b) {
@@ -75,10 +75,18 @@ static void quantize_row(
                 }
                 from = gathered;
             }
-            const SpanAct done =
-                quantize_span(from, blocks * kBlockRows, low_bits, act + block * kActBlock);
-            scales[span] = done.scale;
-            sums[span] = done.sum;
+            const auto quantize = [&]<int64_t Rows>(int64_t row, int64_t count, uint8_t* to) {
+                const SpanAct done = quantize_span<Rows>(from + row, count, low_bits, to);
+                scales[span] = done.scale;
+                sums[span++] = done.sum;
+            };
+            uint8_t* to = act + block * kActBlock;
+            if (run.is_paired) {
+                quantize.template operator()<kHalfRows>(0, kHalfRows, to);
+                quantize.template operator()<kHalfRows>(kHalfRows, kHalfRows, to + kActHalf);
+            } else {
+                quantize.template operator()<kBlockRows>(0, blocks * kBlockRows, to);
+            }
             block += blocks;
         }
     }

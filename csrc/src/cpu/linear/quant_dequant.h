@@ -135,8 +135,9 @@ struct BFloatPairs {
 
 #endif
 
-template <int Bits, class Out>
-static inline void dequantize_block(const uint8_t* codes, const GroupColumns& group, Out out) {
+// Dequantizes steps First .. First + Count - 1, of 4 rows each, of a block.
+template <int Bits, int First, int Count, class Out>
+static inline void dequantize_steps(const uint8_t* codes, const GroupColumns& group, Out out) {
     for (int c = 0; c < kPanel; c += kLanes) {
         const Vec scale = load(group.scale + c);
         const Vec bias = load(group.bias + c);
@@ -144,7 +145,8 @@ static inline void dequantize_block(const uint8_t* codes, const GroupColumns& gr
         const auto weight = [&](Vec based) __attribute__((always_inline)) {
             return fma(sub(based, bias), scale, minimum);
         };
-        unrolled<kBlockRows / 4>([&]<int Step>() __attribute__((always_inline)) {
+        unrolled<Count>([&]<int I>() __attribute__((always_inline)) {
+            constexpr int Step = First + I;
             const Codes step = block_codes<Bits, Step>(codes + 4 * c);
             if constexpr (Bits == kE4m3) {
                 out.put(
@@ -169,13 +171,25 @@ static void dequantize_run(
     constexpr int64_t kBytes = width_of(Bits) * 4 * kPanel;
     const uint8_t* codes =
         w.panel_codes(panel) + run.code_offset + (block - run.first_block) * kBytes;
+    const auto group_at = [&](int64_t group) {
+        return load_group(w, w.scale_index(panel) + (run.first_group + group) * kPanel, Bits);
+    };
+    if constexpr (is_integer(Bits)) {
+        if (run.is_paired) {
+            for (; block < last; ++block, codes += kBytes, out.next_block()) {
+                const int64_t group = 2 * (block - run.first_block);
+                dequantize_steps<Bits, 0, kSteps / 2>(codes, group_at(group), out);
+                dequantize_steps<Bits, kSteps / 2, kSteps / 2>(codes, group_at(group + 1), out);
+            }
+            return;
+        }
+    }
     while (block < last) {
         const int64_t group = (block - run.first_block) / run.blocks;
         const int64_t end = smaller(last, run.first_block + (group + 1) * run.blocks);
-        const GroupColumns columns =
-            load_group(w, w.scale_index(panel) + (run.first_group + group) * kPanel, Bits);
+        const GroupColumns columns = group_at(group);
         for (; block < end; ++block, codes += kBytes, out.next_block()) {
-            dequantize_block<Bits>(codes, columns, out);
+            dequantize_steps<Bits, 0, kSteps>(codes, columns, out);
         }
     }
 }
@@ -187,7 +201,7 @@ static void dequantize(
 ) {
     for (const GroupRun& run : w.runs) {
         const int64_t first = larger(first_block, run.first_block);
-        const int64_t last = smaller(last_block, run.first_block + run.groups * run.blocks);
+        const int64_t last = smaller(last_block, run.first_block + run.units * run.blocks);
         if (first >= last) continue;
         with_form(w, run.bits, [&]<int Bits>() {
             dequantize_run<Bits>(w, run, panel, first, last, out);

@@ -30,37 +30,58 @@ static Planes planes_of(int bits) {
     }
 }
 
+// Returns the runs of a layout, with groups that can share blocks in runs of their own: all groups
+// of a run of kHalfRows rows, except for the last of an odd number.
+static std::vector<GroupRun> with_pairs(const QuantLayout& layout) {
+    std::vector<GroupRun> found;
+    for (GroupRun run : layout.runs) {
+        const bool can_pair = run.rows == kHalfRows && layout.values == Values::integers;
+        const int64_t paired = can_pair ? run.groups / 2 * 2 : 0;
+        const int64_t single = run.groups - paired;
+        run.is_paired = paired > 0;
+        run.groups = paired;
+        if (paired > 0) found.push_back(run);
+        run.is_paired = false;
+        run.groups = single;
+        if (single > 0) found.push_back(run);
+    }
+    return found;
+}
+
 QuantMatrix::QuantMatrix(const QuantLayout& layout)
     : n(layout.n),
       k(layout.k),
       scale_dtype(layout.scale_dtype),
       offset(layout.offset),
       values(layout.values),
-      runs(layout.runs) {
+      runs(with_pairs(layout)) {
     int64_t rows = 0;
     bool has_padding = false;
     for (GroupRun& run : runs) {
-        run.blocks = ceil_div(run.rows, kBlockRows);
-        run.spans = ceil_div(run.blocks, kSpanBlocks);
+        run.units = run.is_paired ? run.groups / 2 : run.groups;
+        run.unit_rows = run.is_paired ? kBlockRows : run.rows;
+        run.blocks = ceil_div(run.unit_rows, kBlockRows);
+        run.spans = run.is_paired ? 2 : ceil_div(run.blocks, kSpanBlocks);
         run.first_group = groups;
         run.first_block = blocks;
         run.first_span = spans;
         run.first_row = rows;
         run.code_offset = panel_bytes;
-        has_padding |= run.rows % kBlockRows != 0;
+        has_padding |= run.unit_rows % kBlockRows != 0;
         groups += run.groups;
-        blocks += run.groups * run.blocks;
-        spans += run.groups * run.spans;
+        blocks += run.units * run.blocks;
+        spans += run.units * run.spans;
         rows += run.groups * run.rows;
-        panel_bytes += run.groups * run.blocks * kPlaneRow * run.bits;
+        panel_bytes += run.units * run.blocks * kPlaneRow * run.bits;
     }
     if (has_padding || layout.features != nullptr) {
         order.assign(static_cast<size_t>(blocks * kBlockRows), -1);
         for (const GroupRun& run : runs) {
             for (int64_t row = 0; row < run.groups * run.rows; ++row) {
                 const int64_t stored = run.first_row + row;
+                const int64_t unit = row / run.unit_rows;
                 const int64_t padded =
-                    (run.first_block + row / run.rows * run.blocks) * kBlockRows + row % run.rows;
+                    (run.first_block + unit * run.blocks) * kBlockRows + row % run.unit_rows;
                 order[static_cast<size_t>(padded)] = layout.features != nullptr
                                                          ? layout.features[stored]
                                                          : static_cast<int32_t>(stored);
@@ -89,6 +110,10 @@ QuantMatrix::~QuantMatrix() { release_memory(block_); }
 
 bool QuantMatrix::has_order_of(const QuantMatrix& other) const {
     return blocks == other.blocks && order == other.order;
+}
+
+bool QuantMatrix::has_pairs() const {
+    return std::any_of(runs.begin(), runs.end(), [](const GroupRun& run) { return run.is_paired; });
 }
 
 bool QuantMatrix::has_input_of(const QuantMatrix& other) const {
@@ -225,12 +250,12 @@ static void fill_codes(
     int64_t first_bit = 0;  // start of the run in each column's bit stream
     for (const GroupRun& run : w.runs) {
         uint8_t* to = w.codes + panel * w.panel_bytes + run.code_offset;
-        for (int64_t group = 0; group < run.groups; ++group) {
+        for (int64_t unit = 0; unit < run.units; ++unit) {
             for (int64_t b = 0; b < run.blocks; ++b, to += kPlaneRow * run.bits) {
                 Block block = {};
-                const int64_t rows = std::min(kBlockRows, run.rows - b * kBlockRows);
+                const int64_t rows = std::min(kBlockRows, run.unit_rows - b * kBlockRows);
                 for (int64_t r = 0; r < rows; ++r) {
-                    const int64_t in_run = group * run.rows + b * kBlockRows + r;
+                    const int64_t in_run = unit * run.unit_rows + b * kBlockRows + r;
                     int64_t source = run.first_row + in_run;
                     int64_t bit = first_bit + in_run * run.bits;
                     if (from.source_rows != nullptr) {
@@ -324,23 +349,26 @@ static void read_row(const QuantMatrix& w, int64_t id, float* y) {
     const int64_t column = id % kPanel;
     for (const GroupRun& run : w.runs) {
         const uint8_t* codes = w.panel_codes(panel) + run.code_offset;
+        const int64_t in_unit = run.groups / run.units;
         for (int64_t group = 0; group < run.groups; ++group) {
+            const int64_t unit = group / in_unit;
+            const int64_t start = group % in_unit * run.rows;  // row of the unit
+            const uint8_t* blocks = codes + unit * run.blocks * kPlaneRow * run.bits;
             const int64_t at = w.scale_index(panel) + (run.first_group + group) * kPanel + column;
             const float scale = grid_value(w.scales, w.scale_dtype, at);
             int zero = w.offset == Offset::middle ? 1 << (run.bits - 1) : 0;
             if (w.offset == Offset::zeros) zero = static_cast<const uint8_t*>(w.offsets)[at];
             const float minimum =
                 w.offset == Offset::minimums ? grid_value(w.offsets, w.scale_dtype, at) : 0.0f;
-            const int64_t first = (run.first_block + group * run.blocks) * kBlockRows;
-            for (int64_t r = 0; r < run.rows; ++r) {
+            const int64_t first = (run.first_block + unit * run.blocks) * kBlockRows;
+            for (int64_t r = start; r < start + run.rows; ++r) {
                 const int code = unpack_code(
-                    codes + r / kBlockRows * kPlaneRow * run.bits, run.bits, r % kBlockRows, column
+                    blocks + r / kBlockRows * kPlaneRow * run.bits, run.bits, r % kBlockRows, column
                 );
                 const int64_t feature =
                     w.order.empty() ? first + r : w.order[static_cast<size_t>(first + r)];
                 y[feature] = scale * value_of(w.values, code, zero) + minimum;
             }
-            codes += run.blocks * kPlaneRow * run.bits;
         }
     }
 }

@@ -25,20 +25,24 @@ struct IntTileScope {
 };
 #endif
 
-// Computes the exact integer sums of one span: kLanes columns of each of P panels, R rows.
-template <int Bits, int R, int P>
+// Computes the exact integer sums of one span: kLanes columns of each of P panels, R rows. Of each
+// block it takes steps First .. First + Count - 1.
+template <int Bits, int R, int P, int First = 0, int Count = kSteps>
 static inline __attribute__((always_inline)) void span_product(
     const uint8_t* codes, int64_t panel_bytes, int64_t blocks, const uint8_t* act,
     int64_t row_bytes, DotSum (&sums)[P][R]
 ) {
     for (int64_t b = 0; b < blocks; ++b) {
+        if constexpr (First == 0) {
 #pragma GCC unroll 2
-        for (int p = 0; p < P; ++p) {
-            for (int64_t line = 0; line < width_of(Bits); ++line) {
-                prefetch(codes + p * panel_bytes + kCodesAhead + 64 * line);
+            for (int p = 0; p < P; ++p) {
+                for (int64_t line = 0; line < width_of(Bits); ++line) {
+                    prefetch(codes + p * panel_bytes + kCodesAhead + 64 * line);
+                }
             }
         }
-        unrolled<kBlockRows / 4>([&]<int Step>() __attribute__((always_inline)) {
+        unrolled<Count>([&]<int I>() __attribute__((always_inline)) {
+            constexpr int Step = First + I;
             Codes step[P];
 #pragma GCC unroll 2
             for (int p = 0; p < P; ++p) step[p] = block_codes<Bits, Step>(codes + p * panel_bytes);
@@ -89,6 +93,45 @@ static void run_product(
     }
 }
 
+// As run_product, for a run whose groups share blocks in pairs: each half of a block is a span.
+template <int Bits, int R, int P>
+static void pairs_product(
+    const QuantMatrix& w, const GroupRun& run, int64_t panel, const Acts& acts, int64_t row,
+    float (*y)[kPanel]
+) {
+    const uint8_t* codes = w.panel_codes(panel) + run.code_offset;
+    const uint8_t* act = acts.data + row * acts.row_bytes + run.first_block * kActBlock;
+    int64_t span = row * acts.spans + run.first_span;
+    int64_t at = w.scale_index(panel) + run.first_group * kPanel;
+    for (int64_t pair = 0; pair < run.units; ++pair) {
+        for (int p = 0; p < P; ++p) {
+            prefetch_scales(w, at + p * w.groups * kPanel);
+            prefetch_scales(w, at + (p * w.groups + 1) * kPanel);
+        }
+#pragma GCC unroll 1
+        for (int v = 0; v < kPanelVecs; ++v) {
+            unrolled<2>([&]<int Half>() __attribute__((always_inline)) {
+                DotSum sums[P][R];
+                span_product<Bits, R, P, Half * kSteps / 2, kSteps / 2>(
+                    codes + v * kCodeBytes, w.panel_bytes, 1, act, acts.row_bytes, sums
+                );
+#pragma GCC unroll 2
+                for (int p = 0; p < P; ++p) {
+                    const auto total = [&](int r) { return sums[p][r].total(); };
+                    apply_scales<Bits>(
+                        w, at + (p * w.groups + Half) * kPanel + v * kLanes, R, total, acts,
+                        span + Half, y[p * R] + v * kLanes
+                    );
+                }
+            });
+        }
+        codes += width_of(Bits) * 4 * kPanel;
+        act += kActBlock;
+        span += 2;
+        at += 2 * kPanel;
+    }
+}
+
 // Computes the columns of P panels for R rows: y[P][R][16].
 template <int R, int P>
 static void panel_product(
@@ -97,6 +140,9 @@ static void panel_product(
     for (int p = 0; p < P; ++p) start_rows(w, panel + p, R, y + p * R);
     for (const GroupRun& run : w.runs) {
         with_form(w, run.bits, [&]<int Bits>() {
+            if constexpr (is_integer(Bits)) {
+                if (run.is_paired) return pairs_product<Bits, R, P>(w, run, panel, acts, row, y);
+            }
             run_product<Bits, R, P>(w, run, panel, acts, row, y);
         });
     }
@@ -168,9 +214,11 @@ static void panel_tiles(
 // tile. Calls done(product, rows, panels), where product(w, panel, acts, row, y) computes
 // y[panels][rows][16]. Sums stay in registers. Two panels are read as two parallel streams and
 // share the loads of x.
+// `has_tiles`: AMX tiles may be used.
 template <class Done>
 static inline void with_tile(
-    int64_t left, int64_t panels, [[maybe_unused]] int low_bits, Done&& done
+    int64_t left, int64_t panels, [[maybe_unused]] int low_bits, [[maybe_unused]] bool has_tiles,
+    Done&& done
 ) {
     const auto of = [&]<int R, int P>() {
         done(
@@ -180,7 +228,7 @@ static inline void with_tile(
         );
     };
 #if EXL_HAS_INT_TILES
-    if (left >= (low_bits == kIntTileLowBits ? 1 : kIntTileMinRows)) {
+    if (has_tiles && left >= (low_bits == kIntTileLowBits ? 1 : kIntTileMinRows)) {
         const int rows = static_cast<int>(smaller(left, kIntTileRows));
         return done(
             [&](const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row,
@@ -245,11 +293,15 @@ static void write_panels(
     int64_t first_column, Values&& values
 ) {
     const IntTileScope scope(low_bits);
+    // A block of a pair has two sums, which an AMX tile would add up.
+    const bool is_gated = args.epilogue == Epilogue::gated;
+    const bool has_tiles = !w.has_pairs() && !(is_gated && args.parts[1]->has_pairs());
     alignas(64) float y[kTileRowsOut][kPanel];
     for (int64_t panel = panels.first; panel < panels.last; panel += 2) {
         const int64_t side = smaller(2, panels.last - panel);
         for (int64_t row = rows.first; row < rows.last;) {
-            with_tile(rows.last - row, side, low_bits, [&](auto&& product, int count, int wide) {
+            const int64_t left = rows.last - row;
+            with_tile(left, side, low_bits, has_tiles, [&](auto&& product, int count, int wide) {
                 for (int64_t p = 0; p < side; p += wide) {
                     values(product, panel + p, row, count * wide, y);
                     for (int q = 0; q < wide; ++q) {

@@ -29,6 +29,7 @@ constexpr int kIntTileLowBits = 4;  // low bits of 12-bit integers
 
 static inline bool has_narrow_codes(const QuantMatrix& w) {
     if (w.values != Values::integers) return false;  // 8-bit integers from a table
+    if (w.has_pairs()) return false;                 // not multiplied in tiles
     for (const GroupRun& run : w.runs) {
         if (run.bits > kIntTileLowBits) return false;
     }

@@ -204,6 +204,7 @@ static inline Vec load_grid(const void* grid, DType dtype, int64_t index) {
                                : load(static_cast<const Half*>(grid) + index);
 }
 
+constexpr int kSteps = kBlockRows / 4;      // steps of 4 rows of a block
 constexpr int64_t kCodeBytes = 4 * kLanes;  // bytes of one vector of codes
 
 // Codes of rows 4 Step .. 4 Step + 3 of a plane, for kLanes columns from `plane` on.
@@ -223,6 +224,7 @@ constexpr int kMxfp4 = 4 | static_cast<int>(Values::mxfp4) << 4;
 constexpr bool is_table(int form) { return form == kIq4 || form == kMxfp4; }
 // Bits that a code is stored in.
 constexpr int width_of(int form) { return form & 15; }
+constexpr bool is_integer(int form) { return form == width_of(form); }
 // Bits of the integers that `block_codes` returns; their middle is 2^(bits - 1).
 constexpr int integer_bits(int form) { return is_table(form) ? 8 : width_of(form); }
 
@@ -277,6 +279,8 @@ static inline __attribute__((always_inline)) void unrolled(Fn&& fn) {
 // byte dot products a block is 32 bytes of high parts, then 32 bytes of low parts. Without them it
 // is 32 words, where every 4 rows are in the order 0 2 1 3.
 constexpr int64_t kActBlock = 2 * kBlockRows;
+// Bytes from the first row of a block to its row kHalfRows.
+constexpr int64_t kActHalf = kHalfRows * (EXL_HAS_BYTE_DOT ? 1 : 2);
 // Bits in the low part of a 16-bit integer.
 constexpr int kLowBits = 8;
 
@@ -294,13 +298,15 @@ struct DotSum {
     Codes total() const { return _mm512_add_epi32(_mm512_slli_epi32(high, kLowBits), low); }
 };
 
-// Rounds one block of x times `inverse` to integers and splits each into a high part and a low part
-// of `low_bits`. Returns the sum of the integers.
-static inline int32_t round_block(const float* x, float inverse, int low_bits, uint8_t* act) {
+// Rounds Rows rows of a block of x times `inverse` to integers and splits each into a high part and
+// a low part of `low_bits`. `act` is the place of the first of these rows. Returns the sum of the
+// integers.
+template <int64_t Rows>
+static inline int32_t round_rows(const float* x, float inverse, int low_bits, uint8_t* act) {
     const __m128i shift = _mm_cvtsi32_si128(low_bits);
     const __m512i half = _mm512_set1_epi32(1 << (low_bits - 1));
     __m512i sum = _mm512_setzero_si512();
-    for (int64_t i = 0; i < kBlockRows; i += kLanes) {
+    for (int64_t i = 0; i < Rows; i += kLanes) {
         const __m512i q =
             _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(inverse)));
         const __m512i high = _mm512_sra_epi32(_mm512_add_epi32(q, half), shift);
@@ -327,14 +333,16 @@ struct DotSum {
     Codes total() const { return sum; }
 };
 
-// Rounds one block of x times `inverse` to 16-bit integers. Returns their sum.
-static inline int32_t round_block(const float* x, float inverse, int, uint8_t* act) {
+// Rounds Rows rows of a block of x times `inverse` to 16-bit integers. `act` is the place of the
+// first of these rows. Returns the sum of the integers.
+template <int64_t Rows>
+static inline int32_t round_rows(const float* x, float inverse, int, uint8_t* act) {
     // 1.5 * 2^23: adding it leaves the rounded integer in the low bits.
     constexpr float kRound = 12582912.0f;
     constexpr int kOrder[4] = {0, 2, 1, 3};
-    int32_t q[kBlockRows];
+    int32_t q[Rows];
     int32_t sum = 0;
-    for (int i = 0; i < kBlockRows; ++i) {
+    for (int i = 0; i < Rows; ++i) {
         const float shifted = x[i] * inverse + kRound;
         int32_t bits = 0;
         __builtin_memcpy(&bits, &shifted, 4);
@@ -342,7 +350,7 @@ static inline int32_t round_block(const float* x, float inverse, int, uint8_t* a
         sum += q[i];
     }
     auto* words = reinterpret_cast<int16_t*>(act);
-    for (int i = 0; i < kBlockRows; ++i) {
+    for (int i = 0; i < Rows; ++i) {
         words[i] = static_cast<int16_t>(q[i / 4 * 4 + kOrder[i % 4]]);
     }
     return sum;

@@ -144,7 +144,8 @@ def test_symmetric_gptq_needs_no_zero_points() -> None:
     assert_within_half_ulp(matrix, layer.dense())
 
 
-FLOAT_SCALES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "IQ4_NL", "IQ4_XS"]
+K_TYPES = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+FLOAT_SCALES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *K_TYPES, "IQ4_NL", "IQ4_XS"]
 KINDS = [*FLOAT_SCALES, "MXFP4"]
 
 
@@ -159,20 +160,24 @@ def test_gguf_blocks_match_the_gguf_package(name: str) -> None:
     assert (np.abs(unrounded - exact.double().numpy()) <= half_ulp(exact)).all()
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])
+@pytest.mark.parametrize("name", K_TYPES)
 def test_multiplying_out_the_scales_of_k_types_is_exact(name: str) -> None:
     kind = GGMLQuantizationType[name]
     raw = random_blocks(kind, 48, 512)
-    columns = columns_of(torch.from_numpy(raw), kind)
+    columns, layout = columns_of(torch.from_numpy(raw), kind), layout_of(kind, 48, 512)
+    assert layout is not None
     assert columns.scales is not None
-    assert columns.offsets is not None
-    scales = columns.scales.repeat_interleave(32, 0)
-    values = scales * columns.codes.float() + columns.offsets.repeat_interleave(32, 0)
+    ((bits, _, rows),) = layout.runs
+    scales = columns.scales.repeat_interleave(rows, 0)
+    if columns.offsets is None:
+        values = scales * (columns.codes.float() - 2 ** (bits - 1))
+    else:
+        values = scales * columns.codes.float() + columns.offsets.repeat_interleave(rows, 0)
     exact = torch.from_numpy(np.array(dequantize(raw, kind))).T.contiguous()
     assert torch.equal(values.view(torch.int32), exact.view(torch.int32))
 
 
-@pytest.mark.parametrize("name", ["F16", "BF16", "Q6_K", "Q3_K", "Q2_K", "IQ3_S"])
+@pytest.mark.parametrize("name", ["F16", "BF16", "Q8_K", "IQ3_S"])
 def test_types_without_a_run_time_form(name: str) -> None:
     assert layout_of(GGMLQuantizationType[name], 32, 256) is None
 
@@ -185,6 +190,8 @@ def test_non_finite_scales_are_counted(name: str, value: float) -> None:
     assert bad_blocks(torch.from_numpy(raw), kind) == 0
     size = GGML_QUANT_SIZES[kind][1]
     offset = 2 if name.endswith(("_1", "_K")) else 0  # of the minimum, if the type has one
+    if name in ("Q2_K", "Q3_K", "Q6_K"):  # which store their scales last
+        offset = size - 2
     for row in (0, 3):
         last = raw.shape[1] - size + offset
         raw[row, last : last + 2] = np.frombuffer(np.float16(value).tobytes(), dtype=np.uint8)

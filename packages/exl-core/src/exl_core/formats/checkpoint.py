@@ -34,6 +34,7 @@ from exl_core.formats.quantized import (
     stored_layout,
 )
 from exl_core.ops.weights import (
+    BLOCK_ROWS,
     DenseColumns,
     DenseLayout,
     GroupedLayout,
@@ -64,6 +65,8 @@ class Checkpoint:
 
     `is_exact`: all matrices are dense, dequantized as their formats define.
     `in_4bit`: matrices of the layers that are stored as floats are rounded to 4-bit codes.
+    `min_group_rows`: that of the op tables which get the weights (`LinearOps`), the largest if they
+    differ. GGUF blocks with smaller groups are dequantized.
     `rows`: tensors to use instead of all tensors that the model needs.
     """
 
@@ -75,12 +78,14 @@ class Checkpoint:
         *,
         is_exact: bool = False,
         in_4bit: bool = False,
+        min_group_rows: int = BLOCK_ROWS,
         rows: Iterable[ModuleRow] | None = None,
     ) -> None:
         self._source = source
         self._quantization = quantization
         self._is_exact = is_exact
         self._in_4bit = in_4bit
+        self.min_group_rows = min_group_rows
         if rows is None:
             rows = module_table(config).rows
             for surplus in module_table(config).surplus:
@@ -131,7 +136,7 @@ class Checkpoint:
 
     def _packed_bytes(self, name: str) -> int:
         if self.rows[name].is_matrix:
-            return self.layout(name).size_bytes
+            return self.layout(name).size_bytes(self.min_group_rows)
         return self.stored[name].num_values * self.dtype(name).itemsize
 
     def packed_bytes_of(self, row: ModuleRow) -> int:
@@ -158,7 +163,10 @@ class Checkpoint:
             return rounded.layout_of(*located.stored.shape)
         if located.matrix is not None:
             return stored_layout(self._source, located.matrix, self._quantization)
-        return block_layout(located.stored)
+        layout = block_layout(located.stored)
+        if layout is None or any(run.rows < self.min_group_rows for run in layout.runs):
+            return None
+        return layout
 
     def is_rounded(self, name: str) -> bool:
         """Whether this matrix is stored as floats and rounded to 4-bit codes."""

@@ -170,7 +170,7 @@ class Packer:
         """Fills `packed` with a range of the tensor's columns, and returns it. `at` is the column
         of `packed` that gets the tensor's first one."""
         tensor, layout = self._checkpoint.stored[name], matrix.layout
-        column_bytes = max(1, layout.size_bytes // layout.out_features)
+        column_bytes = max(1, layout.size_bytes() // layout.out_features)
         first, last = within
         for start, stop in row_ranges(last - first, column_bytes, self._chunk_bytes):
             here, end = first + start, first + stop

@@ -97,6 +97,15 @@ class ProductOps(Protocol):
 class LinearOps(ProductOps, Protocol):
     """Allocates and fills packed matrices, and multiplies activations with them."""
 
+    @property
+    def min_group_rows(self) -> int:
+        """Smallest group of integers that the table stores without padding, in rows: at most 32.
+
+        It takes groups of any size. Smaller ones are padded to 32 rows, which costs memory and
+        time.
+        """
+        ...
+
     def new_linear(self, layout: WeightLayout, *, on_host: bool = False) -> PackedLinear:
         """Allocates a matrix of that layout.
 

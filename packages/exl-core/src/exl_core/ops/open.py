@@ -11,6 +11,7 @@ from torch import device
 
 from exl_core.errors import BackendError, RequestError
 from exl_core.ops.table import OpTable
+from exl_core.ops.weights import BLOCK_ROWS
 from exl_core.settings import MAX_THREADS
 
 
@@ -49,6 +50,19 @@ def get_table(
 
         return CudaTable(gpu, threads, batch_invariant=batch_invariant)
     raise BackendError("no such backend", expected="cpu, cuda or reference", got=name)
+
+
+def min_group_rows(name: str) -> int:
+    """`LinearOps.min_group_rows` of the table `name`, which need not be open."""
+    if name == "reference":
+        from exl_core.ops.backends.reference.linear import ReferenceLinearOps
+
+        return ReferenceLinearOps.min_group_rows
+    if name == "cpu":
+        from exl_core.ops.backends.cpu.linear import CpuLinearOps
+
+        return CpuLinearOps.min_group_rows
+    return BLOCK_ROWS  # a GPU, whose library is loaded only when it is opened
 
 
 def available_isas() -> tuple[str, ...]:

@@ -53,7 +53,10 @@ WIDTHS = (2, 3, 4, 5, 6, 8)
 FILL_STEP = 32
 """Every table can fill ranges of columns that begin at a multiple of this (some at finer steps)."""
 
-_BLOCK_ROWS = 32  # op tables round groups up to a multiple of this many rows
+BLOCK_ROWS = 32
+"""Op tables round groups up to a multiple of this many rows. Some keep smaller groups of integers
+as they are (`LinearOps.min_group_rows`)."""
+
 _PANEL_COLUMNS = 16  # op tables round matrices up to a multiple of this many columns
 
 
@@ -66,8 +69,7 @@ class DenseLayout:
     dtype: torch.dtype
     has_bias: bool = False
 
-    @property
-    def size_bytes(self) -> int:
+    def size_bytes(self, min_group_rows: int = BLOCK_ROWS) -> int:  # noqa: ARG002 - has no groups
         """Bytes in an op table's memory, without the bias."""
         return self.out_features * self.in_features * self.dtype.itemsize
 
@@ -116,16 +118,20 @@ class GroupedLayout:
         """Dtype of the offsets; None if the formula has none."""
         return {"zeros": torch.uint8, "minimums": self.scale_dtype}.get(self.formula)
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes in an op table's memory, without the bias and the order of the rows."""
+    def size_bytes(self, min_group_rows: int = BLOCK_ROWS) -> int:
+        """Bytes in the memory of an op table with this `min_group_rows`, without the bias and the
+        order of the rows."""
         columns = -(-self.out_features // _PANEL_COLUMNS) * _PANEL_COLUMNS
-        code_bits = sum(
-            run.groups * -(-run.rows // _BLOCK_ROWS) * _BLOCK_ROWS * run.bits for run in self.runs
-        )
+        code_bits = sum(self._padded_rows(run, min_group_rows) * run.bits for run in self.runs)
         offset_bytes = 0 if self.offset_dtype is None else self.offset_dtype.itemsize
         group_bytes = self.scale_dtype.itemsize + offset_bytes
         return columns * (code_bits // 8 + self.num_groups * group_bytes)
+
+    def _padded_rows(self, run: GroupRun, min_group_rows: int) -> int:
+        is_small = run.rows < BLOCK_ROWS and run.rows % min_group_rows == 0
+        if is_small and self.has_integers:  # groups share blocks
+            return -(-run.groups * run.rows // BLOCK_ROWS) * BLOCK_ROWS
+        return run.groups * -(-run.rows // BLOCK_ROWS) * BLOCK_ROWS
 
 
 WeightLayout = DenseLayout | GroupedLayout

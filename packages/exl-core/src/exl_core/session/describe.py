@@ -16,7 +16,7 @@ from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.source import Progress, StoredTensor
 from exl_core.formats.verify import VerifyReport, verify
 from exl_core.ops.backends.cuda.device import default_device
-from exl_core.ops.open import available_isas
+from exl_core.ops.open import available_isas, min_group_rows
 from exl_core.ops.weights import GroupRun
 from exl_core.session.open import open_model, stop_ids
 from exl_core.tokenizer.base import Tokenizer
@@ -106,7 +106,12 @@ def describe_model(spec: str | None = None) -> ModelDescription:
     """Reads headers, configuration and tokenizer. Checks names and shapes, loads no weights."""
     files = open_model(spec)
     source = files.source
-    checkpoint = Checkpoint(source, files.config, files.quantization)
+    checkpoint = Checkpoint(
+        source,
+        files.config,
+        files.quantization,
+        min_group_rows=min_group_rows(default_device()),
+    )
     tokenizer = files.tokenizer
     used = checkpoint.used_names
     unused = [tensor for name, tensor in source.tensors.items() if name not in used]

@@ -9,9 +9,9 @@ IQ4_NL and IQ4_XS have groups of 32 whose codes are indices into a table. The sc
 products of 11-bit and 6-bit numbers as well. MXFP4 has groups of 32 in the same order, whose scales
 are exponents of one byte.
 
-Q2_K, Q3_K and Q6_K have groups of 16. Op tables round groups up to 32 rows, which would make Q6_K
-take 14 bits per weight and twice the work, against 16 bits as float16. These types are dequantized
-instead.
+Q2_K, Q3_K and Q6_K have groups of 16. Their scales are products of an 11-bit number and one of at
+most 8 bits, and exact as well. A table that pads such groups should not get these types: Q6_K would
+take 14 bits per weight and twice the work, against 16 bits as float16 (`Checkpoint`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from exl_core.ops.weights import (
     Packing,
 )
 
-GROUP_ROWS = 32
-SUPERBLOCK_GROUPS = 8  # groups per block of Q4_K and Q5_K
+GROUP_ROWS = 32  # of the types that are not in _SMALL_GROUPS
+SUPERBLOCK_GROUPS = 8  # groups per block of Q4_K, Q5_K and IQ4_XS
 
 
 class _Form(NamedTuple):
     formula: Formula
     packing: Packing
     has_float_scales: bool = False  # products of two numbers, as float32
+    scales_at: int = 0  # first byte of a block's float16 values
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -49,7 +50,7 @@ class _Form(NamedTuple):
 
     @property
     def scales(self) -> int:
-        """Number of float16 values at the start of each block."""
+        """Number of float16 values of each block."""
         return 2 if self.formula == "minimums" else 1
 
 
@@ -61,6 +62,9 @@ _FORMS = {
     GGMLQuantizationType.Q8_0: _Form("middle", "q8_0"),
     GGMLQuantizationType.Q4_K: _Form("minimums", "bytes", has_float_scales=True),
     GGMLQuantizationType.Q5_K: _Form("minimums", "bytes", has_float_scales=True),
+    GGMLQuantizationType.Q2_K: _Form("minimums", "bytes", has_float_scales=True, scales_at=80),
+    GGMLQuantizationType.Q3_K: _Form("middle", "bytes", has_float_scales=True, scales_at=108),
+    GGMLQuantizationType.Q6_K: _Form("middle", "bytes", has_float_scales=True, scales_at=208),
     GGMLQuantizationType.IQ4_NL: _Form("iq4_nl", "bytes"),
     GGMLQuantizationType.IQ4_XS: _Form("iq4_nl", "bytes", has_float_scales=True),
     GGMLQuantizationType.MXFP4: _Form("mxfp4", "bytes"),
@@ -74,10 +78,11 @@ def layout_of(
     form = _FORMS.get(kind)
     if form is None:
         return None
+    bits, rows = GROUPS[kind]
     return GroupedLayout(
         out_features=out_features,
         in_features=in_features,
-        runs=(GroupRun(GROUPS[kind].bits, in_features // GROUP_ROWS, GROUP_ROWS),),
+        runs=(GroupRun(bits, in_features // rows, rows),),
         features=None,
         scale_dtype=form.scale_dtype,
         formula=form.formula,
@@ -86,10 +91,11 @@ def layout_of(
 
 def bad_blocks(raw: Tensor, kind: GGMLQuantizationType) -> int:
     """Number of blocks in `raw`, uint8 [rows, bytes], that have a non-finite scale."""
-    block_bytes = GGML_QUANT_SIZES[kind][1]
-    if _FORMS[kind].formula == "mxfp4":
+    block_bytes, form = GGML_QUANT_SIZES[kind][1], _FORMS[kind]
+    if form.formula == "mxfp4":
         return int((raw.view(-1, block_bytes)[:, 0] == NO_EXPONENT).sum())
-    scales = raw.view(-1, block_bytes)[:, : 2 * _FORMS[kind].scales].contiguous()
+    first, last = form.scales_at, form.scales_at + 2 * form.scales
+    scales = raw.view(-1, block_bytes)[:, first:last].contiguous()
     is_finite = scales.view(torch.float16).isfinite()
     return 0 if is_finite.all() else int((~is_finite).any(1).sum())
 
@@ -103,17 +109,84 @@ def columns_of(raw: Tensor, kind: GGMLQuantizationType) -> GroupedColumns:
     blocks = raw.view(raw.shape[0], -1, GGML_QUANT_SIZES[kind][1])  # [columns, blocks, bytes]
     if _FORMS[kind].formula in ("iq4_nl", "mxfp4"):
         return _table_columns(blocks, kind)
-    factors = blocks[:, :, :4].contiguous().view(torch.float16).float()  # d, dmin
-    scale_codes, minimum_codes = _unpack_6_bits(blocks[:, :, 4:16])
-    scales = factors[:, :, :1] * scale_codes
-    minimums = -(factors[:, :, 1:] * minimum_codes)
-    codes = _unpack_codes(blocks, kind)
+    unpack = _SMALL_GROUPS.get(kind)
+    parts = _unpack_k(blocks, kind) if unpack is None else unpack(blocks)
+
+    def stored(part: Tensor) -> Tensor:
+        return part.flatten(1).T.contiguous()
+
     return GroupedColumns(
         "bytes",
-        codes.view(raw.shape[0], -1).T.contiguous(),
-        scales=scales.view(raw.shape[0], -1).T.contiguous(),
-        offsets=minimums.view(raw.shape[0], -1).T.contiguous(),
+        stored(parts.codes),
+        scales=stored(parts.scales),
+        offsets=None if parts.minimums is None else stored(parts.minimums),
     )
+
+
+class _Parts(NamedTuple):
+    """Codes, uint8 [columns, blocks, 256]; scales, minimums, float32 [columns, blocks, groups]."""
+
+    codes: Tensor
+    scales: Tensor
+    minimums: Tensor | None = None
+
+
+def _unpack_k(blocks: Tensor, kind: GGMLQuantizationType) -> _Parts:
+    """Q4_K and Q5_K."""
+    factors = _floats(blocks[:, :, :4])  # d, dmin
+    scales, minimums = _unpack_6_bits(blocks[:, :, 4:16])
+    codes = _spread(blocks[:, :, -128:], 32, 4)
+    if kind is GGMLQuantizationType.Q5_K:
+        codes |= _spread(blocks[:, :, 16:48], 32, 1) << 4
+    return _Parts(codes, factors[:, :, :1] * scales, -(factors[:, :, 1:] * minimums))
+
+
+def _unpack_q2_k(blocks: Tensor) -> _Parts:
+    """A scale (low half) and a minimum of 4 bits per group, codes, d, dmin."""
+    factors, packed = _floats(blocks[:, :, 80:84]), blocks[:, :, :16]
+    minimums = -(factors[:, :, 1:] * (packed >> 4))
+    codes = _spread(blocks[:, :, 16:80], 32, 2)
+    return _Parts(codes, factors[:, :, :1] * (packed & 15), minimums)
+
+
+def _unpack_q3_k(blocks: Tensor) -> _Parts:
+    """High bits of the codes, low bits, scales of 6 bits (low 4, then high 2) plus 32, d."""
+    codes = _spread(blocks[:, :, 32:96], 32, 2) | _spread(blocks[:, :, :32], 32, 1) << 2
+    low, high = _spread(blocks[:, :, 96:104], 8, 4), _spread(blocks[:, :, 104:108], 4, 2)
+    scales = (low | high << 4).short() - 32
+    return _Parts(codes, _floats(blocks[:, :, 108:110]) * scales)
+
+
+def _unpack_q6_k(blocks: Tensor) -> _Parts:
+    """Low 4 bits of the codes, high 2 bits, scales of 8 bits with a sign, d."""
+    codes = _spread(blocks[:, :, :128], 64, 4) | _spread(blocks[:, :, 128:192], 32, 2) << 4
+    scales = blocks[:, :, 192:208].contiguous().view(torch.int8)
+    return _Parts(codes, _floats(blocks[:, :, 208:210]) * scales)
+
+
+_SMALL_GROUPS = {
+    GGMLQuantizationType.Q2_K: _unpack_q2_k,
+    GGMLQuantizationType.Q3_K: _unpack_q3_k,
+    GGMLQuantizationType.Q6_K: _unpack_q6_k,
+}
+
+
+def _floats(raw: Tensor) -> Tensor:
+    """Bytes of float16 values, as float32."""
+    return raw.contiguous().view(torch.float16).float()
+
+
+def _spread(packed: Tensor, run: int, bits: int) -> Tensor:
+    """Unpacks numbers of `bits` bits: [..., bytes] -> [..., 8 / bits * bytes].
+
+    Each run of `run` bytes holds its first `run` numbers in the lowest bits of its bytes, the next
+    ones in the bits above, and so on.
+    """
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    runs = packed.reshape(*packed.shape[:-1], -1, 1, run)
+    parts = runs >> shifts[:, None]  # [..., runs, 8 / bits, run]
+    numbers: Tensor = parts & 2**bits - 1
+    return numbers.flatten(-3)
 
 
 def _table_columns(blocks: Tensor, kind: GGMLQuantizationType) -> GroupedColumns:
@@ -127,11 +200,10 @@ def _table_columns(blocks: Tensor, kind: GGMLQuantizationType) -> GroupedColumns
     if kind is GGMLQuantizationType.IQ4_XS:
         scales = scales.float() * _unpack_xs_scales(blocks[:, :, 2:4], blocks[:, :, 4:8])
         first = 8
-    nibbles = blocks[:, :, first:].reshape(columns, -1, GROUP_ROWS // 2)
-    codes = torch.cat([nibbles & 15, nibbles >> 4], dim=-1)  # [columns, groups, 32]
+    codes = _spread(blocks[:, :, first:], GROUP_ROWS // 2, 4)
     return GroupedColumns(
         "bytes",
-        codes.view(columns, -1).T.contiguous(),
+        codes.reshape(columns, -1).T.contiguous(),
         scales=scales.reshape(columns, -1).T.contiguous(),
     )
 
@@ -154,19 +226,3 @@ def _unpack_6_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.cat([first & 63, rest & 15 | first >> 6 << 4], dim=-1)
     minimums = torch.cat([second & 63, rest >> 4 | second >> 6 << 4], dim=-1)
     return scales, minimums
-
-
-def _unpack_codes(blocks: Tensor, kind: GGMLQuantizationType) -> Tensor:
-    """Codes, uint8 [columns, blocks, groups, 32]. Two groups share 32 bytes, the first in the low
-    halves."""
-    columns, count, _ = blocks.shape
-    pairs = blocks[:, :, -128:].reshape(columns, count, 4, 1, GROUP_ROWS)
-    codes = torch.cat([pairs & 15, pairs >> 4], dim=-2)  # [columns, blocks, 4, 2, 32]
-    codes = codes.view(columns, count, SUPERBLOCK_GROUPS, GROUP_ROWS)
-    if kind is GGMLQuantizationType.Q5_K:  # bit g of byte r is the fifth bit of group g's row r
-        high = (
-            blocks[:, :, None, 16:48]
-            >> torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
-        )
-        codes |= (high & 1) << 4
-    return codes

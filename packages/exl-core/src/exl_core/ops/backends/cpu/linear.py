@@ -25,6 +25,7 @@ class CpuLinearOps:
     """LinearOps of the CPU kernels."""
 
     _ops: exl_kernels.Table
+    min_group_rows = 16  # two such groups share a block of 32 rows
 
     def new_linear(
         self,

@@ -12,7 +12,13 @@ from exl_core.ops.backends.cuda.matmul import CudaInputs, CudaJoined, CudaLinear
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
 from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
-from exl_core.ops.weights import DenseColumns, GroupedColumns, WeightColumns, WeightLayout
+from exl_core.ops.weights import (
+    BLOCK_ROWS,
+    DenseColumns,
+    GroupedColumns,
+    WeightColumns,
+    WeightLayout,
+)
 
 
 class CudaLinearOps:
@@ -20,6 +26,7 @@ class CudaLinearOps:
 
     _gpu: Gpu
     _linears: Linears
+    min_group_rows = BLOCK_ROWS
 
     def new_linear(self, layout: WeightLayout, *, on_host: bool = False) -> PackedLinear:
         return self._linears.new(layout, on_host)

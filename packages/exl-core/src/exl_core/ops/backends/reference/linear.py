@@ -68,6 +68,8 @@ class PlainJoined:
 class ReferenceLinearOps:
     """LinearOps in plain torch."""
 
+    min_group_rows = 1
+
     @staticmethod
     def new_linear(
         layout: WeightLayout,
