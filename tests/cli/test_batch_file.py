@@ -139,6 +139,18 @@ def test_contradictions_are_refused(
     assert message in done.err
 
 
+def test_a_closed_pipe_ends_the_run(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    file = prompts(tmp_path / "p.jsonl", 300)
+    command = [sys.executable, "-m", "exl_cli", "generate", "-m", str(tiny_llama_dir), "-q"]
+    command += ["--batch-file", str(file), *GREEDY]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as run:  # type: ignore[call-overload]
+        assert json.loads(run.stdout.readline())["index"] == 0
+        run.stdout.close()
+        err = run.stderr.read()
+    assert (run.returncode, err) == (141, "")
+
+
 def test_nothing_listens_at_the_ray_address(generate: Command, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     with socket.socket() as unused:

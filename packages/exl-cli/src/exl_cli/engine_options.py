@@ -26,6 +26,9 @@ from exl_core.speculate.controller import DEFAULT_DRAFT_TOKENS, DEFAULT_NGRAM_TO
 if TYPE_CHECKING:
     from exl_core.constrain.filter import Constraint
 
+DEFAULT_CACHE_TOKENS = 32768
+"""Cache of the commands that run many requests at the same time, or one context if that is more."""
+
 _RULE = re.compile(r"\s*[A-Za-z_][\w-]*\s*(::=|:\s)")
 _DRAFTS = "Drafts"
 _CONSTRAINTS = "Constraints"

@@ -11,8 +11,9 @@ conversion that SIGTERM stopped; the command line owns those.)
 
 from __future__ import annotations
 
+import difflib
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def printable(text: str) -> str:
@@ -85,6 +86,19 @@ class RequestError(ExlError):
 
 class ConstraintError(RequestError):
     """A constraint that is invalid, cannot be satisfied, or can no longer be by this reply."""
+
+
+def check_known(names: Iterable[str], known: Sequence[str], what: str, where: object) -> None:
+    """Raises RequestError for a name that is not among `known`, with the nearest one that is.
+    `what`: "setting" or "field"."""
+    for name in names:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise RequestError(
+                f"unknown {what} {name[:80]!r}",
+                where=where,
+                next_step=f"The nearest known one is {nearest}.",
+            )
 
 
 class ContextLengthError(RequestError):

@@ -11,15 +11,13 @@ A line with any other field is an error that names the line number. No torch.
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from exl_core.errors import RequestError
-from exl_core.files import read_bytes
+from exl_core.errors import RequestError, check_known
+from exl_core.files import parse_json_object, read_bytes
 
 FILE_LIMIT_BYTES = 256 * 2**20
 _KEYS = ("arrival_s", "prompt", "prompt_tokens", "max_tokens", "temperature")
@@ -58,17 +56,8 @@ def parse_workload(data: bytes, where: str) -> list[TimedRequest]:
 
 
 def _parse_line(line: bytes, number: int, where: str) -> TimedRequest:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise RequestError("is not valid JSON", where=where, got=str(error)[:200]) from error
-    if not isinstance(fields, dict):
-        raise RequestError("is no JSON object", where=where, got=type(fields).__name__)
-    for key in fields:
-        if key not in _KEYS:
-            nearest = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.0)[0]
-            advice = f"The nearest known one is {nearest}."
-            raise RequestError(f"unknown field {key[:80]!r}", where=where, next_step=advice)
+    fields = parse_json_object(line, RequestError, where)
+    check_known(fields, _KEYS, "field", where)
     if ("prompt" in fields) == ("prompt_tokens" in fields):
         raise RequestError(
             "a request has one prompt", where=where, expected="prompt or prompt_tokens"

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import typer
 
 from exl_cli import output
+from exl_cli.engine_options import DEFAULT_CACHE_TOKENS
 from exl_cli.interrupt import Interrupt, exits_at_once
-from exl_cli.machine import closed_stdout
 from exl_core.errors import ExlError, RequestError
 from exl_core.files import naming_disk_failures
 
@@ -64,7 +64,7 @@ CacheTokens = Annotated[
         metavar="N",
         min=256,
         help="Size in tokens of the key-value cache that these prompts share. Default: the context "
-        "size, at least 32768.",
+        f"size, at least {DEFAULT_CACHE_TOKENS}.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -90,7 +90,6 @@ Ray = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
-DEFAULT_CACHE_TOKENS = 32768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +174,9 @@ class BatchOptions:
         with exits_at_once():
             from exl_cli.batch import replicas
             from exl_cli.batch.worker import BatchLimits, BatchWorker
-        cache = max(job.running.ctx_size or 0, self.cache_tokens or DEFAULT_CACHE_TOKENS)
-        limits = BatchLimits(max_batch=self.max_batch, cache_tokens=cache)
+        limits = BatchLimits(
+            max_batch=self.max_batch, cache_tokens=self.cache_tokens or DEFAULT_CACHE_TOKENS
+        )
         job = job.with_seed()
 
         def is_stopped() -> bool:
@@ -197,9 +197,7 @@ def _records(path: Path | None, lines: Sequence[BatchLine]) -> Iterator[RecordFi
     from exl_cli.batch.prompt_file import RecordFile, count_done
 
     if path is None:
-        if sys.stdout is None:
-            raise closed_stdout()
-        yield RecordFile(sys.stdout.buffer, None, 0)
+        yield RecordFile(output.write_text, 0)
         return
     done, size = count_done(path, lines)
     with naming_disk_failures(path):
@@ -207,4 +205,10 @@ def _records(path: Path | None, lines: Sequence[BatchLine]) -> Iterator[RecordFi
     with file:
         file.truncate(size)
         file.seek(size)
-        yield RecordFile(file, path, done)
+
+        def write_text(text: str) -> None:
+            with naming_disk_failures(path):
+                file.write(text.encode("utf-8"))
+                file.flush()
+
+        yield RecordFile(write_text, done)

@@ -9,18 +9,16 @@ write itself.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from exl_cli.batch.job import Messages, PromptJob
 from exl_cli.prompts import check_encodable
-from exl_core.errors import RequestError
-from exl_core.files import is_present, naming_disk_failures, open_regular, read_bytes
+from exl_core.errors import RequestError, check_known
+from exl_core.files import is_present, open_regular, parse_json_object, read_bytes
 
 FILE_LIMIT_BYTES = 4 * 2**30
 _KEYS = ("prompt", "messages", "id", "max_tokens")
@@ -57,17 +55,8 @@ def read_batch(path: Path, job: PromptJob) -> list[BatchLine]:
 
 
 def _parse(line: bytes, index: int, key: str, where: str) -> BatchLine:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise RequestError("is not valid JSON", where=where, got=str(error)[:200]) from error
-    if not isinstance(fields, dict):
-        raise RequestError("is no JSON object", where=where, got=type(fields).__name__)
-    for name in fields:
-        if name not in _KEYS:
-            nearest = difflib.get_close_matches(name, _KEYS, n=1, cutoff=0.0)[0]
-            advice = f"The nearest known one is {nearest}."
-            raise RequestError(f"unknown field {name[:80]!r}", where=where, next_step=advice)
+    fields = parse_json_object(line, RequestError, where)
+    check_known(fields, _KEYS, "field", where)
     if ("prompt" in fields) == ("messages" in fields):
         raise RequestError("a line has one prompt", where=where, expected="prompt or messages")
     own_id, limit = fields.get("id"), fields.get("max_tokens")
@@ -109,24 +98,20 @@ def _messages(fields: Mapping[str, object], where: str) -> Messages:
 
 
 class RecordFile:
-    """Output of a batch. `done` records exist already; `write` takes the others in any order, and
-    writes each as soon as all before it are written."""
+    """Output of a batch, one JSON object per line. `done` records exist already; `write` takes the
+    others in any order, and passes each to `write_text` after all before it."""
 
-    def __init__(self, file: BinaryIO, path: Path | None, done: int) -> None:
+    def __init__(self, write_text: Callable[[str], None], done: int) -> None:
         self.done = done
-        self._file = file
-        self._path = path
+        self._write_text = write_text
         self._waiting: dict[int, Mapping[str, object]] = {}
 
     def write(self, index: int, record: Mapping[str, object]) -> None:
         self._waiting[index] = record
-        with naming_disk_failures(self._path or Path("stdout")):
-            while self.done in self._waiting:
-                record = self._waiting.pop(self.done)
-                text = json.dumps(record, ensure_ascii=False, allow_nan=False)
-                self._file.write(text.encode("utf-8") + b"\n")
-                self.done += 1
-            self._file.flush()
+        while self.done in self._waiting:
+            ready = self._waiting.pop(self.done)
+            self._write_text(json.dumps(ready, ensure_ascii=False, allow_nan=False) + "\n")
+            self.done += 1
 
 
 def count_done(path: Path, lines: Sequence[BatchLine]) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from exl_cli.batch.job import PromptJob, PromptWriter
@@ -21,7 +21,7 @@ class BatchLimits:
     """Requests that run at the same time, and tokens of the cache that they share."""
 
     max_batch: int
-    cache_tokens: int | None = None
+    cache_tokens: int
 
 
 class BatchWorker:
@@ -73,11 +73,6 @@ class BatchWorker:
         engine = writer.runtime.engine
         engine.submit(request, engine.compile(request))
         return request.request_id
-
-
-def answered(worker: BatchWorker, lines: Sequence[BatchLine]) -> list[tuple[int, Record]]:
-    """All records of some lines, for a worker in another process."""
-    return list(worker.answer(lines))
 
 
 def _answered(line: BatchLine, reply: FinishEvent) -> Record:

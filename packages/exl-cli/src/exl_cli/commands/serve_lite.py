@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from exl_cli import options
-from exl_cli.batch.options import DEFAULT_CACHE_TOKENS
+from exl_cli.engine_options import DEFAULT_CACHE_TOKENS
 from exl_cli.interrupt import exits_at_once
 from exl_cli.option_groups import RunningOptions, spread
 from exl_core.errors import RequestError, printable

@@ -37,7 +37,7 @@ _MIB = 1024 * 1024
 
 
 class PageMirror(Protocol):
-    """Is told about copies between pages, which other processes repeat in their part of a cache."""
+    """Receives each copy between pages. Other processes repeat it in their part of the cache."""
 
     def copied(self, copies: Sequence[PageCopy]) -> None: ...
     def moved(self, moves: Sequence[tuple[int, int]]) -> None: ...

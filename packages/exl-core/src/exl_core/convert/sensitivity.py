@@ -49,8 +49,8 @@ ROWS = 8
 every matrix."""
 
 PRIOR_ROWS = 8
-"""Each expert counts as if so many more tokens had chosen it, with the mean squares of gradients of
-the layer's experts. No expert then has a sensitivity of 0 because these few rows do not use it."""
+"""Number of tokens that are added to each expert's own. Their squared gradients are the mean over
+the layer's experts. An expert that no calibration row uses thus has a sensitivity above 0."""
 
 HEAD_ROWS = 256  # positions whose logits are in memory at a time
 

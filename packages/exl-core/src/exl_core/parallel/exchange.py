@@ -61,8 +61,8 @@ class GlooExchange:
         self._group = dist.ProcessGroup(store, rank.index, rank.count)
         kind = dist.ProcessGroup.BackendType.GLOO
         self._group._register_backend(torch.device("cpu"), kind, backend)
-        # The first exchange ends once all pairs of ranks are connected. From then on nobody reads
-        # `folder`.
+        # The first exchange ends once all pairs of ranks are connected. No rank reads `folder`
+        # afterwards.
         self.sum(torch.zeros(1))
 
     def sum(self, part: Tensor) -> Tensor:

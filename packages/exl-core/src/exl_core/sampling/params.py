@@ -7,7 +7,6 @@ they sample the model's own distribution.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import re
@@ -15,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from exl_core.errors import RequestError
+from exl_core.errors import RequestError, check_known
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -83,14 +82,7 @@ def _names_nearest(cls: type[_Settings]) -> type[_Settings]:
 
     @functools.wraps(init)
     def checked(self: _Settings, *args: object, **settings: object) -> None:
-        for name in settings:
-            if name not in known:
-                nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                raise RequestError(
-                    f"unknown setting {name!r}",
-                    where="sampler",
-                    next_step=f"The nearest known one is {nearest}.",
-                )
+        check_known(settings, known, "setting", "sampler")
         init(self, *args, **settings)
 
     cls.__init__ = checked  # type: ignore[method-assign,assignment]

@@ -113,7 +113,7 @@ class LoadFields(TypedDict, total=False):
 
 
 def fields_of(options: LoadOptions, threads: int) -> dict[str, object]:
-    """The options with so many threads, as JSON for another process."""
+    """The options as JSON for another process, which computes with `threads` threads."""
     return {**asdict(options), "threads": threads, "kv_format": options.kv_format.value}
 
 
