@@ -47,14 +47,16 @@ def return_freed_memory(devices: Iterable[torch.device]) -> None:
 
 def free_memory_bytes(device: torch.device) -> int | None:
     """Free bytes of `device`. For a GPU this includes memory that torch's allocator holds
-    unused."""
+    unused, and excludes memory that caches of this process have yet to take."""
     if device.type == "cpu":
         return available_memory_bytes()
     import torch
 
+    from exl_core.ops.backends.cuda.growing import promised_bytes
+
     free, _ = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free) + int(held)
+    return max(0, int(free) + int(held) - promised_bytes(device))
 
 
 def available_memory_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:

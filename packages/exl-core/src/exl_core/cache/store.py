@@ -1,9 +1,10 @@
 """Memory of the cache: one key tensor and one value tensor per layer, divided into pages.
 
 Knows shapes, which may differ between layers, and precision. Knows neither sequences nor the
-contents of pages (`page_pool.py`). On the CPU, memory reads as zero and becomes resident when it is
-written, so a cache for a long context costs only the part in use. A cache larger than the available
-memory is refused before anything is allocated.
+contents of pages (`page_pool.py`). Memory reads as zero until it is written. A cache for a long
+context costs only the part in use. On the CPU, memory becomes resident when it is written. On a GPU
+the store takes memory in steps (`KVStore.grow`), at addresses that never change. A cache larger
+than the available memory is refused before anything is allocated.
 
 The dtype of a tensor determines how its rows are stored. float32, float16 and float8_e4m3fn hold
 the head's values. int8 (8-bit codes) and uint8 (4-bit codes) hold bytes: first the codes, then the
@@ -12,6 +13,7 @@ scales.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Sequence
 from typing import Protocol
@@ -25,6 +27,7 @@ from exl_core.cache.memory import free_memory_bytes
 from exl_core.cache.page_pool import PageCopy
 from exl_core.errors import OutOfMemoryError, RequestError
 from exl_core.ops.attention import CacheLayer
+from exl_core.ops.backends.cuda.growing import GrowingBuffer, Memory, driver_memory
 
 _DTYPES = {
     RowFormat.FP32: torch.float32,
@@ -34,6 +37,9 @@ _DTYPES = {
     RowFormat.CODES4: torch.uint8,
 }
 _MIB = 1024 * 1024
+_GROWTH = 1.25
+"""Factor of a step in which a store grows. A step takes three calls of the driver for each tensor,
+some milliseconds in all, so there must be few of them."""
 
 
 class PageMirror(Protocol):
@@ -55,10 +61,12 @@ class KVStore:
         *,
         available_bytes: int | None = None,
         device: torch.device | Sequence[torch.device] | None = None,
+        grows: bool = False,
     ) -> None:
         """`kv_shapes`: heads and head sizes, by layer; None for a layer that caches nothing.
         `available_bytes`: memory that may be used on each device; by default, its free memory.
-        `device`: one for all layers (the CPU by default), or one for each layer."""
+        `device`: one for all layers (the CPU by default), or one for each layer.
+        `grows`: take memory on GPUs as pages are used."""
         cached = [shape for shape in kv_shapes if shape is not None]
         if num_pages < 1 or not cached or any(min(shape) < 1 for shape in cached):
             shapes = sorted({f"{heads} heads of {size}" for heads, size in cached})
@@ -77,6 +85,8 @@ class KVStore:
         self.bytes_per_token = kv_bytes_per_token(kv_shapes, kv_format)
         self.size_bytes = self.bytes_per_token * num_pages * PAGE_SIZE
         _check_fits(self, available_bytes)
+        self._grows = grows
+        self._buffers: list[tuple[GrowingBuffer, int]] = []  # with the bytes of their pages
         self._layers = {
             layer: CacheLayer(
                 self._pages(kv_format.key_rows, shape, where),
@@ -91,6 +101,33 @@ class KVStore:
             for layer in self._layers.values()
             for x in (layer.keys, layer.values)
         )
+        self._grown = self._grown_pages()
+
+    def grow(self, num_pages: int) -> None:
+        """Has memory for the first `num_pages` pages. Passes and copies call it before they write.
+
+        Beyond the pages that were used, a store holds at most a quarter more, and a step of the
+        driver (2 MiB) at both ends of each tensor. Raises OutOfMemoryError, and changes nothing
+        that was written, if another program has taken the memory.
+        """
+        if num_pages <= self._grown:
+            return
+        self._check_pages(num_pages - 1)
+        wanted = min(self.num_pages, max(num_pages, int(self._grown * _GROWTH)))
+        for buffer, page_bytes in self._buffers:
+            buffer.grow(wanted * page_bytes)
+        self._grown = self._grown_pages()
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the store has taken; for layers on a CPU their whole size."""
+        on_gpu = sum(buffer.size for buffer, _ in self._buffers)
+        held = sum(buffer.held_bytes for buffer, _ in self._buffers)
+        return sum(x.nbytes for x in self._bytes) - on_gpu + held
+
+    def _grown_pages(self) -> int:
+        grown = (buffer.grown // page_bytes for buffer, page_bytes in self._buffers)
+        return min(self.num_pages, min(grown, default=self.num_pages))
 
     @property
     def spare_page(self) -> int:
@@ -114,6 +151,7 @@ class KVStore:
             self.mirror.copied(copies)
         for copy in copies:
             self._check_pages(copy.source, copy.target)
+            self.grow(max(copy.source, copy.target) + 1)
             if not 0 <= copy.length <= self.page_size:
                 raise ValueError(f"copy_pages: {copy.length} positions of {self.page_size}")
             for pages in self._bytes:
@@ -132,6 +170,7 @@ class KVStore:
         self._check_pages(*sources, *targets)
         if len(set(targets)) < len(targets):
             raise ValueError(f"move_pages: two moves to one page ({moves})")
+        self.grow(max(*sources, *targets) + 1)
         if self.mirror is not None:
             self.mirror.moved(moves)
         ids = {
@@ -151,6 +190,8 @@ class KVStore:
         for source, target in pages:
             self._check_pages(source)
             to._check_pages(target)
+            self.grow(source + 1)
+            to.grow(target + 1)
             for ours, theirs in zip(self._bytes, to._bytes, strict=True):
                 theirs[target] = ours[source]
 
@@ -158,9 +199,19 @@ class KVStore:
         dtype = _DTYPES[rows]
         row_size = rows.row_bytes(shape.head_dim) // dtype.itemsize
         page = (shape.num_kv_heads, self.page_size, row_size)
+        memory = self._growing_memory(where)
+        if memory is not None:
+            page_bytes = math.prod(page) * dtype.itemsize
+            buffer = GrowingBuffer(memory, (self.num_pages + 1) * page_bytes, page_bytes)
+            self._buffers.append((buffer, page_bytes))
+            return buffer.bytes.view(dtype).view(self.num_pages + 1, *page)
         if where.type == "cpu":
             return _zeros_when_touched((self.num_pages, *page), dtype)
         return torch.zeros((self.num_pages + 1, *page), dtype=dtype, device=where)
+
+    def _growing_memory(self, where: torch.device) -> Memory | None:
+        """Memory of a GPU that grows; None where memory is taken at once, or by the machine."""
+        return driver_memory(where) if self._grows and where.type == "cuda" else None
 
     def _check_pages(self, *page_ids: int) -> None:
         for page_id in page_ids:

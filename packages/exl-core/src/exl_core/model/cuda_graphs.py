@@ -212,6 +212,7 @@ class CudaGraphs:
         shape = shape_of(segments, self._pages)
         if shape is None:
             return None
+        self._store.grow(1 + max(one.last_written_page(self._store.page_size) for one in segments))
         if shape not in self._graphs:
             self._passes[shape] += 1
             if not shape.is_decoding and (

@@ -26,11 +26,11 @@ from exl_core.model.segment import LogitRows, Segment
 from exl_core.ops.open import device_failures
 
 
-def store_for(model: Model, kv_format: KVFormat, num_pages: int) -> KVStore:
+def store_for(model: Model, kv_format: KVFormat, num_pages: int, *, grows: bool = False) -> KVStore:
     """A store for the keys and values of `model`, each layer's on the device of the layer."""
     stages = model.stages
     devices = tuple(stage.ops.device for stage in stages for _ in stage.layers)
-    return KVStore(kv_format, model.config.kv_shapes, num_pages, device=devices)
+    return KVStore(kv_format, model.config.kv_shapes, num_pages, device=devices, grows=grows)
 
 
 def make_batch(segments: Sequence[Segment], page_size: int = PAGE_SIZE) -> Batch:

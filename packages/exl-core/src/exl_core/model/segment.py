@@ -39,6 +39,11 @@ class Segment:
     adapters: tuple[AdapterUse, ...] = ()
     embeddings: tuple[EmbeddedSpan, ...] = ()
 
+    def last_written_page(self, page_size: int) -> int:
+        """Largest number of the pages that this segment writes."""
+        end = self.past_len + len(self.token_ids)
+        return max(self.page_ids[self.past_len // page_size : -(-end // page_size)])
+
     def slots(self, page_size: int) -> Iterator[range]:
         """Slots of the tokens' keys and values, one range per page: page_id * page_size +
         offset."""

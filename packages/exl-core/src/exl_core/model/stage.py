@@ -77,6 +77,8 @@ class Stage:
     ) -> PassState:
         """Checks the batch and allocates buffers, once for all layers. `smoothing` is by layer of
         the model."""
+        if batch.slots.device.type == "cpu" and len(batch.slots):
+            store.grow(int(batch.slots.max()) // store.page_size + 1)
         rows = AttentionRows(batch.page_table, batch.row_starts, batch.past_lens)
         angles = {index: self.angles(index, batch.positions) for index in self._ropes}
         bound = {
