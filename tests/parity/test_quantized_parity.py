@@ -16,15 +16,20 @@ from transformers.utils.quantization_config import QuantizationMethod
 from exl_core.arch.quantization import SUPPORTED, read_quantization
 from exl_core.errors import ModelError, UnsupportedModelError, WeightShapeError
 from exl_core.formats.codecs.exl2 import layout as exl2
+from exl_core.formats.codecs.exl3 import layout as exl3
 from exl_core.formats.codecs.gptq import layout as gptq
+from exl_core.ops.weights import CODEBOOKS, Codebook
 from exl_core.session.describe import describe_model
 from exl_core.session.load import load_model
 from support.quantized_models import (
+    EXL3_SETTINGS,
     GPTQ_SETTINGS,
     METHODS,
     SIZES,
     assert_same_logits,
     exl2_pieces,
+    exl3_pieces,
+    parameter_of,
     quantize,
     quantized_llama,
 )
@@ -37,6 +42,7 @@ from support.tiny_models import (
     tiny_granite,
     tiny_llama,
     tiny_mixtral,
+    tiny_qwen2,
     tiny_qwen3_moe,
     tiny_starcoder2,
 )
@@ -60,6 +66,33 @@ def test_exl2_logits(tmp_path: Path, build: Callable[..., Any]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(leftover))
     dense = {stem: exl2.dequantize(exl2.check(p, stem)) for stem, p in pieces.items()}
     assert_same_logits(folder, model, dense)
+
+
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+@pytest.mark.parametrize("build", [*EXL2_FAMILIES, tiny_qwen2])
+def test_exl3_logits(tmp_path: Path, build: Callable[..., Any], codebook: Codebook) -> None:
+    sizes = SIZES if build is not tiny_starcoder2 else {**SIZES, "head_dim": 16}
+    model = build(**sizes, tie_word_embeddings=False)
+    folder = save(model, tmp_path)
+    pieces = quantize(folder, EXL3_SETTINGS, partial(exl3_pieces, codebook=codebook))
+    dense = {}
+    for stem, parts in pieces.items():
+        linear = exl3.check(parts, stem)
+        padded = exl3.dequantize(linear, 0, linear.out_features)
+        in_features = parameter_of(dict(model.named_parameters()), stem).shape[1]
+        dense[stem] = padded[:in_features]
+    assert_same_logits(folder, model, dense)
+
+
+def test_a_tied_exl3_model_has_a_quantized_head(tmp_path: Path) -> None:
+    folder = save(tiny_llama(**SIZES), tmp_path)
+    quantize(folder, EXL3_SETTINGS, exl3_pieces)
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    described = describe_model(str(folder))
+    assert not described.config.has_tied_embeddings
+    assert described.unused_tensors == ()
 
 
 def test_a_tied_exl2_model_may_have_a_quantized_head(tmp_path: Path) -> None:
@@ -119,7 +152,7 @@ OTHER_METHODS = sorted(
     {
         *(method.value for method in QuantizationMethod),
         *AUTO_QUANTIZER_MAPPING,
-        *("exl3", "modelopt", "marlin", "squeezellm", "spinquant"),
+        *("modelopt", "marlin", "squeezellm", "spinquant"),
     }
     - set(SUPPORTED)
 )

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from exl_core.ops.weights import Codebook
 from exl_core.session.load import LoadOptions
 from support.paged import logits_of
 from support.quantized import (
@@ -22,6 +23,7 @@ from support.quantized import (
     random_gptq,
 )
 from support.tiny_models import VOCAB_SIZE, save, tiny_llama
+from support.trellis import random_exl3
 
 Pieces = dict[str, Tensor]
 
@@ -169,7 +171,24 @@ def fp8_pieces(in_features: int, out_features: int) -> Pieces:
     return layer.parts | {layer.name: layer.scales / size}
 
 
+EXL3_RATES = {64: 2.5, 96: 4, 128: 3}
+"""Bits per weight by in_features."""
+
+
+def exl3_pieces(in_features: int, out_features: int, codebook: Codebook = "mul1") -> Pieces:
+    """Tensors of a random EXL3 layer, padded, scaled likewise. Padded outputs are 0."""
+    seed, rate = in_features + out_features, EXL3_RATES[in_features]
+    rate = rate if codebook == "mul1" else int(rate)
+    layer = random_exl3(seed, rate, codebook, rows=in_features, columns=out_features)
+    parts = layer.parts
+    parts["svh"][out_features:] = 0
+    size = layer.dense()[:in_features, :out_features].std() * in_features**0.5
+    parts["suh"] = (parts["suh"] / size).half()
+    return parts
+
+
 FP8_BLOCK = (48, 32)
+EXL3_SETTINGS = {"quant_method": "exl3", "bits": 3.0, "head_bits": 3, "codebook": "mul1"}
 FP8_SETTINGS = random_fp8(0, FP8_BLOCK, rows=32).config()
 AWQ_SETTINGS = random_awq(0, 32, rows=32).config()
 COMPRESSED_SETTINGS = random_compressed(0, 4, 32, rows=32).config()

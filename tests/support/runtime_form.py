@@ -47,6 +47,7 @@ def weights(layout: WeightLayout, columns: WeightColumns) -> np.ndarray:
         assert columns.weight.dtype is layout.dtype
         return columns.weight.double().numpy().T
     assert isinstance(layout, GroupedLayout)
+    assert isinstance(columns, GroupedColumns)
     stored = _ggml(columns) if columns.packing in GGML_CODES else _grouped(layout, columns)
     if layout.features is None:
         return stored

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from math import prod
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -184,6 +185,9 @@ def _matrix_as_dict(matrix: MatrixDescription) -> dict[str, object]:
         "groups": [
             {"bits": run.bits, "rows": run.rows, "count": run.groups} for run in matrix.groups
         ],
+        "trellis": None
+        if matrix.trellis is None
+        else {"bits": matrix.trellis.rate, "codebook": matrix.trellis.codebook},
     }
 
 
@@ -202,7 +206,11 @@ def _show(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> No
     parts: list[Table | str] = [
         _facts(model),
         _layers(model),
-        *([_matrices(model.matrices)] if any(m.groups for m in model.matrices) else []),
+        *(
+            [_matrices(model.matrices)]
+            if any(m.groups or m.trellis for m in model.matrices)
+            else []
+        ),
         _memory(model, ctx),
     ]
     if with_tensors:
@@ -299,7 +307,7 @@ def _matrices(matrices: Sequence[MatrixDescription]) -> Table:
         table.add_row(
             kind,
             str(len(alike)),
-            from_file(", ".join(sorted({matrix.dtype for matrix in alike}))),
+            from_file(", ".join(sorted({_storage(matrix) for matrix in alike}))),
             _widths(alike),
             _group_sizes(alike),
             f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}",
@@ -307,16 +315,23 @@ def _matrices(matrices: Sequence[MatrixDescription]) -> Table:
     return table
 
 
+def _storage(matrix: MatrixDescription) -> str:
+    """How a matrix is stored, with the codebook of trellis codes."""
+    return matrix.dtype if matrix.trellis is None else f"{matrix.dtype} {matrix.trellis.codebook}"
+
+
 def _widths(matrices: Sequence[MatrixDescription]) -> str:
     """Code widths in bits, widest first, each with its share of the weights."""
-    weights: Counter[int] = Counter()
+    weights: Counter[float] = Counter()
     for matrix in matrices:
+        if matrix.trellis is not None:
+            weights[matrix.trellis.rate] += prod(matrix.shape)
         for run in matrix.groups:
             weights[run.bits] += run.groups * run.rows * matrix.shape[0]
     total = sum(weights.values())
     if len(weights) < 2:
-        return "".join(map(str, weights)) or "none"
-    return ", ".join(f"{bits} ({weights[bits] / total:.0%})" for bits in sorted(weights)[::-1])
+        return "".join(f"{bits:g}" for bits in weights) or "none"
+    return ", ".join(f"{bits:g} ({weights[bits] / total:.0%})" for bits in sorted(weights)[::-1])
 
 
 def _group_sizes(matrices: Sequence[MatrixDescription]) -> str:

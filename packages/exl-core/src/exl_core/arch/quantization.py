@@ -14,11 +14,10 @@ from exl_core.arch.fields import Fields
 from exl_core.errors import ConfigError, UnsupportedModelError
 from exl_core.files import is_present, read_json_object
 
-SUPPORTED = ("exl2", "gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
+SUPPORTED = ("exl2", "exl3", "gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
 ADVICE = {
     "bitsandbytes": "bitsandbytes weights are meant for its own kernels: use the unquantized "
     "checkpoint, or a GPTQ or GGUF file of the model.",
-    "exl3": "EXL3 is another format than EXL2: use an EXL2, GPTQ or GGUF file of the model.",
     "auto-round": "Use the model's export in GPTQ, AWQ or GGUF form, which AutoRound writes too.",
     "fbgemm_fp8": "Use the FP8 checkpoint in compressed-tensors form, or the unquantized one.",
     "torchao": "Use the unquantized checkpoint: --load-in-4bit or 'exl convert' quantizes it.",

@@ -35,17 +35,22 @@ from exl_core.formats.quantized import (
 )
 from exl_core.ops.weights import (
     BLOCK_ROWS,
+    FILL_STEP,
+    HADAMARD,
     DenseColumns,
     DenseLayout,
     GroupedLayout,
     GroupRun,
+    TrellisLayout,
     WeightColumns,
     WeightLayout,
 )
 
 CHUNK_VALUES = 1 << 18  # values decoded at a time: 1 MiB as float32, which stays in cache
-ROW_STEP = 32  # chunks start at multiples of it, which are whole packed words at any bit width
 
+_CODE_TYPES = {"MXFP4": torch.bfloat16, "EXL3": torch.float32}
+"""Dtypes of the exact values of codes, if not float16. bfloat16 represents MXFP4 exactly. The
+format of EXL3 has no roundings."""
 
 Reader = Callable[[int, int, torch.dtype, Move], Tensor]
 """Returns the rows first .. last - 1 of a tensor as a dtype, moved to a device."""
@@ -66,7 +71,8 @@ class Checkpoint:
     `is_exact`: all matrices are dense, dequantized as their formats define.
     `in_4bit`: matrices of the layers that are stored as floats are rounded to 4-bit codes.
     `min_group_rows`: that of the op tables which get the weights (`LinearOps`), the largest if they
-    differ. GGUF blocks with smaller groups are dequantized.
+    differ. GGUF blocks with smaller groups are dequantized. So are matrices of trellis codes whose
+    columns are stored in another order than the model's, because they cannot be reordered.
     `rows`: tensors to use instead of all tensors that the model needs.
     """
 
@@ -162,7 +168,9 @@ class Checkpoint:
         if self.is_rounded(name):
             return rounded.layout_of(*located.stored.shape)
         if located.matrix is not None:
-            return stored_layout(self._source, located.matrix, self._quantization)
+            stored = stored_layout(self._source, located.matrix, self._quantization)
+            is_permuted = located.place.permutation is not None
+            return None if is_permuted and isinstance(stored, TrellisLayout) else stored
         layout = block_layout(located.stored)
         if layout is None or any(run.rows < self.min_group_rows for run in layout.runs):
             return None
@@ -188,12 +196,18 @@ class Checkpoint:
         layout = stored_layout(self._source, located.matrix, self._quantization)
         return layout.runs if isinstance(layout, GroupedLayout) else ()
 
+    def trellis(self, name: str) -> TrellisLayout | None:
+        """Layout of a matrix's trellis codes, from headers only; None if it has none."""
+        matrix = self._located[name].matrix
+        if matrix is None:
+            return None
+        layout = stored_layout(self._source, matrix, self._quantization)
+        return layout if isinstance(layout, TrellisLayout) else None
+
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of the tensor's dense form: the stored one, or one that codes fit. bfloat16
-        represents MXFP4 exactly."""
+        """Dtype of the tensor's dense form: the stored one, or one that codes fit."""
         storage = self.stored[name].storage
-        codes = torch.bfloat16 if storage == "MXFP4" else torch.float16
-        return PLAIN_TYPES.get(storage, codes)
+        return PLAIN_TYPES.get(storage) or _CODE_TYPES.get(storage, torch.float16)
 
     def open_ahead(self, until: Callable[[], bool]) -> None:
         """Opens and thereby checks matrices of several tensors until `until()` is true.
@@ -263,7 +277,8 @@ class Checkpoint:
         self._prefetch(name)
         tensor, read = self.stored[name], self._reader(name)
         rows = tensor.shape[0]
-        for start, stop in row_ranges(rows, max(1, tensor.num_values // rows), CHUNK_VALUES):
+        step = HADAMARD if tensor.storage == "EXL3" else FILL_STEP
+        for start, stop in row_ranges(rows, max(1, tensor.num_values // rows), CHUNK_VALUES, step):
             part = read(start, stop, dtype, stay)
             yield Chunk(start, part, share(tensor.size_bytes, start, stop, rows))
             self.release(name, slice(start, stop))
@@ -397,9 +412,11 @@ class _WithBias:
         return self._matrix.dense(first, last)
 
 
-def row_ranges(rows: int, row_size: int, size: int) -> list[tuple[int, int]]:
-    """Ranges of about `size` that cover all rows. They start at multiples of ROW_STEP."""
-    step = max(1, size // row_size // ROW_STEP) * ROW_STEP
+def row_ranges(
+    rows: int, row_size: int, size: int, multiple: int = FILL_STEP
+) -> list[tuple[int, int]]:
+    """Ranges of about `size` that cover all rows. They start at multiples of `multiple`."""
+    step = max(1, size // row_size // multiple) * multiple
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 

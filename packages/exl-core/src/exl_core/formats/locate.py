@@ -16,6 +16,7 @@ from exl_core.errors import MissingTensorError, WeightShapeError
 from exl_core.formats.codecs.exl2.layout import COLUMN_STEP
 from exl_core.formats.containers.source import StoredTensor, TensorSource
 from exl_core.formats.quantized import MATRIX, QuantizedMatrix, find_quantized
+from exl_core.ops.weights import HADAMARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +115,13 @@ def _located_tensor(source: TensorSource, row: ModuleRow, place: Place) -> Locat
 
 
 def _is_padded_bias(source: TensorSource, found: StoredTensor, shape: tuple[int, ...]) -> bool:
-    """Whether this is a bias of an EXL2 file, padded like its matrix."""
+    """Whether this is a bias of an EXL2 or EXL3 file, padded like its matrix."""
     stem = found.name.removesuffix(".bias")
-    padded = -(-shape[0] // COLUMN_STEP) * COLUMN_STEP
-    return f"{stem}.q_weight" in source.tensors and found.shape == (padded,)
+    steps = {"q_weight": COLUMN_STEP, "trellis": HADAMARD}
+    return any(
+        f"{stem}.{part}" in source.tensors and found.shape == (-(-shape[0] // step) * step,)
+        for part, step in steps.items()
+    )
 
 
 def share(size_bytes: int, start: int, stop: int, count: int) -> int:

@@ -20,13 +20,20 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from exl_core.arch.quantization import Quantization
-from exl_core.errors import ConfigError, WeightShapeError, WeightValueError
+from exl_core.errors import (
+    ConfigError,
+    UnsupportedModelError,
+    WeightShapeError,
+    WeightValueError,
+)
 from exl_core.formats.codecs.awq import layout as awq
 from exl_core.formats.codecs.awq import matrix as awq_matrix
 from exl_core.formats.codecs.compressed import layout as compressed
 from exl_core.formats.codecs.compressed.matrix import CompressedMatrix
 from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.formats.codecs.exl2.matrix import Exl2Matrix, runs_of
+from exl_core.formats.codecs.exl3 import layout as exl3
+from exl_core.formats.codecs.exl3 import matrix as exl3_matrix
 from exl_core.formats.codecs.fp8 import layout as fp8
 from exl_core.formats.codecs.fp8.matrix import BITS as FP8_BITS
 from exl_core.formats.codecs.fp8.matrix import Fp8Matrix
@@ -38,7 +45,15 @@ from exl_core.formats.codecs.mxfp4 import layout as mxfp4
 from exl_core.formats.codecs.mxfp4 import matrix as mxfp4_matrix
 from exl_core.formats.codecs.runtime import Move, RuntimeMatrix, stay
 from exl_core.formats.containers.source import StoredTensor, TensorSource
-from exl_core.ops.weights import Formula, GroupedColumns, GroupedLayout, GroupRun, WeightLayout
+from exl_core.ops.weights import (
+    TILE,
+    Formula,
+    GroupedColumns,
+    GroupedLayout,
+    GroupRun,
+    TrellisLayout,
+    WeightLayout,
+)
 
 MATRIX = 2  # number of dimensions
 COMPRESSED = "compressed-tensors"
@@ -168,6 +183,41 @@ def _open_exl2(stored: _Stored, stored_columns: Tensor | None) -> RuntimeMatrix:
     )
 
 
+def _exl3_layout(stored: _Stored) -> TrellisLayout:
+    matrix = stored.matrix
+    n, k = matrix.shape
+    shape, codebook = matrix.parts["trellis"].shape, exl3.codebook_of(matrix.parts)
+    if len(shape) == MATRIX:
+        raise UnsupportedModelError(
+            "quantized token embeddings of EXL3 cannot be read",
+            where=matrix.where,
+            next_step="Use a model whose embeddings are not quantized, which is the default of its"
+            " converter.",
+        )
+    exl3.check_trellis_shape(shape, codebook, matrix.where)
+    columns = exl3_matrix.stored_size(matrix.stored_columns)
+    expected = [exl3_matrix.stored_size(k), columns]
+    got = [shape[0] * TILE, shape[1] * TILE]
+    if got != expected:
+        raise WeightShapeError(
+            "the quantized matrix has the wrong shape",
+            where=matrix.where,
+            expected=expected,
+            got=got,
+            next_step="The weights and the configuration are not of one model.",
+        )
+    return exl3_matrix.layout_of(n, k, shape[2], codebook, matrix.first_column)
+
+
+def _open_exl3(stored: _Stored, stored_columns: Tensor | None) -> RuntimeMatrix:
+    matrix = stored.matrix
+    n, k = _exl3_layout(stored).out_features, matrix.shape[1]  # checks the shape before reading
+    layer = exl3.check(stored.parts(), matrix.where)
+    return exl3_matrix.Exl3Matrix(
+        layer, n, k, first_column=matrix.first_column, stored_columns=stored_columns
+    )
+
+
 def _gptq_layout(stored: _Stored) -> GroupedLayout:
     section, rows = stored.section("gptq"), stored.matrix.shape[1]
     settings = gptq.parse_settings(section.settings, section.where)
@@ -281,6 +331,7 @@ def _is_fp8(marker: StoredTensor, _: Quantization | None) -> bool:
 
 _FORMATS: dict[str, _Format] = {
     "exl2": _Format(exl2.PARTS, _exl2_layout, _open_exl2),
+    "exl3": _Format(exl3.PARTS, _exl3_layout, _open_exl3),
     "awq": _Format(awq.PARTS, _awq_layout, _open_awq, _is_awq),
     "gptq": _Format(gptq.PARTS, _gptq_layout, _open_gptq),
     COMPRESSED: _Format(compressed.PARTS, _compressed_layout, _open_compressed),

@@ -116,7 +116,9 @@ class Packer:
     ) -> list[Future[PackedLinear]]:
         """Jobs for ranges of a large tensor's rows. The last job to finish releases the tensor."""
         rows, *columns = self._checkpoint.stored[name].shape
-        jobs = [start(*piece) for piece in row_ranges(rows, prod(columns), self._split_values)]
+        step = self._checkpoint.layout(name).fill_step
+        pieces = row_ranges(rows, prod(columns), self._split_values, step)
+        jobs = [start(*piece) for piece in pieces]
 
         def release_when_all_done(_: Future[PackedLinear]) -> None:
             if all(job.done() for job in jobs):
@@ -172,7 +174,8 @@ class Packer:
         tensor, layout = self._checkpoint.stored[name], matrix.layout
         column_bytes = max(1, layout.size_bytes() // layout.out_features)
         first, last = within
-        for start, stop in row_ranges(last - first, column_bytes, self._chunk_bytes):
+        size, step = self._chunk_bytes, layout.fill_step
+        for start, stop in row_ranges(last - first, column_bytes, size, step):
             here, end = first + start, first + stop
             columns = matrix.columns(here, end, self._ops.bring)
             self._ops.fill_linear(packed, at + here, columns)

@@ -17,6 +17,14 @@ Consecutive rows form groups with a scale, and in some formulas an offset:
     iq4_nl     w[r, n] = scales[g, n] * IQ4_NL[code[r, n]]     4 bits: index into a table
     mxfp4      w[r, n] = 2^(scales[g, n] - 127) * MXFP4[code[r, n]]    the same (OCP MX, E2M1)
 
+Trellis codes: EXL3. The stored matrix V [I, N] is rotated on both sides:
+
+    w[i, n] = in_scales[i] * (H V H)[i, n] * out_scales[n]
+
+H consists of normalized Hadamard matrices of 128 rows on the diagonal. V is made of tiles of 16 x 16
+values. Each tile is a ring of bits, and each value a function of 16 successive bits of it. I and N
+are multiples of 128. The matrix may be a part of the stored one (`TrellisLayout`).
+
 This module knows neither files nor the run-time form of a kernel.
 """
 
@@ -50,8 +58,20 @@ Packing = Literal["words", "bytes", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 
+Codebook = Literal["3inst", "mcg", "mul1"]
+"""Values of the states of a trellis: `formats/codecs/exl3/layout.py` has the formulas."""
+
+CODEBOOKS: tuple[Codebook, ...] = ("3inst", "mcg", "mul1")
+TRELLIS_RATES = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8)
+TILE = 16
+"""Rows and columns of a tile of trellis codes."""
+
+HADAMARD = 128
+"""Rows of the Hadamard matrices around trellis codes."""
+
 FILL_STEP = 32
-"""Every table can fill ranges of columns that begin at a multiple of this (some at finer steps)."""
+"""Every table can fill ranges of columns that begin at a multiple of this (some at finer steps),
+except of trellis codes (`fill_step` of the layouts)."""
 
 BLOCK_ROWS = 32
 """Op tables round groups up to a multiple of this many rows. Some keep smaller groups of integers
@@ -68,6 +88,10 @@ class DenseLayout:
     in_features: int
     dtype: torch.dtype
     has_bias: bool = False
+
+    @property
+    def fill_step(self) -> int:
+        return FILL_STEP
 
     def size_bytes(self, min_group_rows: int = BLOCK_ROWS) -> int:  # noqa: ARG002 - has no groups
         """Bytes in an op table's memory, without the bias."""
@@ -105,6 +129,10 @@ class GroupedLayout:
         return torch.float32
 
     @property
+    def fill_step(self) -> int:
+        return FILL_STEP
+
+    @property
     def num_groups(self) -> int:
         return sum(run.groups for run in self.runs)
 
@@ -134,7 +162,62 @@ class GroupedLayout:
         return run.groups * -(-run.rows // BLOCK_ROWS) * BLOCK_ROWS
 
 
-WeightLayout = DenseLayout | GroupedLayout
+@dataclass(frozen=True, slots=True, eq=False)
+class TrellisLayout:
+    """Layout of a matrix [in_features, out_features] of trellis codes.
+
+    The matrix is a part of the stored one, from feature `first_in` and column `first_out` on. Both
+    are below 128, and the stored matrix ends with the block of 128 of the last feature and column.
+    Features of the stored matrix outside of the part have inputs of 0. Its other columns are dropped.
+
+    `tile_words` is the number of 16-bit words of a tile: 16 times the bits per weight, which are
+    `TRELLIS_RATES`. Rates with a half have the codebook mul1.
+    """
+
+    out_features: int
+    in_features: int
+    tile_words: int
+    codebook: Codebook
+    first_out: int = 0
+    first_in: int = 0
+    has_bias: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Range of the weights: no op rounds them to a smaller one before it multiplies."""
+        return torch.float32
+
+    @property
+    def rate(self) -> float:
+        """Bits per weight of the codes."""
+        return self.tile_words / TILE
+
+    @property
+    def stored_in(self) -> int:
+        """Features of the stored matrix, a multiple of 128."""
+        return _up(self.first_in + self.in_features, HADAMARD)
+
+    @property
+    def stored_out(self) -> int:
+        """Columns of the stored matrix, a multiple of 128."""
+        return _up(self.first_out + self.out_features, HADAMARD)
+
+    @property
+    def fill_step(self) -> int:
+        """A matrix is filled at once, because its parts are no columns."""
+        return self.out_features
+
+    def size_bytes(self, min_group_rows: int = BLOCK_ROWS) -> int:  # noqa: ARG002 - has no groups
+        """Bytes in an op table's memory, without the bias."""
+        tiles = (self.stored_in // TILE) * (self.stored_out // TILE)
+        return 2 * (tiles * self.tile_words + self.stored_in + self.stored_out)
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+WeightLayout = DenseLayout | GroupedLayout | TrellisLayout
 
 
 def fused_layout(layouts: Sequence[WeightLayout]) -> WeightLayout | None:
@@ -187,4 +270,22 @@ class GroupedColumns:
     bias: Tensor | None = None
 
 
-WeightColumns = DenseColumns | GroupedColumns
+@dataclass(frozen=True, slots=True, eq=False)
+class TrellisColumns:
+    """All columns of a matrix of trellis codes as stored in a file.
+
+    words       int16 [stored_in / 16, stored_out / 16, tile_words]: the rings of the tiles
+    in_scales   float16 [stored_in], with signs
+    out_scales  float16 [stored_out], with signs
+    bias        float32 [out_features]
+
+    Rows of `words` may be strided. The bits of a ring: `formats/codecs/exl3/layout.py`.
+    """
+
+    words: Tensor
+    in_scales: Tensor
+    out_scales: Tensor
+    bias: Tensor | None = None
+
+
+WeightColumns = DenseColumns | GroupedColumns | TrellisColumns

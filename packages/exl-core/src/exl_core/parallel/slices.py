@@ -11,6 +11,9 @@ A group that is cut keeps its scale in every slice that has rows of it. Local fe
 in ascending order of the model's features, so the columns of gate and up that belong to the rows of
 a slice of `down` are in file order.
 
+A slice of trellis codes has all blocks of 128 stored rows and columns that contain one of its own,
+because the Hadamard transforms mix these. Its rows and columns are consecutive.
+
 This module knows neither models, nor which rank gets which features beyond `deal`.
 """
 
@@ -28,11 +31,15 @@ from exl_core.formats.codecs import bits
 from exl_core.formats.codecs.runtime import Move, RuntimeMatrix, stay
 from exl_core.ops.weights import (
     FILL_STEP,
+    HADAMARD,
+    TILE,
     DenseColumns,
     DenseLayout,
     GroupedColumns,
     GroupedLayout,
     GroupRun,
+    TrellisColumns,
+    TrellisLayout,
     WeightColumns,
     WeightLayout,
 )
@@ -64,11 +71,12 @@ def deal(layout: WeightLayout, shares: Sequence[int]) -> list[Tensor]:
     largest part of its share still free, so that all ranks get about the same bits.
     """
     assert sum(shares) == layout.in_features, "the shares are those of this matrix"
-    if isinstance(layout, DenseLayout) or len({run.bits for run in layout.runs}) < 2:
+    grouped = layout if isinstance(layout, GroupedLayout) else None
+    if grouped is None or len({run.bits for run in grouped.runs}) < 2:
         rows = list(torch.arange(layout.in_features).split_with_sizes(list(shares)))
     else:
-        rows = _dealt_groups(layout, shares)
-    features = None if isinstance(layout, DenseLayout) else layout.features
+        rows = _dealt_groups(grouped, shares)
+    features = None if grouped is None else grouped.features
     if features is None:
         return rows
     return [features[own].long().sort().values for own in rows]
@@ -98,6 +106,10 @@ def slice_rows(layout: WeightLayout, features: Tensor) -> RowSlice:
     count, none = len(features), torch.empty(0, dtype=torch.int64)
     if isinstance(layout, DenseLayout):
         return RowSlice(replace(layout, in_features=count), features, features, none)
+    if isinstance(layout, TrellisLayout):
+        first = (layout.first_in + first_of(features)) % HADAMARD
+        cut_trellis = replace(layout, in_features=count, first_in=first)
+        return RowSlice(cut_trellis, features, features, none)
     local = torch.full((layout.in_features,), -1)  # local feature of each feature
     local[features] = torch.arange(count)
     by_row = local if layout.features is None else local[layout.features.long()]
@@ -136,9 +148,14 @@ class SlicedMatrix:
         layout = matrix.layout if self._rows is None else self._rows.layout
         if columns is not None:
             layout = replace(layout, out_features=len(columns))
+            if isinstance(layout, TrellisLayout):
+                first = (layout.first_out + first_of(columns)) % HADAMARD
+                layout = replace(layout, first_out=first)
         self.layout: WeightLayout = replace(layout, has_bias=layout.has_bias and has_bias)
 
     def columns(self, first: int, last: int, move: Move = stay) -> WeightColumns:
+        if isinstance(self.layout, TrellisLayout):
+            return self._trellis(self.layout, move)
         low, high, picked = self._span(first, last)
         found = self._matrix.columns(low, high, move)
         if not self.layout.has_bias:
@@ -154,6 +171,26 @@ class SlicedMatrix:
             found = found[picked]
         return found if self._rows is None else found[:, self._rows.features].contiguous()
 
+    def _trellis(self, layout: TrellisLayout, move: Move) -> TrellisColumns:
+        """All columns of the slice. Only its own blocks are moved."""
+        whole = self._matrix.layout
+        found = self._matrix.columns(0, whole.out_features)
+        assert isinstance(whole, TrellisLayout), "a slice is of the kind of its matrix"
+        assert isinstance(found, TrellisColumns), "columns are of the kind of their layout"
+        bias = found.bias if layout.has_bias else None
+        if bias is not None and self._columns is not None:
+            bias = bias[self._columns]
+        features = None if self._rows is None else self._rows.features
+        rows = _blocks(whole.first_in, features, layout.stored_in)
+        columns = _blocks(whole.first_out, self._columns, layout.stored_out)
+        tiles = (slice(part.start // TILE, part.stop // TILE) for part in (rows, columns))
+        return TrellisColumns(
+            move(found.words[tuple(tiles)]),
+            move(found.in_scales[rows]),
+            move(found.out_scales[columns]),
+            bias,
+        )
+
     def _span(self, first: int, last: int) -> tuple[int, int, Tensor | None]:
         """Columns of the matrix with the slice's columns first .. last - 1, from a step on at which
         every codec can be read, and the indices of these columns in them; None: all."""
@@ -165,11 +202,26 @@ class SlicedMatrix:
         return low, high, None if high - low == last - first else wanted - low
 
 
+def first_of(indices: Tensor) -> int:
+    """The first of consecutive indices, int64."""
+    first = int(indices[0])
+    assert torch.equal(indices, torch.arange(first, first + len(indices))), "a range of a trellis"
+    return first
+
+
+def _blocks(first: int, own: Tensor | None, count: int) -> slice:
+    """The `count` stored rows or columns of a slice, in whole blocks. `first` is the stored one of
+    the matrix's first, and `own` are those of the matrix; None: all."""
+    start = (first + (0 if own is None else first_of(own))) // HADAMARD * HADAMARD
+    return slice(start, start + count)
+
+
 def pick_columns(columns: WeightColumns, picked: Tensor) -> WeightColumns:
     """Some of these columns, by their indices, int64."""
     bias = None if columns.bias is None else columns.bias[picked]
     if isinstance(columns, DenseColumns):
         return DenseColumns(columns.weight[_on(picked, columns.weight)], bias)
+    assert isinstance(columns, GroupedColumns), "a trellis is sliced in blocks"
     index = _on(picked, columns.codes)
     is_by_row = columns.packing in ("words", "bytes")
     return replace(
@@ -189,6 +241,7 @@ def pick_rows(columns: WeightColumns, layout: WeightLayout, cut: RowSlice) -> We
         weight = columns.weight[:, _on(cut.features, columns.weight)]
         return DenseColumns(weight.contiguous(), columns.bias)
     assert isinstance(layout, GroupedLayout), "codes have groups"
+    assert isinstance(columns, GroupedColumns), "columns are of the kind of their layout"
     found = as_bytes(columns, layout)
     scales, offsets = found.scales, found.offsets
     assert scales is not None, "columns of bytes have scales"

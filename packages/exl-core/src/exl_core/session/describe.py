@@ -17,7 +17,7 @@ from exl_core.formats.containers.source import Progress, StoredTensor
 from exl_core.formats.verify import VerifyReport, verify
 from exl_core.ops.backends.cuda.device import default_device
 from exl_core.ops.open import available_isas, min_group_rows
-from exl_core.ops.weights import GroupRun
+from exl_core.ops.weights import GroupRun, TrellisLayout
 from exl_core.session.open import open_model, stop_ids
 from exl_core.tokenizer.base import Tokenizer
 
@@ -49,13 +49,14 @@ class LayerDescription:
 @dataclass(frozen=True, slots=True)
 class MatrixDescription:
     """One matrix, by its canonical name. `groups` are in the order of the stored rows; () if it has
-    no groups."""
+    no groups. `trellis` is the layout of trellis codes."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     bits_per_weight: float
     groups: tuple[GroupRun, ...]
+    trellis: TrellisLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,7 @@ def _matrices(checkpoint: Checkpoint) -> tuple[MatrixDescription, ...]:
             dtype=tensor.storage,
             bits_per_weight=8.0 * tensor.size_bytes / tensor.num_values,
             groups=checkpoint.group_runs(name),
+            trellis=checkpoint.trellis(name),
         )
         for name, tensor in checkpoint.stored.items()
         if checkpoint.rows[name].is_matrix

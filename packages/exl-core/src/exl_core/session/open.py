@@ -42,7 +42,8 @@ def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Quantization
     is_exl2 = quantization is not None and quantization.method == "exl2"
     files = SafetensorsSource(path, has_index=not is_exl2)
     head = module_table(config).head.stem
-    if f"{head}.q_weight" in files.tensors:  # EXL2 quantizes the head of tied models separately
+    # EXL2 and EXL3 quantize the head of tied models separately.
+    if f"{head}.q_weight" in files.tensors or f"{head}.trellis" in files.tensors:
         config = replace(config, has_tied_embeddings=False)
     return files, config, quantization
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cpu.library import exl_kernels
+from exl_core.ops.checks import no_trellis
 from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.weights import (
@@ -16,6 +17,8 @@ from exl_core.ops.weights import (
     DenseLayout,
     GroupedColumns,
     GroupedLayout,
+    TrellisColumns,
+    TrellisLayout,
     WeightColumns,
     WeightLayout,
 )
@@ -48,6 +51,8 @@ class CpuLinearOps:
                     layout.has_bias,
                     values="integers" if layout.has_integers else layout.formula,
                 )
+            case TrellisLayout():
+                raise no_trellis("CPU")
 
     def fill_linear(self, w: PackedLinear, first_column: int, columns: WeightColumns) -> None:
         match columns:
@@ -64,6 +69,8 @@ class CpuLinearOps:
                     columns.offsets,
                     columns.bias,
                 )
+            case TrellisColumns():
+                raise no_trellis("CPU")
 
     def join(self, parts: Sequence[PackedLinear]) -> PackedLinear:
         return exl_kernels.JoinedLinear([cast(exl_kernels.Linear, part) for part in parts])

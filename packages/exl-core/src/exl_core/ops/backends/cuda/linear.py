@@ -10,12 +10,14 @@ from torch import Tensor
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.matmul import CudaInputs, CudaJoined, CudaLinear, Linears, parts_of
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
+from exl_core.ops.checks import no_trellis
 from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.weights import (
     BLOCK_ROWS,
     DenseColumns,
     GroupedColumns,
+    TrellisColumns,
     WeightColumns,
     WeightLayout,
 )
@@ -37,6 +39,8 @@ class CudaLinearOps:
                 self._linears.fill_dense(cast(CudaLinear, w), first_column, columns)
             case GroupedColumns():
                 cast(CudaQuantLinear, w).fill(first_column, columns)
+            case TrellisColumns():
+                raise no_trellis("CUDA")
 
     def join(self, parts: Sequence[PackedLinear]) -> PackedLinear:
         return CudaJoined(tuple(part for w in parts for part in parts_of(w)))

@@ -28,10 +28,16 @@ from exl_core.ops.backends.cuda.library import FIXED_ROWS, TYPES, Gpu
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
 from exl_core.ops.backends.cuda.slices import Slices
 from exl_core.ops.backends.cuda.upload import upload
-from exl_core.ops.checks import OpInputError
+from exl_core.ops.checks import OpInputError, no_trellis
 from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import DenseLinear, PackedLinear
-from exl_core.ops.weights import DenseColumns, DenseLayout, GroupedLayout, WeightLayout
+from exl_core.ops.weights import (
+    DenseColumns,
+    DenseLayout,
+    GroupedLayout,
+    TrellisLayout,
+    WeightLayout,
+)
 from exl_kernels import cuda
 
 MAX_DIRECT_ROWS = 96
@@ -119,6 +125,8 @@ class Linears:
             case GroupedLayout():
                 self._max_n = max(self._max_n, layout.out_features)
                 return CudaQuantLinear(layout, self._gpu, on_host=on_host)
+            case TrellisLayout():
+                raise no_trellis("CUDA")
 
     def _new_dense(self, layout: DenseLayout, on_host: bool) -> CudaLinear:
         """Weights in float16, whatever the layout's dtype.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from exl_core.ops.backends.reference.elementwise import ReferenceElementwiseOps, rms_norm_rows
 from exl_core.ops.backends.reference.quantized import PlainQuantized, fill_grouped, new_grouped
+from exl_core.ops.backends.reference.trellis import PlainTrellis, fill_trellis, new_trellis
 from exl_core.ops.checks import F32, OpInputError, check, check_contiguous, check_range
 from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import DenseLinear, Inputs, PackedLinear
@@ -19,6 +20,8 @@ from exl_core.ops.weights import (
     DenseLayout,
     GroupedColumns,
     GroupedLayout,
+    TrellisColumns,
+    TrellisLayout,
     WeightColumns,
     WeightLayout,
 )
@@ -39,7 +42,7 @@ class PlainLinear(DenseLinear):
 class PlainJoined:
     """Linears with the same input; their outputs are concatenated."""
 
-    parts: tuple[PlainLinear | PlainQuantized, ...]
+    parts: tuple[PlainLinear | PlainQuantized | PlainTrellis, ...]
 
     @property
     def out_features(self) -> int:
@@ -81,6 +84,8 @@ class ReferenceLinearOps:
                 return _new_dense(layout)
             case GroupedLayout():
                 return new_grouped(layout)
+            case TrellisLayout():
+                return new_trellis(layout)
 
     @staticmethod
     def fill_linear(w: PackedLinear, first_column: int, columns: WeightColumns) -> None:
@@ -93,6 +98,10 @@ class ReferenceLinearOps:
                 if not isinstance(w, PlainQuantized):
                     raise OpInputError("fill_linear: w (expected one of a grouped layout)")
                 fill_grouped(w, first_column, columns)
+            case TrellisColumns():
+                if not isinstance(w, PlainTrellis):
+                    raise OpInputError("fill_linear: w (expected one of a trellis layout)")
+                fill_trellis(w, first_column, columns)
 
     @staticmethod
     def join(parts: Sequence[PackedLinear]) -> PackedLinear:
@@ -168,8 +177,8 @@ def _fill_dense(w: PlainLinear, first_column: int, columns: DenseColumns) -> Non
         w.bias[rows] = bias
 
 
-def _plain(op: str, w: PackedLinear) -> PlainLinear | PlainQuantized | PlainJoined:
-    if not isinstance(w, PlainLinear | PlainQuantized | PlainJoined):
+def _plain(op: str, w: PackedLinear) -> PlainLinear | PlainQuantized | PlainTrellis | PlainJoined:
+    if not isinstance(w, PlainLinear | PlainQuantized | PlainTrellis | PlainJoined):
         raise OpInputError(f"{op}: w (expected a linear of the reference table)")
     return w
 
