@@ -21,9 +21,9 @@ Trellis codes: EXL3. The stored matrix V [I, N] is rotated on both sides:
 
     w[i, n] = in_scales[i] * (H V H)[i, n] * out_scales[n]
 
-H consists of normalized Hadamard matrices of 128 rows on the diagonal. V is made of tiles of 16 x 16
-values. Each tile is a ring of bits, and each value a function of 16 successive bits of it. I and N
-are multiples of 128. The matrix may be a part of the stored one (`TrellisLayout`).
+H consists of normalized Hadamard matrices of 128 rows on the diagonal. V is made of tiles of
+16 x 16 values. Each tile is a ring of bits, and each value a function of 16 successive bits of it.
+I and N are multiples of 128. The matrix may be a part of the stored one (`TrellisLayout`).
 
 This module knows neither files nor the run-time form of a kernel.
 """
@@ -168,7 +168,8 @@ class TrellisLayout:
 
     The matrix is a part of the stored one, from feature `first_in` and column `first_out` on. Both
     are below 128, and the stored matrix ends with the block of 128 of the last feature and column.
-    Features of the stored matrix outside of the part have inputs of 0. Its other columns are dropped.
+    Features of the stored matrix outside of the part have inputs of 0. Its other columns are
+    dropped.
 
     `tile_words` is the number of 16-bit words of a tile: 16 times the bits per weight, which are
     `TRELLIS_RATES`. Rates with a half have the codebook mul1.

@@ -1,7 +1,7 @@
 """EXL3: meaning of the tensors of one quantized linear, bit by bit, and their exact values.
 
-A matrix W [I, N] is stored as trellis codes of V = H diag(1 / suh) W diag(1 / svh) H, where H has the
-normalized Hadamard matrices of 128 rows on its diagonal. H is symmetric and its own inverse:
+A matrix W [I, N] is stored as trellis codes of V = H diag(1 / suh) W diag(1 / svh) H. H has
+normalized Hadamard matrices of 128 rows on its diagonal. It is symmetric and its own inverse.
 
     trellis      int16 [I/16, N/16, 16 * rate]   one ring of 256 * rate bits for each 16 x 16 tile
     suh, svh     fp16  [I], [N]                  scales of inputs and outputs, with signs
@@ -9,10 +9,11 @@ normalized Hadamard matrices of 128 rows on its diagonal. H is symmetric and its
                                                  Bit b of word w is feature 16 w + b
     mcg, mul1    int32 []                        the multiplier of the codebook. Neither: 3inst
 
-Ring: bit b is bit 31 - b % 32 of the 32-bit word b // 32, whose low half is stored first. Position p
-of 256 adds D(p) new bits: the rate, and for half rates the integers below (p even) and above (p odd).
-The state of p is the last 16 bits up to and with its own, first bit most significant. The first
-positions continue from the end of the ring, so that any bits are a valid tile.
+Ring: bit b is bit 31 - b % 32 of the 32-bit word b // 32, whose low half is stored first. Position
+p of 256 adds as many new bits as the rate. For half rates these are the integers below the rate (p
+even) and above it (p odd). The state of p is the last 16 bits up to and with its own, first bit
+most significant. The first positions continue from the end of the ring, so that any bits are a
+valid tile.
 
 Place: position p = 8 t + j is row 2 (t % 4) + j % 2 + 8 (j / 2 % 2), column t / 4 + 8 (j / 4). Rows
 are input features.
@@ -27,6 +28,7 @@ models. The caller handles the bias.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -239,7 +241,7 @@ def hadamard() -> Tensor:
     h = torch.ones(1, 1, dtype=torch.float64)
     while h.shape[0] < HADAMARD:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    return h * HADAMARD**-0.5
+    return h / math.sqrt(HADAMARD)
 
 
 def rotate(x: Tensor) -> Tensor:

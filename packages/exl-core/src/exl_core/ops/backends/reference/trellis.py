@@ -6,6 +6,7 @@ bits, and shares no code with the codec, so that the same mistake cannot cancel 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -126,7 +127,7 @@ def _rotation() -> Tensor:
     index = torch.arange(HADAMARD)
     common = index[:, None] & index
     ones = sum((common >> bit & 1 for bit in range(7)), torch.zeros_like(common))
-    return torch.where(ones % 2 == 1, -1.0, 1.0).double() * HADAMARD**-0.5
+    return torch.where(ones % 2 == 1, -1.0, 1.0).double() / math.sqrt(HADAMARD)
 
 
 @cache
