@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 
 from exl_core.arch.spec import ModelConfig
@@ -33,6 +34,8 @@ class NamedAdapter:
 
     def __init__(self, serial: int) -> None:
         self.serial = serial
+        self.path = Path()
+        self.digest = ""
 
     def fits(self, config: ModelConfig) -> bool:
         return True

@@ -83,7 +83,9 @@ def rank_model(path: Path, exchange: ThreadExchange, options: LoadOptions) -> Ra
     ops = get_table("reference" if options.device == "reference" else "cpu", threads=1)
     tensors, own = sharded(checkpoint, config, exchange.rank)
     weights = Loading(own, tensors, path, 1, None).whole(ops, None)
-    return RankTransformer(config, weights, ops, exchange, files.sample_ids)
+    return RankTransformer(
+        config, weights, ops, exchange, shares=tensors.shares, sample_ids=files.sample_ids
+    )
 
 
 def logits_of(model: Transformer, kv_format: KVFormat = KVFormat.FP16) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,6 +78,8 @@ class Mark:
 
     serial: int = 7
     ends: None = None
+    path: Path = Path()
+    digest: str = ""
 
     def fits(self, config: ModelConfig) -> bool:
         return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from exl_core.arch.modules import Packed
@@ -42,6 +44,8 @@ class EmptyAdapter:
 
     serial = 0
     ends = None
+    path = Path()
+    digest = ""
 
     def deltas(self, layer: int, matrix: Packed) -> tuple[Delta, ...]:
         return ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -16,19 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FailEvent, FinishEvent
 from exl_core.errors import RankError, RequestError
 from exl_core.lora.adapter import load_adapter
+from exl_core.model.adapters import AdapterUse
 from exl_core.model.context import Context
+from exl_core.model.transformer import Transformer
 from exl_core.parallel.followers import Followers
 from exl_core.parallel.leader import LeadingTransformer
 from exl_core.session import ranks
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from exl_core.speculate.ngram import NgramDrafter
+from support.adapters import random_pairs, stored, write_adapter
 from support.driving import ask, run_all, submit
 from support.quantized_models import quantized_llama
 from support.real_models import gemma3_gguf, smollm2_gguf
@@ -315,9 +321,36 @@ def test_interrupts_wait_for_the_end_of_a_pass(tiny: Path) -> None:
         assert replies(divided, 8) == replies(whole, 8)
 
 
-def test_what_one_process_can_and_ranks_cannot_is_refused(tiny: Path) -> None:
-    with loaded_ranks(tiny) as divided, pytest.raises(RequestError, match="adapters need a model"):
-        load_adapter(tiny, divided.model)
+def logits_with(model: Transformer, *uses: AdapterUse) -> Tensor:
+    ids = torch.arange(3, 43)[None]
+    return Context(model, 64, kv_format=KVFormat.FP32).forward(ids, adapters=uses)[0]
+
+
+def test_every_rank_reads_its_part_of_an_adapter(tiny: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", stored(random_pairs(tiny_llama())))
+    whole = load_model(tiny, device="cpu", exact=True).model
+    with loaded_ranks(tiny, 3, exact=True) as divided:
+        before = replies(divided, 8)
+        adapter, other = (load_adapter(folder, model) for model in (divided.model, whole))
+        for scale in (1.0, 0.4):
+            expected = logits_with(whole, AdapterUse(other, scale))
+            found = logits_with(divided.model, AdapterUse(adapter, scale))
+            assert mean_kl(expected, found) < 1e-7
+        assert mean_kl(logits_with(whole), expected) > 1e-3  # the adapter has an effect
+        del adapter
+        gc.collect()
+        assert replies(divided, 8) == before
+
+
+def test_an_adapter_that_changed_after_rank_0_read_it_ends_the_group(
+    tiny: Path, tmp_path: Path
+) -> None:
+    tensors = stored(random_pairs(tiny_llama()))
+    with loaded_ranks(tiny, exact=True) as divided:
+        adapter = load_adapter(write_adapter(tmp_path / "adapter", tensors), divided.model)
+        write_adapter(tmp_path / "adapter", tensors)
+        with pytest.raises(RankError, match=r"rank 1 of 2 failed: .*the adapter has changed"):
+            logits_with(divided.model, AdapterUse(adapter))
 
 
 @pytest.mark.parametrize(

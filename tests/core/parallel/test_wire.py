@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +12,14 @@ from hypothesis import strategies as st
 
 from exl_core.cache.format import KVFormat
 from exl_core.errors import RankError
+from exl_core.model.adapters import Adapter
 from exl_core.model.batch import Batch, EmbeddedRows
 from exl_core.model.runner import make_batch
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.parallel.wire import (
     Operation,
+    adapter_message,
+    adapter_source,
     batch_of,
     format_of,
     numbers_message,
@@ -24,6 +28,7 @@ from exl_core.parallel.wire import (
     store_message,
     unpacked,
 )
+from support.scheduling import NamedAdapter, use
 
 FIELDS = (
     *("token_ids", "positions", "row_starts", "past_lens", "page_table", "slots", "logit_rows"),
@@ -40,6 +45,14 @@ def batch() -> Batch:
     )
 
 
+def no_number(adapter: Adapter) -> int:
+    raise AssertionError("no row uses an adapter")
+
+
+def no_adapter(number: int) -> Adapter:
+    raise AssertionError("no row uses an adapter")
+
+
 def assert_equal(found: Batch, sent: Batch) -> None:
     for name in FIELDS:
         one, other = getattr(found, name), getattr(sent, name)
@@ -49,11 +62,33 @@ def assert_equal(found: Batch, sent: Batch) -> None:
 
 def test_a_pass_arrives_as_it_was_sent() -> None:
     sent = batch()
-    message = unpacked(pass_message(3, sent).packed(12), 12)
+    message = unpacked(pass_message(3, sent, no_number).packed(12), 12)
     assert message.header.store == 3
-    found = batch_of(message)
+    found = batch_of(message, no_adapter)
     assert_equal(found, sent)
     assert found.embedded is None
+
+
+def test_the_adapters_of_each_row_arrive_in_order() -> None:
+    one, two = use(7), use(8, 0.3)
+    uses = ((one, two), (), (two,))
+    segments = [Segment((5, 6), 0, (index,), LogitRows.LAST, own) for index, own in enumerate(uses)]
+    numbers: dict[int, Adapter] = {4: one.adapter, 9: two.adapter}
+    sent = make_batch(segments)
+    number_of = {id(adapter): number for number, adapter in numbers.items()}
+    message = pass_message(0, sent, lambda adapter: number_of[id(adapter)])
+    found = batch_of(unpacked(message.packed(0), 0), numbers.__getitem__)
+    assert_equal(found, sent)
+    assert found.adapters == ((0, 2, (one, two)), (4, 6, (two,)))
+
+
+def test_an_adapter_is_named_by_its_folder_and_contents(tmp_path: Path) -> None:
+    folder = tmp_path / "ein Ordner\u00e4"
+    adapter = NamedAdapter(3)
+    adapter.path, adapter.digest = folder, "abc"
+    message = unpacked(adapter_message(5, adapter).packed(2), 2)
+    assert message.header.adapter == 5
+    assert adapter_source(message) == ("abc", folder)
 
 
 def test_embedded_vectors_arrive_to_the_bit() -> None:
@@ -63,7 +98,7 @@ def test_embedded_vectors_arrive_to_the_bit() -> None:
         **{name: getattr(sent, name) for name in FIELDS},
         embedded=EmbeddedRows(torch.tensor([1, 3]), vectors),
     )
-    found = batch_of(unpacked(pass_message(0, with_vectors).packed(0), 0))
+    found = batch_of(unpacked(pass_message(0, with_vectors, no_number).packed(0), 0), no_adapter)
     assert_equal(found, sent)
     assert found.embedded is not None
     assert torch.equal(found.embedded.rows, torch.tensor([1, 3]))
@@ -94,7 +129,7 @@ def test_numbers_arrive(operation: Operation, numbers: list[int]) -> None:
 
 def test_a_missing_message_is_noticed() -> None:
     with pytest.raises(RankError, match=r"a message is missing \(expected 6, got 7\)"):
-        unpacked(pass_message(0, batch()).packed(7), 6)
+        unpacked(pass_message(0, batch(), no_number).packed(7), 6)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +144,7 @@ def test_a_missing_message_is_noticed() -> None:
     ],
 )
 def test_damaged_headers_are_refused(field: int, value: int, expected: str) -> None:
-    data = bytearray(pass_message(0, batch()).packed(0))
+    data = bytearray(pass_message(0, batch(), no_number).packed(0))
     struct.pack_into("<i", data, 4 * field, value)
     with pytest.raises(RankError, match=expected):
         unpacked(bytes(data), 0)
@@ -123,6 +158,6 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 
 @given(st.integers(0, 400))
 def test_cut_messages_are_refused(length: int) -> None:
-    whole = pass_message(0, batch()).packed(0)
+    whole = pass_message(0, batch(), no_number).packed(0)
     with pytest.raises(RankError):
         unpacked(whole[: min(length, len(whole) - 1)], 0)

@@ -30,12 +30,13 @@ from exl_core.ops.weights import DenseColumns, DenseLayout
 _serials = count(1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraAdapter:
     """A loaded adapter for one model, and for other models of the same dimensions.
 
     `modules` are the names of the trained modules, such as `self_attn.q_proj`, sorted.
-    `layer_deltas` are by layer and matrix; None after `unload`. `serial` is unique in this process.
+    `layer_deltas` are by layer and matrix, of one rank if the model is divided among ranks; None
+    after `unload`. `digest` is equal for equal files. `serial` is unique in this process.
     """
 
     path: Path
@@ -44,6 +45,7 @@ class LoraAdapter:
     modules: tuple[str, ...]
     layer_deltas: Mapping[tuple[int, Packed], tuple[Delta, ...]] | None
     ends: Ends | None
+    digest: str
     serial: int = field(default_factory=lambda: next(_serials))
 
     @property
@@ -93,25 +95,20 @@ def load_adapter(path: str | Path, model: Transformer) -> LoraAdapter:
 
     Its strength is set per use (`AdapterUse`).
     """
-    if model.num_ranks > 1:
-        raise RequestError(
-            "adapters need a model that is not divided among ranks",
-            where=path,
-            got=f"--tensor-parallel {model.num_ranks}",
-        )
     directory = Path(path)
     config = read_adapter_config(directory)
-    file = AdapterFile(directory, config, model.config)
+    whole = model.whole_config
+    file = AdapterFile(directory, config, whole)
     deltas: dict[tuple[int, Packed], tuple[Delta, ...]] = {}
     for target, pair in file.layer_pairs.items():
         row = target.rows[0]
         if row.layer is None or row.packed is None:
             raise AssertionError(f"{row.name} is not a matrix of a layer")
         key = row.layer, row.packed
-        delta = _delta(file, pair, model.ops_of(row.layer), target)
+        delta = _layer_delta(file, pair, model, target)
         deltas[key] = (*deltas.get(key, ()), delta)
     ends = _ends(file, model)
-    return LoraAdapter(directory, config, model.config, file.modules, deltas, ends)
+    return LoraAdapter(directory, config, whole, file.modules, deltas, ends, file.digest)
 
 
 def _sizes(config: ModelConfig) -> tuple[object, ...]:
@@ -127,19 +124,26 @@ def _sizes(config: ModelConfig) -> tuple[object, ...]:
     )
 
 
-def _delta(file: AdapterFile, pair: Pair, ops: OpTable, target: LoraTarget | None = None) -> Delta:
-    """A and B transposed, so that x @ down @ up gives the delta. `up` includes the scale.
-
-    `target`: matrices of a layer, whose rows give the place and the order of the outputs.
-    """
-    down = file.read(pair.down).T.contiguous()  # [in_features, r]
-    up = file.read(pair.up)  # [out_features, r]
-    stored_rows = None if target is None else target.stored_rows()
+def _layer_delta(file: AdapterFile, pair: Pair, model: Transformer, target: LoraTarget) -> Delta:
+    """The delta of matrices of a layer, whose rows give the place and the order of its outputs."""
+    down, up = _factors(file, pair)
+    stored_rows = target.stored_rows()
     if stored_rows is not None:
-        up = up[torch.tensor(stored_rows)]
-    up = up.T.contiguous()  # [r, out_features]
-    first_out = 0 if target is None else target.rows[0].first_out
-    up.mul_(pair.scale)
+        up = up[:, torch.tensor(stored_rows)]
+    down, up, first_out = model.own_low_rank(target, down, up)
+    layer = target.rows[0].layer
+    assert layer is not None, "the caller has checked it"
+    return _delta(down, up, model.ops_of(layer), first_out)
+
+
+def _factors(file: AdapterFile, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B transposed, so that x @ down @ up gives the delta. `up` includes the scale."""
+    down = file.read(pair.down).T  # [in_features, r]
+    up = file.read(pair.up).T  # [r, out_features]
+    return down.contiguous(), up.contiguous().mul_(pair.scale)
+
+
+def _delta(down: torch.Tensor, up: torch.Tensor, ops: OpTable, first_out: int = 0) -> Delta:
     if ops.is_batch_invariant and ops.device.type == "cpu":
         linears = _linear(ops, down.T.contiguous()), _linear(ops, up.T.contiguous())
         return Delta(first_out, down, up, linears)
@@ -157,7 +161,9 @@ def _ends(file: AdapterFile, model: Transformer) -> Ends | None:
     if not file.end_pairs and not file.whole:
         return None
     tables = {"embed": model.embedding_ops, "head": model.ops}
-    deltas = {end: _delta(file, pair, tables[end]) for end, pair in file.end_pairs.items()}
+    deltas = {
+        end: _delta(*_factors(file, pair), tables[end]) for end, pair in file.end_pairs.items()
+    }
     whole = {}
     for end, name in file.whole.items():
         whole[end] = _linear(tables[end], file.read_as_stored(name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +39,8 @@ class Pair(NamedTuple):
 class AdapterFile:
     """Tensors that a file declares, checked against the configurations of adapter and model.
 
-    `whole` are the embedding and head of adapters that replace them.
+    `digest` is equal for equal files. `whole` are the embedding and head of adapters that replace
+    them.
     """
 
     def __init__(self, directory: Path, config: AdapterConfig, model: ModelConfig) -> None:
@@ -53,6 +56,7 @@ class AdapterFile:
         }
         self._stored = {tensor.name: tensor for tensor, _ in read_header(self.path)}
         self._file = _opened(self.path)
+        self.digest = _digest(self.path, config)
         self._halves: dict[str, dict[str, str]] = {}
         for tensor in self._stored.values():
             self._register(tensor, parse_name(tensor.name), table)
@@ -178,6 +182,11 @@ class AdapterFile:
         return AdapterError(
             f"tensor {tensor.name!r} {what}", where=self.path, expected=expected, got=got
         )
+
+
+def _digest(path: Path, config: AdapterConfig) -> str:
+    status, numbers = path.stat(), replace(config, path=Path())
+    return hashlib.sha256(f"{status.st_size} {status.st_mtime_ns} {numbers}".encode()).hexdigest()
 
 
 def _opened(path: Path) -> Any:

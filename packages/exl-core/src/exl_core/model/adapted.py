@@ -21,7 +21,7 @@ from exl_core.model.weights import BlockWeights
 from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.table import LayerOps, OpTable
-from exl_core.ops.wrapped import WrappedOps
+from exl_core.ops.wrapped import WrappedOps, unmarked
 
 FIXED_ROWS = 64
 """Rows of torch's products in the batch-invariant mode. The order in which it sums depends on the
@@ -43,7 +43,7 @@ class AdaptedOps(WrappedOps):
         self._ops = ops
         self._adapters = adapters
         self._layer = layer
-        self._names = {id(matrix): name for name, matrix in block.matrices.items()}
+        self._names = {id(unmarked(matrix)): name for name, matrix in block.matrices.items()}
 
     def inputs_for(self, w: PackedLinear, plain: Tensor) -> Inputs:  # noqa: ARG002
         """`plain`: deltas need the inputs as a tensor."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -49,6 +50,16 @@ class Adapter(Protocol):
     @property
     def serial(self) -> int:
         """Number that is unique in this process. It is part of the keys of cached pages."""
+        ...
+
+    @property
+    def path(self) -> Path:
+        """Folder of the adapter, where the other ranks of a divided model read their parts."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Text that is equal for equal files."""
         ...
 
     def deltas(self, layer: int, matrix: Packed) -> tuple[Delta, ...]:

@@ -19,12 +19,19 @@ import torch
 from torch import Tensor
 
 from exl_core.arch.layers import LayerSpec, MoE
+from exl_core.arch.modules import LoraTarget
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, RowFormat, pages_for
 from exl_core.cache.memory import return_freed_memory
 from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
-from exl_core.model.adapted import adapt_embedding_, adapted, add_to_logits_, head_rows
+from exl_core.model.adapted import (
+    HeadRows,
+    adapt_embedding_,
+    adapted,
+    add_to_logits_,
+    head_rows,
+)
 from exl_core.model.adapters import AdapterUse
 from exl_core.model.batch import Batch
 from exl_core.model.key_smoothing import SAMPLE_POSITION_RANGE, KeySmoothingOps
@@ -130,6 +137,19 @@ class Transformer:
         return 1
 
     @property
+    def whole_config(self) -> ModelConfig:
+        """The numbers of the model that all ranks make up together."""
+        return self.config
+
+    def own_low_rank(
+        self, target: LoraTarget, down: Tensor, up: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        """The part of an adapter's pair for matrices of a layer that this rank applies: down
+        [in_features, r], up [r, out_features], and the first output that it changes of the packed
+        matrix."""
+        return down, up, target.rows[0].first_out
+
+    @property
     def _weights(self) -> ModelWeights:
         self.check_loaded()
         assert self._held_weights is not None
@@ -196,7 +216,7 @@ class Transformer:
 
     def check_adapters(self, uses: Iterable[AdapterUse]) -> None:
         """Raises RequestError for an adapter whose model has other dimensions than this one."""
-        if not all(use.adapter.fits(self.config) for use in uses):
+        if not all(use.adapter.fits(self.whole_config) for use in uses):
             raise RequestError(
                 "an adapter was loaded for another model", next_step="Load it for this one."
             )
@@ -255,14 +275,20 @@ class Transformer:
 
     def _adapted_logits(self, x: Tensor, norm: Norm | None, batch: Batch) -> Tensor:
         """Logits of norm(x), states [n, hidden], each range by the head of its adapters."""
-        parts = []
-        for first, last, head, deltas in head_rows(batch, self._weights.head):
-            states = x[first:last]
-            parts.append(read_linear(self.ops, states, norm, head))
-            if deltas:
-                inputs = states if norm is None else normed(self.ops, states, norm)
-                add_to_logits_(self.ops, parts[-1], inputs, deltas)
+        ranges = head_rows(batch, self._weights.head)
+        parts = [self._range_logits(x[rows.first : rows.last], norm, rows) for rows in ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _range_logits(self, x: Tensor, norm: Norm | None, rows: HeadRows) -> Tensor:
+        """Logits of the states x [n, hidden] of one range of rows."""
+        if rows.head is self._weights.head:
+            logits = self._read_head(x, norm, None)
+        else:
+            logits = read_linear(self.ops, x, norm, rows.head)
+        if rows.deltas:
+            inputs = x if norm is None else normed(self.ops, x, norm)
+            add_to_logits_(self.ops, logits, inputs, rows.deltas)
+        return logits
 
     def _smoothing_for(self, store: KVStore) -> tuple[KeySmoothing | None, ...]:
         """Key smoothing by layer; None for keys that are cached as they are."""

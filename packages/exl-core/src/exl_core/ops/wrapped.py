@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -18,6 +19,29 @@ from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNor
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.moe import ExpertMlp, Routed, Routing
 from exl_core.ops.table import LayerOps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MarkedLinear:
+    """A matrix that a `WrappedOps` recognizes. Its `inner` table gets `part` instead."""
+
+    part: PackedLinear
+
+    @property
+    def out_features(self) -> int:
+        return self.part.out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.part.in_features
+
+    @property
+    def size_bytes(self) -> int:
+        return self.part.size_bytes
+
+
+def unmarked(w: PackedLinear) -> PackedLinear:
+    return w.part if isinstance(w, MarkedLinear) else w
 
 
 class WrappedOps:

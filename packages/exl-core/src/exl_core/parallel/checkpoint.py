@@ -16,25 +16,15 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from exl_core.arch.layers import Attention
-from exl_core.arch.modules import Kind, ModuleRow, Shard, module_table
+from exl_core.arch.modules import Kind, ModuleRow, Shard
 from exl_core.arch.spec import ModelConfig
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.codecs.runtime import RuntimeMatrix
 from exl_core.formats.containers.source import StoredTensor
 from exl_core.ops.weights import DenseLayout, WeightLayout
 from exl_core.parallel.plan import Rank, head_share, share
+from exl_core.parallel.shares import Shares, of_heads
 from exl_core.parallel.slices import SlicedMatrix, deal, slice_rows
-
-_DOWN = {
-    "gate": "down",
-    "up": "down",
-    "expert_gate": "expert_down",
-    "expert_up": "expert_down",
-    "shared_gate": "shared_down",
-    "shared_up": "shared_down",
-}
-"""Matrices whose columns are the input features of another one."""
 
 
 class ShardedCheckpoint:
@@ -44,7 +34,7 @@ class ShardedCheckpoint:
         self._whole = whole
         self._config = config
         self._rank = rank
-        self._dealt: dict[str, Tensor] = {}
+        self.shares = Shares(config, rank)
         self._lock = Lock()
         self.stored: dict[str, StoredTensor] = {
             name: _resized(tensor, self._shape(whole.rows[name]))
@@ -107,13 +97,13 @@ class ShardedCheckpoint:
         """Factors of a norm, or numbers of each head, float32; those of the rank's heads."""
         row, weight = self._whole.rows[name], self._whole.norm(name)
         if row.kind is Kind.SINKS:
-            heads = head_share(self._attention(row), self._rank)
+            heads = head_share(self.shares.attention(row), self._rank)
             return weight[heads.q.start : heads.q.stop]
         if row.kind is not Kind.NORM or row.role not in ("q_norm", "k_norm"):
             return weight
-        spec = self._attention(row)
+        spec = self.shares.attention(row)
         heads = head_share(spec, self._rank)
-        return weight[_of_heads(heads.q if row.role == "q_norm" else heads.kv, spec)]
+        return weight[of_heads(heads.q if row.role == "q_norm" else heads.kv, spec)]
 
     def release(self, name: str, rows: slice | None = None) -> None:
         """Releases the process's memory for a tensor's part of the file, after reading. Ranges of
@@ -125,14 +115,10 @@ class ShardedCheckpoint:
         """A bias after a sum over the ranks is added by one of them."""
         return row.shard is not Shard.IN_FEATURES or self._rank.index == 0
 
-    def _attention(self, row: ModuleRow) -> Attention:
-        assert row.layer is not None, "attention belongs to a layer"
-        return self._config.layers[row.layer].attention
-
     def _shape(self, row: ModuleRow) -> tuple[int, ...]:
         """Shape of the rank's part of a tensor."""
         if row.role in ("q", "k", "v", "output"):
-            spec = self._attention(row)
+            spec = self.shares.attention(row)
             heads = head_share(spec, self._rank)
             width = len(heads.kv if row.role in ("k", "v") else heads.q) * spec.head_dim
         elif row.shard is not None:
@@ -144,46 +130,25 @@ class ShardedCheckpoint:
                 return (row.shape[0], width)
         return row.shape
 
-    def _columns(self, row: ModuleRow) -> Tensor:
-        """The rank's columns of a matrix, int64, ascending."""
-        if row.role in _DOWN:
-            table = module_table(self._config)
-            assert row.layer is not None, "an MLP belongs to a layer"
-            rows = (
-                table.layers[row.layer]
-                if row.expert is None
-                else table.experts[row.layer][row.expert]
-            )
-            return self._features(rows[_DOWN[row.role]])
-        if row.role in ("q", "k", "v"):
-            spec = self._attention(row)
-            heads = head_share(spec, self._rank)
-            return _of_heads(heads.q if row.role == "q" else heads.kv, spec)
-        return _indices(share(row.shape[0], self._rank))
-
     def _features(self, row: ModuleRow, matrix: RuntimeMatrix | None = None) -> Tensor:
         """The rank's input features of a matrix whose products are summed, int64, ascending."""
         if row.role == "output":
-            spec = self._attention(row)
-            return _of_heads(head_share(spec, self._rank).q, spec)
+            return self.shares.features(row)
         with self._lock:
-            if row.name not in self._dealt:
+            dealt = self.shares.dealt
+            if row.name not in dealt:
                 layout = self._whole.layout(row.name) if matrix is None else matrix.layout
                 if matrix is None and not isinstance(layout, DenseLayout):
                     layout = self._whole.matrix(row.name).layout  # has the order of the rows
                 ranks = (Rank(index, self._rank.count) for index in range(self._rank.count))
-                shares = [len(share(row.shape[1], rank)) for rank in ranks]
-                self._dealt[row.name] = deal(layout, shares)[self._rank.index]
-            return self._dealt[row.name]
+                sizes = [len(share(row.shape[1], rank)) for rank in ranks]
+                dealt[row.name] = deal(layout, sizes)[self._rank.index]
+            return dealt[row.name]
 
-
-def _indices(part: range) -> Tensor:
-    return torch.arange(part.start, part.stop)
-
-
-def _of_heads(heads: range, spec: Attention) -> Tensor:
-    """Rows of consecutive heads."""
-    return torch.arange(heads.start * spec.head_dim, heads.stop * spec.head_dim)
+    def _columns(self, row: ModuleRow) -> Tensor:
+        """The rank's columns of a matrix, int64, ascending."""
+        down = self.shares.down_of(row)
+        return self.shares.columns(row) if down is None else self._features(down)
 
 
 def _resized(tensor: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:

@@ -13,9 +13,15 @@ from time import sleep
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from exl_core.cache.store import KVStore
+    from exl_core.model.adapters import Adapter
     from exl_core.parallel.model import RankTransformer
     from exl_core.parallel.wire import Message
+
+    LoadAdapter = Callable[[Path, RankTransformer], Adapter]
 
 BEAT_S = 0.5
 LOST_LEADER = 1
@@ -52,20 +58,29 @@ class Reports:
 class Follower:
     """Runs passes of a model as messages say, until END."""
 
-    def __init__(self, model: RankTransformer) -> None:
+    def __init__(self, model: RankTransformer, load: LoadAdapter) -> None:
         self._model = model
+        self._load = load
+        self._adapters: dict[int, Adapter] = {}
         self._stores: dict[int, KVStore] = {}
 
     def run(self, message: Message) -> None:
-        """Does what one message says. RankError for a cache that does not exist."""
+        """Does what one message says. RankError for a cache or an adapter that does not exist."""
         from exl_core.cache.page_pool import PageCopy
         from exl_core.model.runner import store_for
-        from exl_core.parallel.wire import Operation, batch_of, format_of, numbers_of
+        from exl_core.parallel.wire import (
+            Operation,
+            adapter_source,
+            batch_of,
+            format_of,
+            numbers_of,
+        )
 
         header = message.header
         match header.operation:
             case Operation.PASS:
-                self._model.forward(batch_of(message), self._store(header.store))
+                batch = batch_of(message, self._adapter)
+                self._model.forward(batch, self._store(header.store))
             case Operation.EMBED:
                 self._model.embed(numbers_of(message))
             case Operation.STORE:
@@ -73,6 +88,10 @@ class Follower:
                 self._stores[header.store] = made
             case Operation.DROP:
                 self._stores.pop(header.store, None)
+            case Operation.ADAPT:
+                self._adapt(header.adapter, *adapter_source(message))
+            case Operation.FORGET:
+                self._adapters.pop(header.adapter, None)
             case Operation.COPY:
                 copies = [PageCopy(*numbers) for numbers in numbers_of(message).tolist()]
                 self._store(header.store).copy_pages(copies)
@@ -83,6 +102,21 @@ class Follower:
                 pages = [(source, target) for source, target in numbers_of(message).tolist()]
                 target_store = self._store(header.target_store)
                 self._store(header.store).transfer_pages(target_store, pages)
+
+    def _adapt(self, number: int, digest: str, path: Path) -> None:
+        from exl_core.errors import RankError
+
+        adapter = self._load(path, self._model)
+        if adapter.digest != digest:
+            raise RankError("the adapter has changed since rank 0 read it", where=path)
+        self._adapters[number] = adapter
+
+    def _adapter(self, number: int) -> Adapter:
+        from exl_core.errors import RankError
+
+        if number not in self._adapters:
+            raise RankError("a message names no adapter", got=number)
+        return self._adapters[number]
 
     def _store(self, number: int) -> KVStore:
         from exl_core.errors import RankError

@@ -1,8 +1,8 @@
 """Rank 0's model: tells the other ranks about every pass before it runs its own part.
 
-The engine uses it like any other model. Caches are created on the followers when a pass first uses
-one, and copies between pages are repeated there. A pass that fails on rank 0 ends the group,
-because the others wait for it in an exchange.
+The engine uses it like any other model. Caches and adapters are created on the followers when a
+pass first uses one, and copies between pages are repeated there. A pass that fails on rank 0 ends
+the group, because the others wait for it in an exchange.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from exl_core.arch.spec import ModelConfig
 from exl_core.cache.page_pool import PageCopy
 from exl_core.cache.store import KVStore
 from exl_core.errors import RankError, RequestError
+from exl_core.model.adapters import Adapter
 from exl_core.model.batch import Batch
 from exl_core.model.observe import Observer, StateRecorder
 from exl_core.model.weights import ModelWeights
@@ -28,10 +29,12 @@ from exl_core.ops.table import OpTable
 from exl_core.parallel.exchange import Exchange
 from exl_core.parallel.followers import Followers
 from exl_core.parallel.model import RankTransformer
+from exl_core.parallel.shares import Shares
 from exl_core.parallel.wire import (
     Header,
     Message,
     Operation,
+    adapter_message,
     numbers_message,
     pass_message,
     store_message,
@@ -47,16 +50,19 @@ class LeadingTransformer(RankTransformer):
         weights: ModelWeights,
         ops: OpTable,
         exchange: Exchange,
-        sample_ids: tuple[int, ...] = (),
         *,
+        shares: Shares,
+        sample_ids: tuple[int, ...] = (),
         followers: Followers,
     ) -> None:
-        super().__init__(config, weights, ops, exchange, sample_ids)
+        super().__init__(config, weights, ops, exchange, shares=shares, sample_ids=sample_ids)
         self.followers = followers
         self._lock = threading.RLock()
         self._mirrors: weakref.WeakKeyDictionary[KVStore, _Mirror] = weakref.WeakKeyDictionary()
         self._num_stores = 0
-        self._dropped: list[int] = []  # caches that are gone, told before the next message
+        self._dropped: list[Header] = []  # caches and adapters that are gone: sent before the next
+        self._adapters: weakref.WeakKeyDictionary[Adapter, int] = weakref.WeakKeyDictionary()
+        self._num_adapters = 0
         weakref.finalize(self, followers.close)
 
     def run_stage(
@@ -68,8 +74,6 @@ class LeadingTransformer(RankTransformer):
         *,
         observe: Observer | None = None,
     ) -> Tensor:
-        if batch.adapters:
-            raise RequestError("adapters need a model that is not divided among ranks")
         if observe is not None and not isinstance(observe, StateRecorder):
             raise RequestError(
                 "an observer may change states, which the other ranks would not see",
@@ -77,7 +81,7 @@ class LeadingTransformer(RankTransformer):
             )
         with self._lock:
             number = self.number_of(store)
-            with self._telling(pass_message(number, batch)):
+            with self._telling(pass_message(number, batch, self._adapter_number)):
                 return super().run_stage(index, batch, store, x, observe=observe)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -94,7 +98,7 @@ class LeadingTransformer(RankTransformer):
         """Sends a message that no exchange follows."""
         with self._lock:
             while self._dropped:
-                self.followers.send(Message(Header(Operation.DROP, store=self._dropped.pop()), b""))
+                self.followers.send(Message(self._dropped.pop(), b""))
             self.followers.send(message)
 
     @contextmanager
@@ -121,8 +125,21 @@ class LeadingTransformer(RankTransformer):
                 self.tell(store_message(number, store.kv_format, store.num_pages))
                 mirror = _Mirror(weakref.ref(self), number)
                 self._mirrors[store] = store.mirror = mirror
-                weakref.finalize(store, self._dropped.append, number)
+                drop = Header(Operation.DROP, store=number)
+                weakref.finalize(store, self._dropped.append, drop)
             return mirror.number
+
+    def _adapter_number(self, adapter: Adapter) -> int:
+        """The number of an adapter. The followers read their parts of it the first time."""
+        number = self._adapters.get(adapter)
+        if number is None:
+            number = self._num_adapters
+            self._num_adapters += 1
+            self.tell(adapter_message(number, adapter))
+            self._adapters[adapter] = number
+            forget = Header(Operation.FORGET, adapter=number)
+            weakref.finalize(adapter, self._dropped.append, forget)
+        return number
 
 
 class _Mirror:

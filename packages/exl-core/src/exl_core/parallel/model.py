@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from exl_core.arch.layers import Attention, HeadNorm
+from exl_core.arch.modules import LoraTarget
 from exl_core.arch.spec import ModelConfig
+from exl_core.model.adapted import HeadRows
 from exl_core.model.layers.residual import read_linear
 from exl_core.model.layers.steps import with_ops
 from exl_core.model.transformer import Transformer
@@ -24,28 +26,16 @@ from exl_core.ops.elementwise import Norm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.moe import ExpertMlp, Routed
 from exl_core.ops.table import LayerOps, OpTable
-from exl_core.ops.wrapped import WrappedOps
+from exl_core.ops.wrapped import MarkedLinear, WrappedOps, unmarked
 from exl_core.parallel.exchange import Exchange
 from exl_core.parallel.plan import Rank, head_share, share, share_config
+from exl_core.parallel.shares import Shares
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PartialLinear:
+class PartialLinear(MarkedLinear):
     """A row slice of a matrix: the products of all ranks are summed."""
 
-    part: PackedLinear
-
-    @property
-    def out_features(self) -> int:
-        return self.part.out_features
-
-    @property
-    def in_features(self) -> int:
-        return self.part.in_features
-
-    @property
-    def size_bytes(self) -> int:
-        return self.part.size_bytes
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +64,7 @@ class SummingOps(WrappedOps):
         return self.inner.linear(x, w)
 
     def inputs_for(self, w: PackedLinear, plain: Tensor) -> Inputs:
-        return self.inner.inputs_for(w.part if isinstance(w, PartialLinear) else w, plain)
+        return self.inner.inputs_for(unmarked(w), plain)
 
     def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> Tensor:
         if not isinstance(w, PartialLinear):
@@ -102,13 +92,17 @@ class RankTransformer(Transformer):
         weights: ModelWeights,
         ops: OpTable,
         exchange: Exchange,
+        *,
+        shares: Shares,
         sample_ids: tuple[int, ...] = (),
     ) -> None:
-        """`config`: the numbers of the whole model; `weights`: the rank's part of them."""
+        """`config`: the numbers of the whole model; `weights`: the rank's part of them, as
+        `shares` says."""
         rank = exchange.rank
         divided = _divided(config, weights, rank)
         super().__init__(share_config(config, rank), divided, ops, sample_ids)
         self._exchange = exchange
+        self._shares = shares
         self._steps = with_ops(self._steps, self._summing)
         ranks = (Rank(index, rank.count) for index in range(rank.count))
         self._tokens = [share(config.vocab_size, one) for one in ranks]
@@ -116,6 +110,15 @@ class RankTransformer(Transformer):
     @property
     def num_ranks(self) -> int:
         return self._exchange.rank.count
+
+    @property
+    def whole_config(self) -> ModelConfig:
+        return self._shares.config
+
+    def own_low_rank(
+        self, target: LoraTarget, down: Tensor, up: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        return self._shares.low_rank(target, down, up)
 
     def _summing(self, ops: LayerOps, _: int, __: BlockWeights) -> LayerOps:
         return SummingOps(ops, self._exchange)
@@ -135,6 +138,14 @@ class RankTransformer(Transformer):
         if len(parts) == 1 or out is None:
             return torch.cat(list(parts), -1)
         return torch.cat(list(parts), -1, out=out)
+
+    def _range_logits(self, x: Tensor, norm: Norm | None, rows: HeadRows) -> Tensor:
+        """Only rank 0 has whole logits. The others compute their parts of the model's own head."""
+        if self._exchange.rank.index == 0:
+            return super()._range_logits(x, norm, rows)
+        if rows.head is self._weights.head:
+            return self._read_head(x, norm, None)
+        return x.new_zeros(len(x), self._weights.head.out_features)
 
 
 def _divided(config: ModelConfig, weights: ModelWeights, rank: Rank) -> ModelWeights:

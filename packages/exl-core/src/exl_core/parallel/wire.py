@@ -4,10 +4,13 @@ A message is a header of 16 int32 and a payload. The header names the operation 
 that a receiver checks the size of the payload before it reads it. Sequence numbers are consecutive:
 a gap means that a rank missed a pass, after which its cache would be wrong.
 
-    PASS   one forward pass: the tensors of a `Batch`
+    PASS   one forward pass: the tensors of a `Batch`, and its adapters: int64 [uses, 3] of first
+           row, last row and adapter, float64 [uses] of scales
     EMBED  the embedding of token ids: int64 [rows]
     STORE  a cache of `pages` pages in a format
     DROP   the cache is not used any more
+    ADAPT  a LoRA adapter: its digest, a line feed and the path of its folder, in UTF-8
+    FORGET the adapter is not used any more
     COPY   positions from page to page: int64 [rows, 3] of source, target, length
     MOVE   pages to other places: int64 [rows, 2] of source, target
     GIVE   pages to the cache `target_store`: int64 [rows, 2] of source, target
@@ -18,8 +21,10 @@ a gap means that a rank missed a pass, after which its cache would be wrong.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +33,8 @@ from torch import Tensor
 
 from exl_core.cache.format import KVFormat
 from exl_core.errors import RankError
-from exl_core.model.batch import Batch, EmbeddedRows
+from exl_core.model.adapters import Adapter, AdapterUse
+from exl_core.model.batch import AdapterRows, Batch, EmbeddedRows
 
 VERSION = 1
 MESSAGE_LIMIT_BYTES = 1 << 30
@@ -46,6 +52,8 @@ class Operation(IntEnum):
     JOIN = 7
     END = 8
     GIVE = 9
+    ADAPT = 10
+    FORGET = 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,8 @@ class Header:
     embedded_rows: int = 0
     hidden_size: int = 0
     target_store: int = 0
+    adapter: int = 0
+    adapter_uses: int = 0
 
 
 class Message(NamedTuple):
@@ -102,9 +112,12 @@ def _payload_bytes(header: Header) -> int:
         case Operation.PASS:
             wide = 3 * header.rows + header.logit_rows + header.embedded_rows
             narrow = 2 * header.sequences + 1 + header.sequences * header.pages
+            wide += 4 * header.adapter_uses
             return 8 * wide + 4 * (narrow + header.embedded_rows * header.hidden_size)
         case Operation.EMBED:
             return 8 * header.rows
+        case Operation.ADAPT:
+            return header.rows
         case Operation.COPY:
             return 8 * 3 * header.rows
         case Operation.MOVE | Operation.GIVE:
@@ -112,9 +125,9 @@ def _payload_bytes(header: Header) -> int:
     return 0
 
 
-def pass_message(store: int, batch: Batch) -> Message:
-    """One forward pass over `batch` with the cache number `store`."""
-    assert not batch.adapters, "adapters are refused when they are loaded"
+def pass_message(store: int, batch: Batch, number_of: Callable[[Adapter], int]) -> Message:
+    """One forward pass over `batch` with the cache number `store`. `number_of`: the number of an
+    adapter in earlier ADAPT messages."""
     parts = [
         *(batch.token_ids, batch.positions, batch.slots, batch.logit_rows),
         *(batch.row_starts, batch.past_lens, batch.page_table),
@@ -124,6 +137,10 @@ def pass_message(store: int, batch: Batch) -> Message:
         embedded_rows, hidden_size = batch.embedded.vectors.shape
         parts.insert(4, batch.embedded.rows)
         parts.append(batch.embedded.vectors.float())
+    uses = [(first, last, use) for first, last, uses in batch.adapters for use in uses]
+    numbers = [(first, last, number_of(use.adapter)) for first, last, use in uses]
+    parts.append(torch.tensor(numbers, dtype=torch.int64))
+    parts.append(torch.tensor([use.scale for _, _, use in uses], dtype=torch.float64))
     sequences, pages = batch.page_table.shape
     header = Header(
         Operation.PASS,
@@ -134,12 +151,13 @@ def pass_message(store: int, batch: Batch) -> Message:
         logit_rows=len(batch.logit_rows),
         embedded_rows=embedded_rows,
         hidden_size=hidden_size,
+        adapter_uses=len(uses),
     )
     return Message(header, b"".join(_bytes(part) for part in parts))
 
 
-def batch_of(message: Message) -> Batch:
-    """The batch of a PASS message."""
+def batch_of(message: Message, adapter_of: Callable[[int], Adapter]) -> Batch:
+    """The batch of a PASS message. `adapter_of`: the adapter with a number."""
     header, reader = message.header, _Reader(message.payload)
     token_ids, positions, slots = (reader.wide(header.rows) for _ in range(3))
     logit_rows = reader.wide(header.logit_rows)
@@ -161,8 +179,26 @@ def batch_of(message: Message) -> Batch:
         if header.embedded_rows
         else None,
     )
+    numbers = reader.wide(3 * header.adapter_uses).view(-1, 3).tolist()
+    scales = reader.doubles(header.adapter_uses).tolist()
     reader.check_end()
-    return batch
+    uses: dict[tuple[int, int], list[AdapterUse]] = {}
+    for (first, last, number), scale in zip(numbers, scales, strict=True):
+        uses.setdefault((first, last), []).append(AdapterUse(adapter_of(number), scale))
+    rows = tuple(AdapterRows(*ends, tuple(found)) for ends, found in uses.items())
+    return replace(batch, adapters=rows)
+
+
+def adapter_message(number: int, adapter: Adapter) -> Message:
+    """A new adapter of this number."""
+    payload = f"{adapter.digest}\n{adapter.path.resolve()}".encode()
+    return Message(Header(Operation.ADAPT, adapter=number, rows=len(payload)), payload)
+
+
+def adapter_source(message: Message) -> tuple[str, Path]:
+    """Digest and folder of an ADAPT message's adapter."""
+    digest, _, path = message.payload.decode().partition("\n")
+    return digest, Path(path)
 
 
 def numbers_message(
@@ -211,6 +247,9 @@ class _Reader:
 
     def floats(self, count: int) -> Tensor:
         return self._take(count, np.float32)
+
+    def doubles(self, count: int) -> Tensor:
+        return self._take(count, np.float64)
 
     def check_end(self) -> None:
         assert self._at == len(self._payload), "the header's lengths were checked"

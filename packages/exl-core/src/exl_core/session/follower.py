@@ -45,7 +45,9 @@ def _follow(messages: Connection, reports: Reports) -> None:
     reports.loaded(part.digest)
     if receive(messages, sequence=0).header.operation == Operation.END:
         return
-    follower = Follower(part.join(Path(settings["folder"])))
+    from exl_core.lora.adapter import load_adapter
+
+    follower = Follower(part.join(Path(settings["folder"])), load_adapter)
     for sequence in count(1):
         message = receive(messages, sequence)
         if message.header.operation == Operation.END:
@@ -87,7 +89,9 @@ def _load(settings: Mapping[str, Any]) -> _Part:
 
     def join(folder: Path) -> RankTransformer:
         exchange = GlooExchange(folder, rank)
-        return RankTransformer(config, weights, ops, exchange, files.sample_ids)
+        return RankTransformer(
+            config, weights, ops, exchange, shares=tensors.shares, sample_ids=files.sample_ids
+        )
 
     return _Part(digest_of(files), join)
 

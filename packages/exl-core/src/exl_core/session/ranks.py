@@ -106,7 +106,13 @@ def load_leader(
         weights = own.whole(ops, None)
         exchange = followers.meet(digest_of(files))
         model = LeadingTransformer(
-            loading.config, weights, ops, exchange, files.sample_ids, followers=followers
+            loading.config,
+            weights,
+            ops,
+            exchange,
+            shares=tensors.shares,
+            sample_ids=files.sample_ids,
+            followers=followers,
         )
         model.weights_bytes = checkpoint.packed_bytes  # of all ranks
         return model
