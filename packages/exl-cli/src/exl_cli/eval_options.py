@@ -98,6 +98,28 @@ Resume = Annotated[
 ]
 
 
+Replicas = Annotated[
+    int | None,
+    typer.Option(
+        "--replicas",
+        metavar="N",
+        min=1,
+        max=1024,
+        help="Score the windows with N processes that have the whole model each: on the GPUs of "
+        "this machine, or with shares of its CPUs. On the CPU the figures stay the same.",
+    ),
+]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Run the replicas as actors of a Ray cluster. 'local' starts one on this machine, "
+        "'auto' finds a running one.",
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Loading:
     """How the models of a command are loaded."""

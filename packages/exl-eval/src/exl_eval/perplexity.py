@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,32 +75,65 @@ def score_text(
 
     With `resume`, each finished window is appended to that file. Windows of an earlier run with the
     same text, model and options are read from it instead of being computed."""
-    options = options or PerplexityOptions()
-    layout = lay_out(as_text(text), loaded.tokenizer, options, loaded.config.max_seq_len)
-    windows = layout.windows
-    model = model_facts(loaded, options.kv_format, token_by_token=options.token_by_token)
-    passes = TextPasses(
-        loaded.model,
-        max(len(window.token_ids) for window in windows),
-        kv_format=options.kv_format,
-        chunk_rows=1 if options.token_by_token else CHUNK_ROWS,
-    )
+    scorer = WindowScorer(loaded, text, options or PerplexityOptions())
+    return gather(scorer.facts, scorer.score, on_window, resume=resume)
+
+
+class ScoringFacts(NamedTuple):
+    """Windows of a text, and the model and settings that they are scored with."""
+
+    name: str
+    layout: Layout
+    model: ModelFacts
+
+
+class WindowScorer:
+    """A model, and the windows of a text that it scores in any order."""
+
+    def __init__(self, loaded: LoadedModel, text: str | Text, options: PerplexityOptions) -> None:
+        """RequestError if the text has too few windows or an option does not fit the style."""
+        layout = lay_out(as_text(text), loaded.tokenizer, options, loaded.config.max_seq_len)
+        model = model_facts(loaded, options.kv_format, token_by_token=options.token_by_token)
+        self.facts = ScoringFacts(loaded.name, layout, model)
+        self._passes = TextPasses(
+            loaded.model,
+            max(len(window.token_ids) for window in layout.windows),
+            kv_format=options.kv_format,
+            chunk_rows=1 if options.token_by_token else CHUNK_ROWS,
+        )
+
+    def score(self, number: int) -> Tensor:
+        """Negative log-likelihoods of the scored tokens of a window, float64 [tokens]."""
+        window = self.facts.layout.windows[number]
+        return -self._passes.score(window.token_ids, window.first)
+
+
+def gather(
+    facts: ScoringFacts,
+    score: Callable[[int], Tensor],
+    on_window: OnWindow | None = None,
+    *,
+    resume: Path | None = None,
+) -> ScoredText:
+    """The result of all windows, in their order. `score` returns the terms of a window; it is not
+    called for windows that the file `resume` has."""
+    name, layout, model = facts
+    num_windows = len(layout.windows)
 
     def find(number: int) -> dict[str, Tensor]:
-        window = windows[number]
-        return {"nll": -passes.score(window.token_ids, window.first)}
+        return {"nll": score(number)}
 
     parts: list[Tensor] = []
     kept_windows, total, count = 0, 0.0, 0
     started = time.perf_counter()
     with opened(resume, file_header("perplexity", layout, model)) as file:
-        for number, (found, was_kept) in enumerate(each_window(len(windows), find, file), start=1):
+        for number, (found, was_kept) in enumerate(each_window(num_windows, find, file), start=1):
             parts.append(found["nll"])
             kept_windows += was_kept
             total, count = total + float(parts[-1].sum()), count + len(parts[-1])
-            check_mean_nll(total / count, f"{loaded.name}, window {number}")
+            check_mean_nll(total / count, f"{name}, window {number}")
             if on_window is not None:
-                on_window(number, len(windows), math.exp(total / count))
+                on_window(number, num_windows, math.exp(total / count))
     seconds = time.perf_counter() - started
     result = _result(layout, model, parts, kept_windows, seconds)
     return ScoredText(result, layout, torch.cat(parts))

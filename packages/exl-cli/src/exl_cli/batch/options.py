@@ -91,6 +91,9 @@ Ray = Annotated[
     ),
 ]
 
+UNIT_BATCHES = 4
+"""Lines that a replica gets at once, in full batches. Its batch runs empty at the end of each."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
@@ -172,23 +175,22 @@ class BatchOptions:
         if not lines:
             return
         with exits_at_once():
-            from exl_cli.batch import replicas
-            from exl_cli.batch.worker import BatchLimits, BatchWorker
+            from exl_cli.batch.worker import BatchJob, BatchLimits
+            from exl_cli.replicas import answer_with, opened
         limits = BatchLimits(
             max_batch=self.max_batch, cache_tokens=self.cache_tokens or DEFAULT_CACHE_TOKENS
         )
-        job = job.with_seed()
+        batch = BatchJob(job.with_seed(), limits)
 
         def is_stopped() -> bool:
             return interrupt.is_set
 
         if self.replicas is None and self.ray is None:
-            worker = BatchWorker(job, limits, is_quiet=is_quiet)
-            yield from worker.answer(lines, is_stopped)
+            yield from batch.worker(is_quiet=is_quiet).answer(lines, is_stopped)
             return
-        unit = replicas.UNIT_BATCHES * self.max_batch
-        with replicas.opened(job, limits, self.replicas, self.ray, is_quiet=is_quiet) as found:
-            yield from replicas.answer_with(found, lines, unit, is_stopped)
+        unit = UNIT_BATCHES * self.max_batch
+        with opened(batch, self.replicas, self.ray, is_quiet=is_quiet) as found:
+            yield from answer_with(found, lines, unit, is_stopped)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from exl_cli.batch.job import PromptJob, PromptWriter
 from exl_cli.batch.prompt_file import BatchLine
@@ -22,6 +22,29 @@ class BatchLimits:
 
     max_batch: int
     cache_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """`ReplicaJob` of a file of prompts: its items are lines."""
+
+    job: PromptJob
+    limits: BatchLimits
+
+    @property
+    def device(self) -> str:
+        return self.job.running.device
+
+    @property
+    def threads(self) -> int | None:
+        return self.job.running.threads
+
+    def placed(self, device: str, threads: int | None) -> BatchJob:
+        running = replace(self.job.running, device=device, threads=threads)
+        return replace(self, job=replace(self.job, running=running))
+
+    def worker(self, *, is_quiet: bool) -> BatchWorker:
+        return BatchWorker(self.job, self.limits, is_quiet=is_quiet)
 
 
 class BatchWorker:

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -19,6 +20,7 @@ from exl_core.cache.format import parse_cache_type
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from exl_cli.commands.eval.replicated import ReplicatedScores
     from exl_eval.perplexity import PerplexityOptions, ScoredText
     from exl_eval.result import PerplexityPair, PerplexityResult
     from exl_eval.texts import Text
@@ -34,6 +36,7 @@ EXAMPLES = (
         "exl eval perplexity big-model --text wiki.txt --held-memory 4GB",
         "a model that is larger than the memory",
     ),
+    ("exl eval perplexity -m model --text wiki.txt --ray auto", "on the GPUs of a Ray cluster"),
     ("exl eval perplexity --text wiki.txt --by-position", "the effect of the context length"),
     ("exl eval perplexity -m model --text wiki.txt --json", "a record for 'exl eval compare'"),
 )
@@ -97,6 +100,8 @@ def perplexity(
     bos: eval_options.Bos = "default",
     compare_to: CompareTo = None,
     resume: eval_options.Resume = None,
+    replicas: eval_options.Replicas = None,
+    ray: eval_options.Ray = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     changes: ModelOptions,
@@ -129,14 +134,15 @@ def perplexity(
     loading = eval_options.Loading(
         device, threads, quiet, exact, batch_invariant, held_bytes, changes, ctx
     )
+    where = None if replicas is None and ray is None else _Where(replicas, ray)
     if compare_to is None:
-        result = _scored(loading, spec, content, choices, resume).result
+        result = _scored(loading, spec, content, choices, file=resume, where=where).result
         _show(result, is_json=json, has_positions=by_position)
         return
     choices = _with_shared_windows(spec, compare_to, content, choices)
-    first = _scored(loading, spec, content, choices, resume)
+    first = _scored(loading, spec, content, choices, file=resume, where=where)
     beside = None if resume is None else resume.with_name(f"{resume.name}.compare-to")
-    second = _scored(loading, compare_to, content, choices, beside)
+    second = _scored(loading, compare_to, content, choices, file=beside, where=where)
     _show_pair(compare_scored(first, second), is_json=json, has_positions=by_position)
 
 
@@ -158,23 +164,38 @@ def _text_of(
     return text, ctx or PACKAGED_CTX
 
 
+class _Where(NamedTuple):
+    """Replicas that score the windows: a number of processes, or actors of a Ray cluster."""
+
+    replicas: int | None
+    ray: str | None
+
+
 def _scored(
     loading: eval_options.Loading,
     spec: str | None,
     text: Text,
     choices: PerplexityOptions,
+    *,
     file: Path | None,
+    where: _Where | None,
 ) -> ScoredText:
-    """Load the model, score the text and free the model."""
+    """Load the model, here or in replicas, score the text and free the model."""
     from exl_cli.render import windows_progress
-    from exl_eval.perplexity import score_text
+    from exl_eval.perplexity import WindowScorer, gather
 
-    loaded = loading.load(spec)
-    with (
-        eval_options.report_kept_file(file),
-        windows_progress("perplexity", is_quiet=loading.is_quiet) as on_window,
-    ):
-        return score_text(loaded, text, choices, on_window, resume=file)
+    with ExitStack() as stack:
+        scores: WindowScorer | ReplicatedScores
+        if where is None:
+            scores = WindowScorer(loading.load(spec), text, choices)
+        else:
+            from exl_cli.commands.eval.replicated import WindowJob, replicated
+
+            job = WindowJob(loading, spec, text, choices)
+            scores = stack.enter_context(replicated(job, *where))
+        stack.enter_context(eval_options.report_kept_file(file))
+        on_window = stack.enter_context(windows_progress("perplexity", is_quiet=loading.is_quiet))
+        return gather(scores.facts, scores.score, on_window, resume=file)
 
 
 def _with_shared_windows(

@@ -1,7 +1,8 @@
 """Workers in other processes: on this machine, or as actors of a Ray cluster.
 
-Each replica has the whole model. One thread per replica hands it lines and passes its records on.
-Only this module imports Ray, and only if a cluster was named.
+Each replica has the whole model. One thread per replica hands it items and passes its records on.
+Only this module imports Ray, and only if a cluster was named. It knows no kind of work: a
+`ReplicaJob` is sent to the other process, and opens a `Worker` there.
 """
 
 from __future__ import annotations
@@ -15,28 +16,41 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
-from exl_cli.batch.job import PromptJob
-from exl_cli.batch.prompt_file import BatchLine
-from exl_cli.batch.worker import BatchLimits, BatchWorker, Record
 from exl_core.errors import ExlError, RequestError
 from exl_core.settings import available_cpus, set_for_libraries
 
 LOCAL_RAY = "local"
-UNIT_BATCHES = 4
-"""Lines that a replica gets at once, in full batches. Its batch runs empty at the end of each."""
 _POLL_S = 0.2
 _CONNECT_S = 5.0
-_Answers = Iterator[tuple[int, Record]]
+Answers = Iterator[tuple[int, Any]]
+"""Number and record of each item, in any order."""
+
+
+class Worker(Protocol):
+    """An open model that computes the records of items."""
+
+    def answer(self, items: Sequence[Any]) -> Answers: ...
+
+
+class ReplicaJob(Protocol):
+    """Work that can be sent to another process (pickled), and opens its model there."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def threads(self) -> int | None: ...
+    def placed(self, device: str, threads: int | None) -> Self: ...
+    def worker(self, *, is_quiet: bool) -> Worker: ...
 
 
 class Replica(Protocol):
     """A worker elsewhere. `answer` raises `ReplicaError` if the worker fails or dies."""
 
-    def answer(self, lines: Sequence[BatchLine]) -> _Answers: ...
+    def answer(self, items: Sequence[Any]) -> Answers: ...
     def close(self) -> None: ...
 
 
@@ -63,16 +77,16 @@ class _Failure:
 
 @contextmanager
 def opened(
-    job: PromptJob, limits: BatchLimits, count: int | None, address: str | None, *, is_quiet: bool
+    job: ReplicaJob, count: int | None, address: str | None, *, is_quiet: bool
 ) -> Iterator[Sequence[Replica]]:
     """Replicas of the job: `count` processes, or actors of the Ray cluster at `address`. They end
     with the context."""
     replicas: list[Replica] = []
     with ExitStack() as stack:
         if address is None:
-            found = _local_replicas(job, limits, count or 1, is_quiet=is_quiet)
+            found = _local_replicas(job, count or 1, is_quiet=is_quiet)
         else:
-            found = _ray_replicas(job, limits, count, stack.enter_context(_connected(address)))
+            found = _ray_replicas(job, count, stack.enter_context(_connected(address)))
         for replica in found:
             stack.callback(replica.close)
             replicas.append(replica)
@@ -81,14 +95,14 @@ def opened(
 
 def answer_with(
     replicas: Sequence[Replica],
-    lines: Sequence[BatchLine],
+    items: Sequence[Any],
     unit: int,
-    is_stopped: Callable[[], bool],
-) -> _Answers:
-    """Records of all lines, in the order in which replies end. Each replica takes the next `unit`
-    lines when it has answered its own."""
-    units = iter([lines[first : first + unit] for first in range(0, len(lines), unit)])
-    answers: queue.SimpleQueue[tuple[int, Record] | ReplicaError | None] = queue.SimpleQueue()
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Answers:
+    """Records of all items, in the order in which they are done. Each replica takes the next `unit`
+    items when it has answered its own."""
+    units = iter([items[first : first + unit] for first in range(0, len(items), unit)])
+    answers: queue.SimpleQueue[tuple[int, Any] | ReplicaError | None] = queue.SimpleQueue()
     lock = threading.Lock()
 
     def drive(replica: Replica) -> None:
@@ -120,43 +134,36 @@ def answer_with(
             yield answer
 
 
-def _local_replicas(
-    job: PromptJob, limits: BatchLimits, count: int, *, is_quiet: bool
-) -> Iterator[Replica]:
+def _local_replicas(job: ReplicaJob, count: int, *, is_quiet: bool) -> Iterator[Replica]:
     """Processes on this machine, which share its CPUs, each on a GPU of its own if there are
     enough."""
     for number in range(count):
         own = _placed(job, number, count)
-        yield LocalReplica(number, own, limits, is_quiet=is_quiet or number > 0)
+        yield LocalReplica(number, own, is_quiet=is_quiet or number > 0)
 
 
-def _placed(job: PromptJob, number: int, count: int) -> PromptJob:
+def _placed(job: ReplicaJob, number: int, count: int) -> ReplicaJob:
     import torch
 
-    running, gpus = job.running, torch.cuda.device_count()
-    if running.threads is None:
-        running = replace(running, threads=max(1, available_cpus() // count))
-    if gpus and running.device in ("auto", "cuda"):
-        running = replace(running, device=f"cuda:{number % gpus}")
-    return replace(job, running=running)
+    gpus = torch.cuda.device_count()
+    device = f"cuda:{number % gpus}" if gpus and job.device in ("auto", "cuda") else job.device
+    return job.placed(device, job.threads or max(1, available_cpus() // count))
 
 
 class LocalReplica:
     """A worker in a process of its own. It ends with this process."""
 
-    def __init__(self, number: int, job: PromptJob, limits: BatchLimits, *, is_quiet: bool) -> None:
+    def __init__(self, number: int, job: ReplicaJob, *, is_quiet: bool) -> None:
         self._number = number
         spawn = multiprocessing.get_context("spawn")  # a fork would inherit the threads of torch
         self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(
-            target=_serve, args=(theirs, job, limits, is_quiet), daemon=True
-        )
+        self._process = spawn.Process(target=_serve, args=(theirs, job, is_quiet), daemon=True)
         self._process.start()
         theirs.close()
 
-    def answer(self, lines: Sequence[BatchLine]) -> _Answers:
+    def answer(self, items: Sequence[Any]) -> Answers:
         try:
-            self._pipe.send(lines)
+            self._pipe.send(items)
             while True:
                 answer = self._pipe.recv()
                 if answer is None:
@@ -174,12 +181,12 @@ class LocalReplica:
         self._process.join()
 
 
-def _serve(pipe: Connection, job: PromptJob, limits: BatchLimits, is_quiet: bool) -> None:
+def _serve(pipe: Connection, job: ReplicaJob, is_quiet: bool) -> None:
     """Body of a worker's process. Ctrl-C in a terminal reaches all processes; the first one
     decides."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        worker = BatchWorker(job, limits, is_quiet=is_quiet)
+        worker = job.worker(is_quiet=is_quiet)
         while True:
             for answer in worker.answer(pipe.recv()):
                 pipe.send(answer)
@@ -231,36 +238,33 @@ def _check_reachable(address: str) -> None:
         raise ExlError("Ray cannot be reached", where=address, got=str(error)) from error
 
 
-def _ray_replicas(
-    job: PromptJob, limits: BatchLimits, count: int | None, ray: Any
-) -> Iterator[Replica]:
+def _ray_replicas(job: ReplicaJob, count: int | None, ray: Any) -> Iterator[Replica]:
     """Actors of the cluster. Each takes a GPU if the cluster has some, else its share of the CPUs.
     `count` None: one per GPU, or one."""
     owned = ray.cluster_resources()
     gpus = int(owned.get("GPU", 0))
     wanted = count or gpus or 1
     cpus = max(1, int(owned.get("CPU", 1)) // wanted)
-    if not gpus and job.running.threads is None:
-        job = replace(job, running=replace(job.running, threads=cpus))
+    if not gpus:
+        job = job.placed(job.device, job.threads or cpus)
     needs = {"num_gpus": 1} if gpus else {"num_cpus": cpus}
     actor = ray.remote(**needs)(_Actor)
     for number in range(wanted):
-        yield RayReplica(number, ray, actor.remote(job, limits))
+        yield RayReplica(number, ray, actor.remote(job))
 
 
 class _Actor:
     """Body of a Ray actor. The first call opens the model."""
 
-    def __init__(self, job: PromptJob, limits: BatchLimits) -> None:
+    def __init__(self, job: ReplicaJob) -> None:
         self._job = job
-        self._limits = limits
-        self._worker: BatchWorker | None = None
+        self._worker: Worker | None = None
 
-    def answer(self, lines: Sequence[BatchLine]) -> list[tuple[int, Record]] | _Failure:
+    def answer(self, items: Sequence[Any]) -> list[tuple[int, Any]] | _Failure:
         try:
             if self._worker is None:
-                self._worker = BatchWorker(self._job, self._limits, is_quiet=True)
-            return list(self._worker.answer(lines))
+                self._worker = self._job.worker(is_quiet=True)
+            return list(self._worker.answer(items))
         except Exception as error:  # noqa: BLE001 - the first process reports it
             return _Failure.of(error)
 
@@ -273,9 +277,9 @@ class RayReplica:
         self._ray = ray
         self._actor = actor
 
-    def answer(self, lines: Sequence[BatchLine]) -> _Answers:
+    def answer(self, items: Sequence[Any]) -> Answers:
         try:
-            answers = self._ray.get(self._actor.answer.remote(lines))
+            answers = self._ray.get(self._actor.answer.remote(items))
         except self._ray.exceptions.RayError as error:
             raise ReplicaError(self._number, str(error).splitlines()[0]) from error
         if isinstance(answers, _Failure):

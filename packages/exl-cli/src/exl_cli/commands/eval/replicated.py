@@ -1,0 +1,88 @@
+"""Windows of a perplexity that several processes score, each with the whole model.
+
+On the CPU `exl eval` is batch-invariant, so the figures do not depend on the number of replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exl_cli.eval_options import Loading
+from exl_cli.replicas import Answers, Replica, answer_with, opened
+from exl_eval.perplexity import PerplexityOptions, ScoringFacts, WindowScorer
+from exl_eval.texts import Text
+
+FACTS = -1
+"""Item that asks for the `ScoringFacts` instead of the terms of a window."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowJob:
+    """`ReplicaJob` of a text: its items are numbers of windows."""
+
+    loading: Loading
+    spec: str | None
+    text: Text
+    choices: PerplexityOptions
+
+    @property
+    def device(self) -> str:
+        return self.loading.device
+
+    @property
+    def threads(self) -> int | None:
+        return self.loading.threads
+
+    def placed(self, device: str, threads: int | None) -> WindowJob:
+        return replace(self, loading=replace(self.loading, device=device, threads=threads))
+
+    def worker(self, *, is_quiet: bool) -> WindowWorker:
+        loaded = replace(self.loading, is_quiet=is_quiet).load(self.spec)
+        return WindowWorker(WindowScorer(loaded, self.text, self.choices))
+
+
+class WindowWorker:
+    """Terms of windows, as arrays, which other processes can receive."""
+
+    def __init__(self, scorer: WindowScorer) -> None:
+        self._scorer = scorer
+
+    def answer(self, items: Sequence[int]) -> Answers:
+        for number in items:
+            is_facts = number == FACTS
+            yield number, self._scorer.facts if is_facts else self._scorer.score(number).numpy()
+
+
+class ReplicatedScores:
+    """Terms of a text's windows, computed by replicas ahead of the caller."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = replicas
+        ((_, self.facts),) = replicas[0].answer([FACTS])
+        assert isinstance(self.facts, ScoringFacts)
+        self._found: dict[int, Any] = {}
+        self._answers: Answers | None = None
+
+    def score(self, number: int) -> Tensor:
+        """Terms of a window, as `WindowScorer.score`. Windows are asked for in their order; the
+        first call starts all replicas on it and those after it."""
+        if self._answers is None:
+            rest = range(number, len(self.facts.layout.windows))
+            self._answers = answer_with(self._replicas, rest, unit=1)
+        while number not in self._found:
+            index, nll = next(self._answers)
+            self._found[index] = nll
+        return torch.tensor(self._found.pop(number))
+
+
+@contextmanager
+def replicated(job: WindowJob, count: int | None, ray: str | None) -> Iterator[ReplicatedScores]:
+    """Replicas of the job: `count` processes, or actors of the Ray cluster at `ray`."""
+    with opened(job, count, ray, is_quiet=job.loading.is_quiet) as replicas:
+        yield ReplicatedScores(replicas)

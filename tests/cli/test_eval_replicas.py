@@ -1,0 +1,89 @@
+"""`exl eval perplexity` with replicas: the figures of one process, errors, resuming."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.commands import Command
+
+TEXT = "The quick brown fox jumps over the lazy dog. "
+VARYING = ("seconds", "tokens_per_s", "kept_windows")  # fields that depend on the run
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{number}: {TEXT}" for number in range(60)), encoding="utf-8")
+    return path
+
+
+def command(model: Path, text: Path, *args: object) -> list[str]:
+    options = ["--text", text, "--ctx", 64, "-q", "--json", *args]
+    return [sys.executable, "-m", "exl_cli", "eval", "perplexity", *map(str, [model, *options])]
+
+
+def run_apart(*args: Any) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own: Ray starts threads and sockets that outlive a test."""
+    return subprocess.run(command(*args), capture_output=True, text=True, check=False, timeout=120)
+
+
+def figures(out: str) -> dict[str, Any]:
+    return {name: value for name, value in json.loads(out).items() if name not in VARYING}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("place", [(), ("--ray", "local")], ids=["processes", "ray"])
+def test_two_replicas_have_the_figures_of_one_process(
+    place: tuple[str, ...], exl: Command, tiny_llama_dir: Path, text: Path, tmp_path: Path
+) -> None:
+    options = ("--text", text, "--ctx", 64, "-q", "--json")
+    alone = exl("eval", "perplexity", tiny_llama_dir, *options)
+    kept = ("--resume", tmp_path / "kept")
+    done = run_apart(tiny_llama_dir, text, "--replicas", 2, *kept, *place)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert figures(done.stdout) == figures(alone.out)
+    again = exl("eval", "perplexity", tiny_llama_dir, *options, *kept)
+    assert json.loads(again.out)["kept_windows"] == json.loads(alone.out)["windows"]
+    assert figures(again.out) == figures(alone.out)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("place", [(), ("--ray", "local")], ids=["processes", "ray"])
+def test_errors_of_a_replica_arrive(place: tuple[str, ...], text: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    done = run_apart(missing, text, "--replicas", 2, *place)
+    assert done.returncode == 3
+    assert f"{missing}: no such model" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.thorough
+def test_a_killed_replica_ends_the_run_and_keeps_its_windows(
+    tiny_llama_dir: Path, text: Path, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept"
+    args = command(tiny_llama_dir, text, "--replicas", 2, "--resume", kept, "--token-by-token")
+    with subprocess.Popen(args, stderr=subprocess.PIPE, text=True) as run:
+        until = time.monotonic() + 60
+        while not (kept.exists() and len(kept.read_bytes().split(b"\n")) > 3):
+            assert time.monotonic() < until
+            assert run.poll() is None, "it ended before a replica could be killed"
+            time.sleep(0.01)
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        os.kill(int(next(pid for pid in lines if b"spawn_main" in lines[pid])), signal.SIGKILL)
+        _, err = run.communicate(timeout=30)
+    assert run.returncode == 1
+    assert "the process ended with code -9" in err
+    assert err.count("\n") == 1
+    done = run_apart(tiny_llama_dir, text, "--resume", kept, "--token-by-token")
+    assert json.loads(done.stdout)["kept_windows"] > 0
