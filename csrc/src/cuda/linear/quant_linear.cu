@@ -5,7 +5,8 @@
 // Used for   m <= 8, and any m on devices other than compute capability 9.0. There, 9 to 64 rows
 //            have a kernel of their own (quant_small_batch.cu). A launch has at most 32 rows and
 //            reads the weights once. The batch-invariant mode has one kernel and one partition for
-//            every m: on 9.0 the small-batch kernel, elsewhere this one with 8 rows per launch.
+//            every m: on 9.0 the small-batch kernel, and for many rows one with the same partial
+//            sums (quant_many_rows.cu); elsewhere this one with 8 rows per launch.
 // Floor      panels * panel_bytes bytes divided by the memory bandwidth.
 // Mapping    The grid has up to two thread blocks per multiprocessor. They loop over output tiles
 //            (quant_work.cuh). Every warp streams k-tiles through a pipeline of its own

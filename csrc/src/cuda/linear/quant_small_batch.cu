@@ -18,6 +18,7 @@
 //            fit on a multiprocessor: two of one launch, or one of this launch and one of the next.
 #include <algorithm>
 
+#include "cuda/linear/quant_many_rows.cuh"
 #include "cuda/linear/quant_small_batch.cuh"
 #include "cuda/linear/quant_small_batch_tile.cuh"
 
@@ -194,6 +195,21 @@ SmallBatchPart::FirstKTile k_tile_at(
     };
 }
 
+// Size of the largest k-tile of a panel in all parts.
+int max_k_tile_bytes(const ExlQuantLinear& call) {
+    int largest = 0;
+    for (int i = 0; i < call.count; ++i) {
+        const ExlQuantMatrix& w = *call.parts[i];
+        const int scale_bytes = static_cast<int>(scale_bytes_of(w.scale_dtype));
+        const int header_bytes = KTileHeader{scale_bytes, w.offset_kind}.size_bytes();
+        for (const ExlQuantRun* run = w.runs; run < w.runs + w.num_runs; ++run) {
+            const int blocks = run->group_k_tiles > 1 ? 4 : run->last_blocks;
+            largest = std::max(largest, header_bytes + 128 * run->bits * blocks);
+        }
+    }
+    return largest;
+}
+
 // Sets the number of slices and the resulting output tiles. Returns the number of tiles.
 int divide_tiles(SmallBatchArgs& args, int slice_bits) {
     args.slice_bits = slice_bits;
@@ -317,6 +333,9 @@ cudaError_t launch_shape(
         );
         if (failure != cudaSuccess) return failure;
         choose_partition(args, chosen, info.multiprocessors, false);
+        if (!is_by_rows && suits_many_rows(args, info)) {
+            return quant_many_rows(args, max_k_tile_bytes(call), info, stream);
+        }
     } else {
         choose_partition(args, occupancy, info.multiprocessors, kRows <= 32);
     }
