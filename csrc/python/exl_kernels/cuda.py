@@ -25,7 +25,7 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
-ABI = 11
+ABI = 12
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
 OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2}
@@ -129,6 +129,63 @@ class QuantLinear(Structure):
         ("workspace_bytes", c_int64),
         ("inverse_permutation", c_void_p),
         ("is_invariant", c_int32),
+    )
+
+
+class TrellisMatrix(Structure):
+    _fields_ = (
+        ("words", c_void_p),
+        ("suh", c_void_p),
+        ("svh", c_void_p),
+        ("bias", c_void_p),
+        ("k", c_int32),
+        ("n", c_int32),
+        ("in_features", c_int32),
+        ("out_features", c_int32),
+        ("first_in", c_int32),
+        ("first_out", c_int32),
+        ("tile_words", c_int32),
+        ("codebook", c_int32),
+    )
+
+
+class TrellisInputs(Structure):
+    _fields_ = (
+        ("matrix", POINTER(TrellisMatrix)),
+        ("out", c_void_p),
+        ("form", c_int32),
+        ("rows", c_int32),
+    )
+
+
+class TrellisPrepare(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("norm", c_void_p),
+        ("eps", c_float),
+        ("x_dtype", c_int32),
+        ("m", c_int32),
+        ("count", c_int32),
+        ("to", TrellisInputs * MAX_PARTS),
+    )
+
+
+class TrellisLinear(Structure):
+    _fields_ = (
+        ("parts", TrellisInputs * MAX_PARTS),
+        ("sums", c_void_p * MAX_PARTS),
+        ("y", c_void_p),
+        ("y_stride", c_int64),
+        ("count", c_int32),
+        ("m", c_int32),
+        ("y_dtype", c_int32),
+        ("epilogue", c_int32),
+        ("gate", c_int32),
+        ("reserved", c_int32),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_int64),
+        ("next", TrellisInputs),
     )
 
 
@@ -240,6 +297,10 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "quant_embedding": (POINTER(QuantMatrix), _P, _I, _P, _P),
     "prepare": (POINTER(Prepare), _P),
     "quant_linear": (POINTER(QuantLinear), _P),
+    "trellis_pack": (POINTER(TrellisMatrix), _P, _L, _P),
+    "trellis_unpack": (POINTER(TrellisMatrix), _I, _I, _P, _P),
+    "trellis_prepare": (POINTER(TrellisPrepare), _P),
+    "trellis_linear": (POINTER(TrellisLinear), _P),
     "rms_norm": (_P, _I, _L, _P, _F, _I, _I, _P, _I, _L, _P),
     "rms_norm_heads": (_P, _I, _L, _P, _F, _I, _I, _I, _P),
     "rope": (_P, _I, _L, _P, _P, _I, _I, _I, _I, _P),
@@ -253,6 +314,8 @@ _CALLS: dict[str, tuple[object, ...]] = {
 # Operand types of the functions that return a size in bytes.
 _SIZES: dict[str, tuple[object, ...]] = {
     "quant_linear_workspace": (_I, _I),
+    "trellis_inputs_bytes": (_I, _I, _I),
+    "trellis_linear_workspace": (_I, _I),
     "attention_workspace": (_I, _I),
     "sample_workspace": (_I, _I),
 }
@@ -273,6 +336,7 @@ class CudaLibrary:
         self._declare("error_text", c_char_p, (c_int,))
         self._declare("versions", c_int, (POINTER(c_int), POINTER(c_int)))
         self._declare("max_prepared_rows", c_int, (POINTER(c_int),))
+        self._declare("trellis_max_rows", c_int, (POINTER(c_int),))
         self._declare("least_rows", c_int, (c_int32, POINTER(c_int)))
         self._declare("architectures", c_char_p, ())
         if self.abi != ABI:
@@ -297,6 +361,12 @@ class CudaLibrary:
         """Most rows that a gated linear can store as prepared inputs on the current device."""
         rows = c_int(0)
         self._check("max_prepared_rows", self._library.exl_cuda_max_prepared_rows(byref(rows)))
+        return rows.value
+
+    def trellis_max_rows(self) -> int:
+        """Most rows for which kernels read trellis codes on the current device."""
+        rows = c_int(0)
+        self._check("trellis_max_rows", self._library.exl_cuda_trellis_max_rows(byref(rows)))
         return rows.value
 
     def least_rows(self, *, has_integers: bool) -> int:

@@ -29,6 +29,7 @@ from exl_core.ops.attention import (
 )
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.matmul import CudaInputs, Linears
+from exl_core.ops.backends.cuda.trellis import CudaTrellisInputs
 from exl_core.ops.cache_rows import head_dim_of, queries_of
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.linear import Inputs
@@ -326,8 +327,8 @@ class CudaAttentionOps:
             sinks=sinks,
             to=to if writes_to_out else None,
         )
-        if to is not None and not writes_to_out:
-            self._linears.prepare_for(to, qkv[:, : to.features])
+        if isinstance(result, CudaInputs | CudaTrellisInputs) and not writes_to_out:
+            self._linears.prepare_for(result, qkv[:, : result.features])
         return result
 
 

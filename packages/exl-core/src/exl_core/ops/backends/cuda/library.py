@@ -26,7 +26,8 @@ class Gpu:
     """Calls the library on torch's current stream. The host does not synchronize.
 
     `max_prepared_rows` is the largest number of rows for which a kernel can write its result as
-    prepared inputs of the next linear. `is_invariant` selects the batch-invariant mode.
+    prepared inputs of the next linear, and `trellis_max_rows` that for which kernels read trellis
+    codes. `is_invariant` selects the batch-invariant mode.
     """
 
     def __init__(self, device: torch.device, *, is_invariant: bool = False) -> None:
@@ -38,6 +39,7 @@ class Gpu:
             self.max_prepared_rows = self._library.max_prepared_rows()
             self._least_rows = self._library.least_rows(has_integers=True)
             self._least_other_rows = self._library.least_rows(has_integers=False)
+            self.trellis_max_rows = self._library.trellis_max_rows()
         self._workspaces: dict[str, Tensor] = {}
         self._retired: list[Tensor] = []
 
@@ -55,6 +57,10 @@ class Gpu:
             return
         with torch.cuda.device(self.device):  # a kernel is launched on the current device
             self._library.call(name, *operands, stream)
+
+    def size(self, name: str, *operands: int) -> int:
+        """Size in bytes that `exl_cuda_<name>` returns."""
+        return self._library.size(name, *operands)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)

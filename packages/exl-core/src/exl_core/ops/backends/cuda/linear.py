@@ -10,7 +10,8 @@ from torch import Tensor
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.matmul import CudaInputs, CudaJoined, CudaLinear, Linears, parts_of
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
-from exl_core.ops.checks import no_trellis
+from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs
+from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.weights import (
@@ -40,7 +41,7 @@ class CudaLinearOps:
             case GroupedColumns():
                 cast(CudaQuantLinear, w).fill(first_column, columns)
             case TrellisColumns():
-                raise no_trellis("CUDA")
+                cast(CudaTrellis, w).fill(first_column, columns)
 
     def join(self, parts: Sequence[PackedLinear]) -> PackedLinear:
         return CudaJoined(tuple(part for w in parts for part in parts_of(w)))
@@ -54,7 +55,7 @@ class CudaLinearOps:
         return self._linears.inputs_for(w, plain.shape[0]) or plain
 
     def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> Tensor:
-        if isinstance(x, CudaInputs):
+        if isinstance(x, CudaInputs | CudaTrellisInputs):
             self._linears.multiply_prepared(x, residual)
         else:
             self._linears.multiply(cast(Tensor, x), w, residual, is_added=True)
@@ -73,13 +74,16 @@ class CudaLinearOps:
     ) -> Inputs:
         if out is None:
             out = self._gpu.empty(x.shape[0], w.out_features // 2)
-        self._linears.multiply_gated(x, w, cast(Tensor | CudaInputs, out), norm, kind)
+        to = cast(Tensor | CudaInputs | CudaTrellisInputs, out)
+        self._linears.multiply_gated(x, w, to, norm, kind)
         return out
 
     def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
         rows = token_ids.shape[0]
         out = self._gpu.empty(rows, w.in_features)
         (part,) = parts_of(w)
+        if isinstance(part, CudaTrellis):
+            raise OpInputError("embedding: w (expected no trellis codes)")
         if rows == 0:
             return out
         ids, to = token_ids.data_ptr(), out.data_ptr()

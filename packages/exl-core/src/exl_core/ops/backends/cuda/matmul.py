@@ -18,7 +18,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import cast
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -27,8 +27,9 @@ from exl_core.errors import BackendError
 from exl_core.ops.backends.cuda.library import FIXED_ROWS, TYPES, Gpu
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
 from exl_core.ops.backends.cuda.slices import Slices
+from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, Trellis, is_pair
 from exl_core.ops.backends.cuda.upload import upload
-from exl_core.ops.checks import OpInputError, no_trellis
+from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import DenseLinear, PackedLinear
 from exl_core.ops.weights import (
@@ -55,7 +56,7 @@ class CudaLinear(DenseLinear):
     __slots__ = ()
 
 
-Part = CudaLinear | CudaQuantLinear
+Part = CudaLinear | CudaQuantLinear | CudaTrellis
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,12 +114,13 @@ class Linears:
         self._gpu = gpu
         self._max_n = 1
         self._slices = Slices(gpu)
+        self._trellis = Trellis(gpu, self._slices)
 
     def begin_pass(self) -> None:
         """Starts a pass: `CudaTable.attention_batch` calls this before its first product."""
         self._slices.begin_pass()
 
-    def new(self, layout: WeightLayout, on_host: bool) -> CudaLinear | CudaQuantLinear:
+    def new(self, layout: WeightLayout, on_host: bool) -> Part:
         match layout:
             case DenseLayout():
                 return self._new_dense(layout, on_host)
@@ -126,7 +128,9 @@ class Linears:
                 self._max_n = max(self._max_n, layout.out_features)
                 return CudaQuantLinear(layout, self._gpu, on_host=on_host)
             case TrellisLayout():
-                raise no_trellis("CUDA")
+                if on_host:
+                    raise OpInputError("new_linear: no embedding has trellis codes")
+                return self._trellis.new(layout)
 
     def _new_dense(self, layout: DenseLayout, on_host: bool) -> CudaLinear:
         """Weights in float16, whatever the layout's dtype.
@@ -158,9 +162,11 @@ class Linears:
         if w.bias is not None and bias is not None:
             w.bias[rows].copy_(bias)
 
-    def inputs_for(self, w: PackedLinear, rows: int) -> CudaInputs | None:
+    def inputs_for(self, w: PackedLinear, rows: int) -> CudaInputs | CudaTrellisInputs | None:
         """Buffer for prepared inputs of `w`, or None if kernels cannot write to it directly."""
         part, *others = parts_of(w)
+        if not others and isinstance(part, CudaTrellis):
+            return self._trellis.inputs_for(part, rows) if self._trellis.takes(rows) else None
         if others or not isinstance(part, CudaQuantLinear) or part.inverse_permutation is None:
             return None
         least = self._gpu.least_rows(has_integers=part.has_integers)
@@ -170,8 +176,11 @@ class Linears:
         halves = cuda.prepared_halves(rows, part.num_blocks)
         return CudaInputs(part, rows, self._gpu.empty(halves, dtype=torch.float16))
 
-    def multiply_prepared(self, x: CudaInputs, residual: Tensor) -> None:
+    def multiply_prepared(self, x: CudaInputs | CudaTrellisInputs, residual: Tensor) -> None:
         """residual [m, n] float32 += x @ w."""
+        if isinstance(x, CudaTrellisInputs):
+            self._trellis.multiply_prepared(x, residual)
+            return
         args = self._new_arguments((x.w,), residual, cuda.ADD)
         args.inputs[0], args.is_by_rows = x.memory.data_ptr(), x.is_by_rows
         self._gpu.call("quant_linear", args)
@@ -189,6 +198,9 @@ class Linears:
         if x.shape[0] == 0:
             return
         parts = parts_of(w)
+        if _are_trellis(parts):
+            self._trellis.multiply(x, parts, out, norm=norm, is_added=is_added)
+            return
         quantized = _all_quantized(parts)
         most = self._max_direct_rows(parts)
         is_direct = x.shape[0] <= most
@@ -202,11 +214,13 @@ class Linears:
             return
         halves = self._as_float16(x, norm)
         first = 0
-        for is_quantized, group in groupby(parts, lambda part: isinstance(part, CudaQuantLinear)):
+        for kind, group in groupby(parts, type):
             same_kind = tuple(group)
             last = first + sum(part.out_features for part in same_kind)
             columns = out[:, first:last]
-            if not is_quantized:
+            if _are_trellis(same_kind):
+                self._trellis.multiply(halves, same_kind, columns, is_added=is_added)
+            elif kind is CudaLinear:
                 self._multiply_dense(halves, same_kind, columns, is_added)
             elif is_direct:
                 for part, own in _split(same_kind, columns):
@@ -220,23 +234,35 @@ class Linears:
             first = last
 
     def multiply_gated(
-        self, x: Tensor, w: PackedLinear, out: Tensor | CudaInputs, norm: RmsNorm, kind: GateKind
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        out: Tensor | CudaInputs | CudaTrellisInputs,
+        norm: RmsNorm,
+        kind: GateKind,
     ) -> None:
         """out [m, n / 2] = act(gate) * up, where rms_norm(x) @ w is gate and up side by side."""
         rows, columns = x.shape[0], w.out_features // 2
         if rows == 0:
             return
-        quantized = _all_quantized(parts_of(w))
-        is_pair = quantized is not None and [p.out_features for p in quantized] == [columns] * 2
-        if quantized is not None and is_pair and rows <= self._max_direct_rows(quantized):
-            self._multiply_codes(x, quantized, out, norm=norm, epilogue=cuda.GATED, gate=kind)
+        parts = parts_of(w)
+        if _are_trellis(parts) and is_pair(parts) and not isinstance(out, CudaInputs):
+            self._trellis.multiply_gated(x, parts, out, norm, kind)
             return
-        if isinstance(out, CudaInputs):
+        quantized = _all_quantized(parts)
+        are_halves = quantized is not None and [p.out_features for p in quantized] == [columns] * 2
+        is_direct = quantized is not None and rows <= self._max_direct_rows(quantized)
+        is_own = not isinstance(out, CudaTrellisInputs)
+        if quantized is not None and are_halves and is_direct and is_own:
+            own = cast(Tensor | CudaInputs, out)
+            self._multiply_codes(x, quantized, own, norm=norm, epilogue=cuda.GATED, gate=kind)
+            return
+        if isinstance(out, CudaInputs | CudaTrellisInputs):
             halves = self._gpu.empty(rows, columns, dtype=torch.float16)
             self.multiply_gated(x, w, halves, norm, kind)
             self.prepare_for(out, halves)
             return
-        if self._gpu.is_invariant and quantized is not None and is_pair:
+        if self._gpu.is_invariant and quantized is not None and are_halves:
             most = self._max_direct_rows(quantized)
             for one, results in zip(torch.split(x, most), torch.split(out, most), strict=True):
                 self.multiply_gated(one, w, results, norm, kind)
@@ -288,7 +314,10 @@ class Linears:
         gpu.call("prepare", prepare)
         gpu.call("quant_linear", args)
 
-    def prepare_for(self, to: CudaInputs, x: Tensor) -> None:
+    def prepare_for(self, to: CudaInputs | CudaTrellisInputs, x: Tensor) -> None:
+        if isinstance(to, CudaTrellisInputs):
+            self._trellis.prepare(x, None, [to])
+            return
         prepare = _prepare(x, None)
         to.is_by_rows = False
         prepare.to[0] = to.target
@@ -393,6 +422,10 @@ def _unpack(parts: Sequence[CudaQuantLinear], first: int, last: int, dense: Tens
             width = inner[1] - inner[0]
             part.unpack(inner[0], width, dense[:, offset : offset + width])
         start += part.out_features
+
+
+def _are_trellis(parts: tuple[Part, ...]) -> TypeGuard[tuple[CudaTrellis, ...]]:
+    return all(isinstance(part, CudaTrellis) for part in parts)
 
 
 def _all_quantized(parts: Sequence[Part]) -> tuple[CudaQuantLinear, ...] | None:

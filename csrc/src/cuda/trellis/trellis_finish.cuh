@@ -1,0 +1,43 @@
+// Arguments of the finish kernel (trellis_finish.cu).
+#pragma once
+
+#include "cuda/trellis/trellis_rows.cuh"
+#include "cuda/trellis/trellis_work.cuh"
+
+namespace exl::cuda::trellis {
+
+// Where the sums of a matrix are.
+struct Sums {
+    const void* from;   // float32 slots of a launch, or float16 [m, n]
+    Division division;  // of slots
+    uint32_t first_group;
+    int columns;  // of a slot; 0: float16 [m, n]
+    int rows;     // of a slot
+};
+
+struct FinishPart {
+    Sums sums;
+    const __half* svh;
+    const float* bias;
+    int n, first_out, out_features;
+    int first_block;  // of all parts
+    int y_column;
+};
+
+struct FinishArgs {
+    FinishPart parts[EXL_TRELLIS_MAX_PARTS];
+    void* y;
+    int64_t y_stride;
+    int y_dtype;
+    int count;
+    int m;
+    int first_row;  // of a chunk, in `next`
+    int epilogue, gate;
+    int blocks;  // tasks per row
+    bool has_next;
+    Target next;
+};
+
+cudaError_t launch_finish(const FinishArgs& args, void* stream);
+
+}  // namespace exl::cuda::trellis

@@ -1,0 +1,301 @@
+"""Matrices of trellis codes (EXL3) on the GPU, and their products.
+
+A matrix is rotated on both sides. Its inputs are therefore prepared by one kernel (norm, factors,
+Hadamard transform), multiplied with the rotated matrix by another, and a third transforms the sums
+into results. Up to `exl_cuda_trellis_max_rows` rows, the product reads the codes: the decode kernel
+up to 8 rows, or the small-batch kernel. With more rows the rotated matrix is decoded to float16 in
+slices of columns, which torch multiplies. `exl/cuda/trellis.h` has the forms of prepared inputs.
+
+In the batch-invariant mode the small-batch kernel takes any number of rows. Devices without enough
+shared memory for it take 8 rows at a time instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.slices import Slices
+from exl_core.ops.backends.cuda.upload import upload
+from exl_core.ops.backends.reference.trellis import check_trellis_columns, check_trellis_layout
+from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.weights import HADAMARD, TILE, TrellisColumns, TrellisLayout
+from exl_kernels import cuda
+
+DECODE_ROWS = 8
+"""Largest number of rows of the decode kernel."""
+
+SCRATCH_HALVES = 48 << 20
+"""Largest slice of decoded weights, in float16 numbers. There are two such buffers."""
+
+FORMS = {"integers": 0, "halves": 1, "plain": 2}
+CODEBOOKS = {"3inst": 0, "mcg": 1, "mul1": 2}
+
+
+class CudaTrellis:
+    """A matrix of trellis codes on the GPU (`PackedLinear`).
+
+    `matrix` is the struct that kernels take. It points into tensors that this object owns.
+    """
+
+    def __init__(self, layout: TrellisLayout, gpu: Gpu) -> None:
+        check_trellis_layout(layout)
+        self.layout = layout
+        self._gpu = gpu
+        tiles = layout.stored_in // TILE * (layout.stored_out // TILE)
+        self._words = gpu.empty(tiles * layout.tile_words, dtype=torch.int16)
+        self._in_scales = gpu.empty(layout.stored_in, dtype=torch.float16)
+        self._out_scales = gpu.empty(layout.stored_out, dtype=torch.float16)
+        self.bias = gpu.empty(layout.out_features) if layout.has_bias else None
+        self.matrix = cuda.TrellisMatrix(
+            words=self._words.data_ptr(),
+            suh=self._in_scales.data_ptr(),
+            svh=self._out_scales.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            k=layout.stored_in,
+            n=layout.stored_out,
+            in_features=layout.in_features,
+            out_features=layout.out_features,
+            first_in=layout.first_in,
+            first_out=layout.first_out,
+            tile_words=layout.tile_words,
+            codebook=CODEBOOKS[layout.codebook],
+        )
+
+    @property
+    def out_features(self) -> int:
+        return self.layout.out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.layout.in_features
+
+    @property
+    def size_bytes(self) -> int:
+        held = (self._words, self._in_scales, self._out_scales, self.bias)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    def fill(self, first_column: int, columns: TrellisColumns) -> None:
+        """Repacks all columns. The operands may be on the CPU or the GPU."""
+        check_trellis_columns(self.layout, first_column, columns)
+        device = self._gpu.device
+        words = upload(columns.words, device)
+        if words.stride()[1:] != (self.layout.tile_words, 1):
+            words = words.contiguous()
+        self._gpu.call("trellis_pack", self.matrix, words.data_ptr(), words.stride(0))
+        self._in_scales.copy_(upload(columns.in_scales, device))
+        self._out_scales.copy_(upload(columns.out_scales, device))
+        if self.bias is not None and columns.bias is not None:
+            self.bias.copy_(upload(columns.bias, device))
+
+    def unpack(self, first: int, columns: int, out: Tensor) -> None:
+        """Decodes columns of the rotated matrix: out float16 [columns, k] without gaps.
+
+        The order of the k is that of plain prepared inputs. `first` and `columns` are multiples of
+        64.
+        """
+        self._gpu.call("trellis_unpack", self.matrix, first, columns, out.data_ptr())
+
+
+@dataclass(slots=True, eq=False)
+class CudaTrellisInputs:
+    """Prepared inputs of one matrix of trellis codes, in a form of `exl/cuda/trellis.h`."""
+
+    w: CudaTrellis
+    rows: int
+    form: int
+    form_rows: int  # rows that the form has space for
+    memory: Tensor
+
+    @property
+    def features(self) -> int:
+        return self.w.in_features
+
+    @property
+    def operand(self) -> cuda.TrellisInputs:
+        return cuda.TrellisInputs(
+            matrix=ctypes.pointer(self.w.matrix),
+            out=self.memory.data_ptr(),
+            form=self.form,
+            rows=self.form_rows,
+        )
+
+
+class Trellis:
+    """Products with matrices of trellis codes on one GPU."""
+
+    def __init__(self, gpu: Gpu, slices: Slices) -> None:
+        self._gpu = gpu
+        self._slices = slices
+        self._max_rows = gpu.trellis_max_rows
+        self._max_n = 1
+
+    def new(self, layout: TrellisLayout) -> CudaTrellis:
+        self._max_n = max(self._max_n, layout.stored_out)
+        return CudaTrellis(layout, self._gpu)
+
+    def takes(self, rows: int) -> bool:
+        """Whether `inputs_for` has a form for so many rows."""
+        return rows > 0 and (rows <= self._max_rows or not self._gpu.is_invariant)
+
+    def inputs_for(self, w: CudaTrellis, rows: int) -> CudaTrellisInputs:
+        """Buffer for prepared inputs of `w`."""
+        form, form_rows = "plain", rows
+        if rows <= self._max_rows:
+            form = "halves"
+            if self._gpu.is_invariant and self._max_rows > DECODE_ROWS:
+                form_rows = max(rows, DECODE_ROWS + 1)
+            elif rows <= DECODE_ROWS and w.layout.codebook == "mul1":
+                form = "integers"
+        number = FORMS[form]
+        size = self._gpu.size("trellis_inputs_bytes", number, form_rows, w.layout.stored_in)
+        memory = self._gpu.empty(size, dtype=torch.uint8)
+        return CudaTrellisInputs(w, rows, number, form_rows, memory)
+
+    def prepare(self, x: Tensor, norm: RmsNorm | None, inputs: Sequence[CudaTrellisInputs]) -> None:
+        """Fills up to three prepared inputs from x [m, k] strided rows, float32 or float16."""
+        args = cuda.TrellisPrepare(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            x_dtype=TYPES[x.dtype],
+            m=x.shape[0],
+            count=len(inputs),
+        )
+        if norm is not None:
+            args.norm, args.eps = norm.weight.data_ptr(), norm.eps
+        for i, one in enumerate(inputs):
+            args.to[i] = one.operand
+        self._gpu.call("trellis_prepare", args)
+
+    def multiply(
+        self,
+        x: Tensor,
+        parts: Sequence[CudaTrellis],
+        out: Tensor,
+        *,
+        norm: RmsNorm | None = None,
+        is_added: bool = False,
+    ) -> None:
+        """out [m, n] = x [m, k] @ parts. With `is_added`, adds to `out`, which is float32 then."""
+        for rows in self._chunks(x.shape[0]):
+            first = 0
+            for group in _groups(parts):
+                last = first + sum(part.out_features for part in group)
+                inputs = [self.inputs_for(part, rows.stop - rows.start) for part in group]
+                self.prepare(x[rows], norm, inputs)
+                epilogue = cuda.ADD if is_added else cuda.STORE
+                self._launch(inputs, out[rows, first:last], epilogue)
+                first = last
+
+    def multiply_prepared(self, x: CudaTrellisInputs, residual: Tensor) -> None:
+        """residual [m, n] float32 += x @ w."""
+        self._launch([x], residual, cuda.ADD)
+
+    def multiply_gated(
+        self,
+        x: Tensor,
+        parts: Sequence[CudaTrellis],
+        out: Tensor | CudaTrellisInputs,
+        norm: RmsNorm | None,
+        kind: GateKind,
+    ) -> None:
+        """out [m, n] = act(gate) * up for two parts that `is_pair` accepts."""
+        if isinstance(out, CudaTrellisInputs):
+            if _can_follow(out.w.layout, parts[0].layout) and len(self._chunks(out.rows)) == 1:
+                inputs = [self.inputs_for(part, out.rows) for part in parts]
+                self.prepare(x, norm, inputs)
+                self._launch(inputs, None, cuda.GATED, kind, out)
+                return
+            halves = self._gpu.empty(out.rows, parts[0].out_features, dtype=torch.float16)
+            self.multiply_gated(x, parts, halves, norm, kind)
+            self.prepare(halves, None, [out])
+            return
+        for rows in self._chunks(x.shape[0]):
+            inputs = [self.inputs_for(part, rows.stop - rows.start) for part in parts]
+            self.prepare(x[rows], norm, inputs)
+            self._launch(inputs, out[rows], cuda.GATED, kind)
+
+    def _chunks(self, rows: int) -> list[slice]:
+        """Ranges of rows that are multiplied on their own: all, except in the invariant mode."""
+        step = self._max_rows if self._gpu.is_invariant else max(rows, 1)
+        return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+    def _launch(
+        self,
+        inputs: Sequence[CudaTrellisInputs],
+        out: Tensor | None,
+        epilogue: int,
+        gate: GateKind = "silu",
+        to: CudaTrellisInputs | None = None,
+    ) -> None:
+        first = inputs[0]
+        args = cuda.TrellisLinear(
+            count=len(inputs), m=first.rows, epilogue=epilogue, gate=cuda.GATES[gate]
+        )
+        if out is not None:
+            args.y, args.y_stride, args.y_dtype = out.data_ptr(), out.stride(0), TYPES[out.dtype]
+        if to is not None:
+            args.next = to.operand
+        held = []  # tensors that must live until the launch
+        for i, one in enumerate(inputs):
+            args.parts[i] = one.operand
+            if one.form == FORMS["plain"]:
+                held.append(self._product(one))
+                args.sums[i] = held[-1].data_ptr()
+        if not held:
+            n = max(self._max_n, sum(one.w.layout.stored_out for one in inputs))
+            rows = first.form_rows if first.form_rows <= DECODE_ROWS else self._max_rows
+            workspace = self._gpu.workspace("trellis_linear", n, rows)
+            args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
+        self._gpu.call("trellis_linear", args)
+
+    def _product(self, x: CudaTrellisInputs) -> Tensor:
+        """Plain inputs times the rotated matrix, float16 [m, n].
+
+        The next slice of the matrix is decoded on a second stream during the product of the current
+        one.
+        """
+        k, n = x.w.layout.stored_in, x.w.layout.stored_out
+        halves = x.memory.view(torch.float16).view(x.rows, k)
+        sums = self._gpu.empty(x.rows, n, dtype=torch.float16)
+        count = -(-n * k // SCRATCH_HALVES)
+        width = -(-n // count // HADAMARD) * HADAMARD
+        for first in range(0, n, width):
+            last = min(first + width, n)
+            with self._slices.next((last - first) * k) as slice_:
+                dense = slice_.memory.view(last - first, k)
+                with slice_.filling():
+                    x.w.unpack(first, last - first, dense)
+                torch.mm(halves, dense.T, out=sums[:, first:last])
+        return sums
+
+
+def is_pair(parts: Sequence[CudaTrellis]) -> bool:
+    """Whether these are gate and up, whose results one kernel can combine."""
+    if len(parts) != 2:
+        return False
+    a, b = (part.layout for part in parts)
+    sizes = [(one.out_features, one.first_out, one.stored_in) for one in (a, b)]
+    return sizes[0] == sizes[1]
+
+
+def _can_follow(after: TrellisLayout, before: TrellisLayout) -> bool:
+    """Whether outputs of `before` have the places in blocks of 128 that `after` expects."""
+    return (after.in_features, after.first_in) == (before.out_features, before.first_out)
+
+
+def _groups(parts: Sequence[CudaTrellis]) -> Iterator[list[CudaTrellis]]:
+    """Successive parts that one call multiplies."""
+    group: list[CudaTrellis] = []
+    for part in parts:
+        is_alike = not group or group[0].layout.stored_in == part.layout.stored_in
+        if len(group) == cuda.MAX_PARTS or not is_alike:
+            yield group
+            group = []
+        group.append(part)
+    yield group

@@ -1,0 +1,221 @@
+"""Linears with trellis codes on the GPU, against float64: rates, codebooks, rows, joined parts.
+
+Up to 8 rows there is the decode kernel, whose inputs are integers (mul1) or float16 numbers. Up to
+`trellis_max_rows` rows there is the small-batch kernel. Beyond that, torch multiplies with decoded
+matrices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from kernel_support import assert_norm_within, normal
+from kernel_support import packed as dense_packed
+from torch import Tensor
+
+from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.linear import PackedLinear
+from exl_core.ops.table import OpTable
+from exl_core.ops.weights import Codebook, TrellisLayout
+from support.trellis import RATES, Exl3Layer, random_exl3
+
+BOOKS = [
+    (rate, book)
+    for book in ("mul1", "mcg", "3inst")
+    for rate in RATES
+    if book == "mul1" or rate == int(rate)
+]
+EPS = 1e-5
+
+BOUND = 6e-4
+"""Bound of the error relative to the result's norm. Inputs are rounded to float16: 2^-11 / sqrt(3)
+of the value, or less. The codebook's own rounding to float16, 2.3e-4 of the RMS of the weights, may
+be left out. Products of many rows are rounded to float16 before their transform."""
+
+ROWS = (1, 2, 4, 5, 8, 9, 31, 33, 96, 97)
+
+
+def packed(
+    table: OpTable, layer: Exl3Layer, bias: Tensor | None = None, **part: Any
+) -> tuple[PackedLinear, Tensor]:
+    """The layer in the table, and its exact weights [in, out]. `part`: fields of the layout."""
+    weights = layer.dense()
+    columns, rows = weights.shape[1], weights.shape[0]
+    layout = replace(layer.layout(columns, rows), has_bias=bias is not None, **part)
+    w = table.new_linear(layout)
+    table.fill_linear(w, 0, layer.columns(bias))
+    rows_in = slice(layout.first_in, layout.first_in + layout.in_features)
+    columns_out = slice(layout.first_out, layout.first_out + layout.out_features)
+    return w, weights[rows_in, columns_out]
+
+
+@pytest.mark.parametrize(("rate", "book"), BOOKS)
+def test_each_rate_and_codebook(
+    gpu_table: OpTable, rng: torch.Generator, rate: float, book: Codebook
+) -> None:
+    layer = random_exl3(int(16 * rate), rate, book, rows=384, columns=256)
+    w, weights = packed(gpu_table, layer)
+    for rows in ROWS:
+        x = normal(rng, rows, 384)
+        assert_norm_within(gpu_table.linear(x, w), x.double() @ weights, BOUND)
+
+
+@pytest.mark.parametrize("book", ["mul1", "mcg"])
+@pytest.mark.parametrize(("k", "n"), [(128, 128), (128, 1408), (2048, 128), (4096, 640)])
+def test_shapes_that_divide_unequally(
+    *, gpu_table: OpTable, rng: torch.Generator, book: Codebook, k: int, n: int
+) -> None:
+    w, weights = packed(gpu_table, random_exl3(k + n, 3, book, rows=k, columns=n))
+    for rows in (1, 3, 7, 20, 130):
+        x = normal(rng, rows, k)
+        assert_norm_within(gpu_table.linear(x, w), x.double() @ weights, BOUND)
+
+
+@pytest.mark.parametrize("book", ["mul1", "3inst"])
+def test_parts_of_a_matrix_and_biases(
+    gpu_table: OpTable, rng: torch.Generator, book: Codebook
+) -> None:
+    layer = random_exl3(5, 4, book, rows=384, columns=512)
+    bias = normal(rng, 301)
+    part = {"first_in": 37, "in_features": 300, "first_out": 100, "out_features": 301}
+    w, weights = packed(gpu_table, layer, bias, **part)
+    for rows in (1, 6, 12, 40, 120):
+        x = normal(rng, rows, 300)
+        exact = x.double() @ weights + bias.double()
+        assert_norm_within(gpu_table.linear(x, w), exact, BOUND)
+
+
+def test_inputs_of_different_sizes_in_a_row(gpu_table: OpTable, rng: torch.Generator) -> None:
+    """Integers have one scale per block of 128: a large block does not coarsen the others."""
+    w, weights = packed(gpu_table, random_exl3(6, 4, rows=512, columns=256))
+    x = normal(rng, 2, 512)
+    x[:, :128] *= 1000
+    rest = x.clone()
+    rest[:, :128] = 0
+    got = gpu_table.linear(x, w) - gpu_table.linear(x - rest, w)
+    exact = rest.double() @ weights
+    assert (got - exact).norm() <= 1e-2 * exact.norm()
+    x[1, 5] = torch.nan
+    y = gpu_table.linear(x, w)
+    assert y[0].isfinite().all() and y[1].isnan().all()
+    assert not gpu_table.linear(torch.zeros(3, 512), w).any()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 20, 100])
+def test_joined_parts_of_other_rates_and_codebooks(
+    gpu_table: OpTable, rng: torch.Generator, rows: int
+) -> None:
+    layers = [
+        random_exl3(1, 4, "mul1", rows=256, columns=384),
+        random_exl3(2, 4, "mul1", rows=256, columns=128),
+        random_exl3(3, 3, "mcg", rows=256, columns=128),
+        random_exl3(4, 2.5, "mul1", rows=256, columns=256),
+    ]
+    parts = [packed(gpu_table, layer) for layer in layers]
+    weights = torch.cat([exact for _, exact in parts], 1)
+    x, residual = normal(rng, rows, 256), normal(rng, rows, weights.shape[1])
+    norm = RmsNorm(normal(rng, 256) + 1, EPS)
+    normed = torch.nn.functional.rms_norm(x.double(), (256,), norm.weight.double(), EPS)
+    w = gpu_table.join([part for part, _ in parts])
+    assert_norm_within(gpu_table.linear(x, w), x.double() @ weights, BOUND)
+    assert_norm_within(gpu_table.norm_linear(x, norm, w), normed @ weights, BOUND)
+    exact = residual.double() + x.double() @ weights
+    assert_norm_within(gpu_table.linear_add_(x, w, residual), exact, BOUND)
+    halves = torch.empty(rows, weights.shape[1], dtype=torch.float16)
+    got = gpu_table.norm_linear(x, norm, w, halves)
+    assert_norm_within(got, normed @ weights, 2 * BOUND)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("rows", [1, 4, 8, 9, 32, 70, 97, 300])
+@pytest.mark.parametrize("book", ["mul1", "mcg"])
+def test_an_mlp(
+    *, gpu_table: OpTable, rng: torch.Generator, rows: int, kind: GateKind, book: Codebook
+) -> None:
+    """Gated products store prepared inputs of the next matrix."""
+    gate, up = (packed(gpu_table, random_exl3(i, 4, book, rows=256, columns=640)) for i in (1, 2))
+    down, narrow = packed(gpu_table, random_exl3(3, 3, book, rows=640, columns=256))
+    x, residual = normal(rng, rows, 256), normal(rng, rows, 256)
+    norm = RmsNorm(normal(rng, 256) * 0.02, EPS)
+    normed = torch.nn.functional.rms_norm(x.double(), (256,), norm.weight.double(), EPS)
+    a, b = normed @ gate[1], normed @ up[1]
+    act = torch.nn.functional.silu if kind == "silu" else _gelu
+    h = act(a) * b
+    w = gpu_table.join([gate[0], up[0]])
+    plain = torch.empty(rows, 640, dtype=torch.float16)
+    got = cast(Tensor, gpu_table.norm_gated_linear(x, norm, w, kind, plain))
+    assert_norm_within(got, h, 4 * BOUND)
+    inputs = gpu_table.inputs_for(down, plain)
+    assert not isinstance(inputs, Tensor)
+    result = gpu_table.norm_gated_linear(x, norm, w, kind, inputs)
+    y = gpu_table.linear_add_(result, down, residual.clone())
+    assert_norm_within(y - residual, h @ narrow, 6 * BOUND)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize("rows", [2, 11, 33, 150])
+def test_matrices_of_other_kinds_are_joined(
+    gpu_table: OpTable, rng: torch.Generator, rows: int
+) -> None:
+    own, weights = packed(gpu_table, random_exl3(9, 4, rows=256, columns=256))
+    plain = normal(rng, 64, 256)
+    w = gpu_table.join([own, dense_packed(gpu_table, plain)])
+    x = normal(rng, rows, 256)
+    exact = torch.cat([x.double() @ weights, x.double() @ plain.double().T], 1)
+    assert_norm_within(gpu_table.linear(x, w), exact, BOUND)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 9, 64, 97])
+def test_a_captured_graph_gives_the_same_bits(gpu_table: OpTable, rows: int) -> None:
+    table = cast(Any, gpu_table).on_device
+    gate, up = (packed(gpu_table, random_exl3(i, 4, rows=256, columns=512))[0] for i in (1, 2))
+    down, _ = packed(gpu_table, random_exl3(3, 3, rows=512, columns=256))
+    w = table.join([gate, up])
+    x = torch.randn(rows, 256, device=table.device)
+    norm = RmsNorm(torch.full((256,), 0.02, device=table.device), EPS)
+    plain = torch.empty(rows, 512, dtype=torch.float16, device=table.device)
+
+    def run() -> Tensor:
+        h = table.norm_gated_linear(x, norm, w, "silu", table.inputs_for(down, plain))
+        y: Tensor = table.linear_add_(h, down, x.clone())
+        return y
+
+    table._linears.begin_pass()
+    first = run()
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = run()
+    torch.cuda.current_stream().wait_stream(stream)
+    for _ in range(3):
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, first)
+
+
+@pytest.mark.parametrize("book", ["mul1", "mcg"])
+def test_rows_do_not_depend_on_the_batch(
+    invariant_table: OpTable, rng: torch.Generator, book: Codebook
+) -> None:
+    if not invariant_table.name.startswith("cuda"):
+        pytest.skip("a test of the GPU")
+    w, weights = packed(invariant_table, random_exl3(7, 4, book, rows=512, columns=384))
+    x = normal(rng, 230, 512)
+    all_rows = invariant_table.linear(x, w)
+    assert_norm_within(all_rows, x.double() @ weights, BOUND)
+    for first, last in ((0, 1), (0, 8), (3, 20), (100, 196), (5, 200)):
+        assert torch.equal(invariant_table.linear(x[first:last], w), all_rows[first:last])
+
+
+def test_an_embedding_is_refused(gpu_table: OpTable) -> None:
+    with pytest.raises(ValueError, match="trellis"):
+        gpu_table.new_linear(TrellisLayout(128, 128, 64, "mul1"), on_host=True)
