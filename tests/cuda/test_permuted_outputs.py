@@ -1,4 +1,4 @@
-"""Attention and gated products that write prepared inputs of the next linear.
+"""Attention and products with an activation that write prepared inputs of the next linear.
 
 The next product has the same bits as with separately prepared inputs.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from exl_core.ops.attention import AttentionRows, CacheLayer, Scoring
 from exl_core.ops.backends.cuda.matmul import CudaInputs
 from exl_core.ops.backends.cuda.table import CudaTable
-from exl_core.ops.elementwise import RmsNorm
+from exl_core.ops.elementwise import LayerNorm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.open import get_table
 from exl_core.ops.weights import GroupedColumns, GroupedLayout, GroupRun
@@ -67,6 +67,27 @@ def test_gated_products_write_prepared_inputs(ops: CudaTable, rows: int, inner: 
     found = product(ops, permuted, down, rows)
     assert torch.equal(found, product(ops, plain, down, rows))
     assert found.abs().amax() > 0
+
+
+@pytest.mark.parametrize("rows", [*ROWS, 100])
+@pytest.mark.parametrize("inner", [256, 1536])
+def test_activated_products_write_prepared_inputs(ops: CudaTable, rows: int, inner: int) -> None:
+    up, down = matrix(ops, inner, 512, 1), matrix(ops, 96, inner, 3)
+    x = torch.randn(rows, 512, device="cuda") + 3
+    weight, bias = torch.rand(512, device="cuda") + 0.5, torch.randn(512, device="cuda")
+    norm = LayerNorm(weight, bias, 1e-5)
+    plain = ops.activations(rows, inner)
+    ops.norm_activated_linear(x, norm, up, "gelu_tanh", plain)
+    permuted = ops.inputs_for(down, plain)
+    if isinstance(permuted, CudaInputs):
+        permuted.memory.fill_(torch.nan)
+    ops.norm_activated_linear(x, norm, up, "gelu_tanh", permuted)
+    found = product(ops, permuted, down, rows)
+    assert torch.equal(found, product(ops, plain, down, rows))
+    normed = torch.nn.functional.layer_norm(x, (512,), weight, bias, 1e-5)
+    right = torch.nn.functional.gelu(ops.linear(normed, up), approximate="tanh")
+    error = (plain.float() - right).norm() / right.norm()
+    assert float(error) < 2e-3
 
 
 @pytest.mark.parametrize("counts", [(rows,) for rows in ROWS] + [(1, 9, 3), (16, 16), (17, 2, 1)])

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.elementwise import GateKind, Norm
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.table import OpTable
 from exl_core.ops.weights import DenseColumns, DenseLayout
@@ -36,7 +36,7 @@ def attention_input(table: OpTable, rng: torch.Generator, rows: int, *rest: int)
 def gated_linear(
     table: OpTable,
     x: Tensor,
-    norm: RmsNorm,
+    norm: Norm,
     w: PackedLinear,
     kind: GateKind,
     *,

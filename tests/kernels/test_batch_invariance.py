@@ -18,7 +18,7 @@ from quant_support import Shape, filled, make_matrix
 from torch import Tensor
 
 from exl_core.ops.attention import AttentionRows, Scoring
-from exl_core.ops.elementwise import RmsNorm
+from exl_core.ops.elementwise import LayerNorm, RmsNorm
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.open import get_table
 from exl_core.ops.table import OpTable
@@ -72,7 +72,14 @@ def check_linear(table: OpTable, rng: torch.Generator, w: PackedLinear) -> None:
 
     check_rows(rng, ROWS, lambda part: table.linear(x[part], w))
     check_rows(rng, ROWS, added)
+    centered = LayerNorm(norm.weight, normal(rng, w.in_features), NORM_EPS)
     check_rows(rng, ROWS, lambda part: table.norm_linear(x[part], norm, w))
+    check_rows(rng, ROWS, lambda part: table.norm_linear(x[part], centered, w))
+    check_rows(
+        rng,
+        ROWS,
+        lambda part: cast(Tensor, table.norm_activated_linear(x[part], norm, w, "gelu_tanh")),
+    )
     if w.out_features % 2 == 0:
         check_rows(
             rng, ROWS, lambda part: cast(Tensor, table.norm_gated_linear(x[part], norm, w, "silu"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from quant_support import (
 )
 from torch import Tensor
 
-from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, Norm, RmsNorm, XIelu
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.table import OpTable
 
@@ -78,9 +79,23 @@ def fields(of: Answer) -> tuple[Tensor, Tensor, Tensor]:
     return of.exact, of.bound, of.terms
 
 
-def normed(x: Tensor, norm: Tensor) -> Tensor:
+def normed(x: Tensor, norm: Norm) -> Tensor:
     wide = x.double()
-    return wide / (wide.square().mean(1, keepdim=True) + EPS).sqrt() * norm.double()
+    if isinstance(norm, LayerNorm):
+        wide = wide - wide.mean(1, keepdim=True)
+    wide = wide / (wide.square().mean(1, keepdim=True) + EPS).sqrt() * norm.weight.double()
+    bias = norm.bias if isinstance(norm, LayerNorm) else None
+    return wide if bias is None else wide + bias.double()
+
+
+NORMS = ["rms", "layer", "layer-bias"]
+
+
+def make_norm(rng: torch.Generator, kind: str) -> Norm:
+    weight = normal(rng, K)
+    if kind == "rms":
+        return RmsNorm(weight, EPS)
+    return LayerNorm(weight, normal(rng, K) if kind == "layer-bias" else None, EPS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,21 +122,50 @@ def test_linear_add_adds_to_the_residual(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", ROWS, ids=lambda m: f"m{m}")
+@pytest.mark.parametrize("of_norm", NORMS)
 def test_norm_linear_norms_first(
-    table: OpTable, rng: torch.Generator, rows: int, kind: str
+    table: OpTable, rng: torch.Generator, rows: int, kind: str, of_norm: str
 ) -> None:
     parts = sources(rng, kind)
     w, x = made(table, parts), 3 * strided_rows(rng, rows, K)
-    norm = RmsNorm(normal(rng, K), EPS)
+    norm = make_norm(rng, of_norm)
     x[0] *= 1e-3  # small enough for eps to matter
 
     y = table.norm_linear(x, norm, w)
 
-    right = answer_of(table, parts, normed(x, norm.weight), NORM_ERROR)
+    right = answer_of(table, parts, normed(x, norm), NORM_ERROR)
     assert_product(table, y, right)
 
 
-def activated(gate: Tensor, kind: GateKind) -> Tensor:
+XIELU = XIelu(0.7, 0.9)
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh", "relu2", XIELU], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("of_norm", NORMS)
+def test_norm_activated_linear_activates_its_outputs(
+    table: OpTable, rng: torch.Generator, kind: str, of_norm: str, act: ActivationKind
+) -> None:
+    parts = sources(rng, kind)
+    w, norm = made(table, parts), make_norm(rng, of_norm)
+    for rows in ROWS:
+        x = strided_rows(rng, rows, K)
+
+        y = cast(Tensor, table.norm_activated_linear(x, norm, w, act))
+
+        right = answer_of(table, parts, normed(x, norm), NORM_ERROR)
+        # The slopes of all activations are at most 1.13, or 2 |x| + 1.
+        slope = 1.13 if act in ("silu", "gelu_tanh") else 2 * (right.exact.abs() + right.bound) + 1
+        error = slope * right.bound + 16 * UNIT * (right.exact.abs() + right.exact.square())
+        assert_near(table, y, activated(right.exact, act), error, 2 * GPU_BOUND)
+
+
+def activated(gate: Tensor, kind: ActivationKind | GateKind) -> Tensor:
+    if isinstance(kind, XIelu):
+        low = torch.expm1(gate.clamp(max=kind.eps)) - gate
+        return torch.where(gate > 0, kind.alpha_p * gate**2, kind.alpha_n * low) + kind.beta * gate
+    if kind == "relu2":
+        return gate.clamp(min=0) ** 2
     if kind == "silu":
         return gate * torch.sigmoid(gate)
     return gate * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
@@ -133,18 +177,19 @@ def activated(gate: Tensor, kind: GateKind) -> Tensor:
     [("quantized",), ("quantized", "quantized"), ("dense",), ("quantized", "dense")],
     ids=str,
 )
+@pytest.mark.parametrize("of_norm", NORMS)
 def test_norm_gated_linear_multiplies_the_halves(
-    table: OpTable, rng: torch.Generator, kinds: tuple[str, ...], gate: GateKind
+    table: OpTable, rng: torch.Generator, kinds: tuple[str, ...], gate: GateKind, of_norm: str
 ) -> None:
     """One matrix whose halves meet within a panel of 16 columns, or a gate joined with an up."""
     parts: list[Source] = [sources(rng, kind)[0] for kind in kinds]
-    w, norm = made(table, parts), RmsNorm(normal(rng, K), EPS)
+    w, norm = made(table, parts), make_norm(rng, of_norm)
     for rows in ROWS:
         x = strided_rows(rng, rows, K)
 
         y = gated_linear(table, x, norm, w, gate)
 
-        right = answer_of(table, parts, normed(x, norm.weight), NORM_ERROR)
+        right = answer_of(table, parts, normed(x, norm), NORM_ERROR)
         (gates, ups), (gate_error, up_error) = (
             of.chunk(2, dim=1) for of in (right.exact, right.bound)
         )

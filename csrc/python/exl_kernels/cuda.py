@@ -25,14 +25,15 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
-ABI = 12
+ABI = 13
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
 OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2}
 VALUES = {"integers": 0, "e4m3": 1, "iq4_nl": 2, "mxfp4": 3}
 PACKINGS = {"words": 0, "bytes": 1, "q4_0": 2, "q4_1": 3, "q5_0": 4, "q5_1": 5, "q8_0": 6}
 GATES = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
-STORE, ADD, GATED = 0, 1, 2
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 3}
+STORE, ADD, GATED, ACTIVATED = 0, 1, 2, 3
 K_TILE_BYTES = 12  # of ExlQuantKTile
 RUN_BYTES = 16  # of ExlQuantRun
 PANEL_HEAD = 32  # bytes of a column panel before its k-tiles
@@ -100,6 +101,8 @@ class Prepare(Structure):
         ("x", c_void_p),
         ("x_stride", c_int64),
         ("norm", c_void_p),
+        ("norm_bias", c_void_p),
+        ("is_layer_norm", c_int32),
         ("eps", c_float),
         ("x_dtype", c_int32),
         ("m", c_int32),
@@ -305,6 +308,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "rms_norm_heads": (_P, _I, _L, _P, _F, _I, _I, _I, _P),
     "rope": (_P, _I, _L, _P, _P, _I, _I, _I, _I, _P),
     "gated_activation": (_P, _I, _L, _I, _I, _I, _P, _I, _L, _P),
+    "activation": (_P, _I, _L, _I, _I, _I, _P, _I, _L, _P),
     "embedding": (_P, _I, _P, _I, _I, _P, _P),
     "write_kv": (POINTER(Cache), _P, _P, _I, _L, _P, _I, _P),
     "rope_write": (POINTER(RopeWrite), POINTER(Cache), _P),

@@ -7,10 +7,12 @@
 extern "C" {
 #endif
 
-enum {  // same numbers as exl::Gate
+// Activations. Gated ones multiply act(gate) by `up`. Plain ones have no second operand.
+enum {  // the first three have the same numbers as exl::Gate
     EXL_GATE_SILU = 0,
     EXL_GATE_GELU_TANH = 1,
-    EXL_GATE_CLAMPED_SWIGLU = 2
+    EXL_GATE_CLAMPED_SWIGLU = 2,  // gated only
+    EXL_GATE_RELU2 = 3            // plain only: max(x, 0)^2
 };
 
 // out [m, d] = rms_norm(x [m, d]) * weight. x and out are float32 or float16, independently, and
@@ -36,6 +38,13 @@ EXL_CUDA_API int exl_cuda_rope(
 EXL_CUDA_API int exl_cuda_gated_activation(
     const void* gate_up, int32_t x_dtype, int64_t x_stride, int32_t gate, int32_t m, int32_t d,
     void* out, int32_t out_dtype, int64_t out_stride, void* stream
+);
+
+// out [m, d] = act(x [m, d]), by a plain EXL_GATE_*. Both are float32 or float16, independently, and
+// may be the same memory.
+EXL_CUDA_API int exl_cuda_activation(
+    const void* x, int32_t x_dtype, int64_t x_stride, int32_t kind, int32_t m, int32_t d, void* out,
+    int32_t out_dtype, int64_t out_stride, void* stream
 );
 
 #ifdef __cplusplus

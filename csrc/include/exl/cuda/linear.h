@@ -179,7 +179,7 @@ static inline int64_t exl_cuda_prepared_halves(int rows, int num_blocks) {
            exl_cuda_chunk_halves(rest ? rest : EXL_CUDA_CHUNK_ROWS, EXL_CUDA_PAD_BLOCKS);
 }
 
-// Attention and gated linears can store their result as prepared inputs of the next linear,
+// Attention, and linears with an activation, can store their result as prepared inputs of the next linear,
 // provided that no row of its matrix is padding. `inverse_permutation` [k] is then that of this
 // matrix: the row of each feature. Rows of a tile past the last row of the batch are left undefined.
 //
@@ -197,12 +197,14 @@ typedef struct {
     int32_t plain;  // 1: out is float16 [m, k], rows k apart, and permutation is ignored
 } ExlPrepared;
 
-// x [m, k] float32 or float16 -> `count` (1 to 3) prepared forms of x, or of rms_norm(x, norm,
-// eps).
+// x [m, k] float32 or float16 -> `count` (1 to 3) prepared forms of x, of its RMSNorm, or of its
+// LayerNorm.
 typedef struct {
     const void* x;
     int64_t x_stride;
-    const float* norm;  // [k], or null: no norm
+    const float* norm;       // [k], or null: no norm
+    const float* norm_bias;  // [k], or null; LayerNorm only
+    int32_t is_layer_norm;
     float eps;
     int32_t x_dtype;
     int32_t m;
@@ -215,12 +217,18 @@ typedef struct {
 } ExlPrepare;
 EXL_CUDA_API int exl_cuda_prepare(const ExlPrepare* args, void* stream);
 
-enum { EXL_EPILOGUE_STORE = 0, EXL_EPILOGUE_ADD = 1, EXL_EPILOGUE_GATED = 2 };
+enum {
+    EXL_EPILOGUE_STORE = 0,
+    EXL_EPILOGUE_ADD = 1,
+    EXL_EPILOGUE_GATED = 2,
+    EXL_EPILOGUE_ACTIVATED = 3
+};
 
 // y[:, columns of all parts] = x @ parts (+ bias). The columns of the parts follow one another.
 //   store  y is float16 or float32
 //   add    y float32 += x @ parts
 //   gated  two parts of equal n, gate then up: y [m, n] = act(gate) * up, float16 or float32
+//   activated  one part: y [m, n] = act(x @ part), float16 or float32
 // Rows of y are y_stride elements apart. Sums are deterministic: the same inputs give the same
 // bits, whatever else runs on the device.
 typedef struct {
@@ -232,11 +240,11 @@ typedef struct {
     int32_t m;  // 1 to 128
     int32_t y_dtype;
     int32_t epilogue;
-    int32_t gate;
+    int32_t gate;        // EXL_GATE_* of a gated or an activated product
     int32_t is_by_rows;  // one part, more than 8 rows: its inputs are interleaved by rows
     void* workspace;     // zero before the first call; kernels leave its counters zero
     int64_t workspace_bytes;
-    // Null, or gated: [n], and y receives prepared inputs (float16).
+    // Null, or gated or activated: [n], and y receives prepared inputs (float16).
     const int32_t* inverse_permutation;
     // Batch-invariant mode: no bit of a row of y depends on m or on the other rows. m has no upper
     // limit. Inputs are prepared with exl_cuda_least_rows, or have more rows than that. On compute

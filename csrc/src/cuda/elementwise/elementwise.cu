@@ -82,22 +82,26 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(
     first[half] = from_float<T>(b * c + a * s);
 }
 
-template <class In, class Out, bool is_aligned>
-__global__ void __launch_bounds__(kThreads) gated_activation_kernel(
-    const In* gate_up, int64_t x_stride, int gate, int d, int blocks_per_row, Out* out,
-    int64_t out_stride
+// is_gated: the row has d gates, then d values to multiply by.
+template <class In, class Out, bool is_aligned, bool is_gated>
+__global__ void __launch_bounds__(kThreads) activation_kernel(
+    const In* x, int64_t x_stride, int gate, int d, int blocks_per_row, Out* out, int64_t out_stride
 ) {
     let_next_begin();
     wait_for_inputs();
     const int64_t row = blockIdx.x / blocks_per_row;
     const int i = kVector * (blockIdx.x % blocks_per_row * kThreads + threadIdx.x);
     if (i >= d) return;
-    const In* from = gate_up + row * x_stride + i;
+    const In* from = x + row * x_stride + i;
     float gates[kVector], ups[kVector];
     const Vector<In> first = load_vector(from, d - i, is_aligned);
-    const Vector<In> second = load_vector(from + d, d - i, is_aligned);
+    if constexpr (is_gated) {
+        load_vector(from + d, d - i, is_aligned).to_floats(ups);
+    } else {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) ups[j] = 1.0f;
+    }
     first.to_floats(gates);
-    second.to_floats(ups);
 #pragma unroll
     for (int j = 0; j < kVector; ++j) ups[j] = gated(gate, gates[j], ups[j]);
     store_vector(out + row * out_stride + i, d - i, is_aligned, ups);
@@ -121,23 +125,40 @@ static cudaError_t rms_norm(
     );
 }
 
-template <class In, class Out>
-static cudaError_t gated_activation(
-    const void* gate_up, int64_t x_stride, int gate, int m, int d, void* out, int64_t out_stride,
+template <class In, class Out, bool is_gated>
+static cudaError_t activation(
+    const void* x, int64_t x_stride, int gate, int m, int d, void* out, int64_t out_stride,
     void* stream
 ) {
-    const bool is_aligned = rows_are_aligned(gate_up, d, x_stride, sizeof(In)) &&
+    const bool is_aligned = rows_are_aligned(x, d, x_stride, sizeof(In)) &&
                             rows_are_aligned(out, d, out_stride, sizeof(Out));
     const int blocks_per_row = static_cast<int>(ceil_div(d, kVector * kThreads));
     const int64_t blocks = static_cast<int64_t>(m) * blocks_per_row;
     if (blocks > INT32_MAX) return cudaErrorInvalidValue;
     return launch(
-        is_aligned ? gated_activation_kernel<In, Out, true>
-                   : gated_activation_kernel<In, Out, false>,
-        dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream,
-        static_cast<const In*>(gate_up), x_stride, gate, d, blocks_per_row, static_cast<Out*>(out),
-        out_stride
+        is_aligned ? activation_kernel<In, Out, true, is_gated>
+                   : activation_kernel<In, Out, false, is_gated>,
+        dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, static_cast<const In*>(x),
+        x_stride, gate, d, blocks_per_row, static_cast<Out*>(out), out_stride
     );
+}
+
+template <bool is_gated>
+static cudaError_t activation(
+    const void* x, int x_dtype, int64_t x_stride, int gate, int m, int d, void* out, int out_dtype,
+    int64_t out_stride, void* stream
+) {
+    const bool is_known = gate == EXL_GATE_SILU || gate == EXL_GATE_GELU_TANH ||
+                          (!is_gated && gate == EXL_GATE_RELU2);
+    if (!is_known || !is_float(x_dtype) || !is_float(out_dtype) || m < 0 || d < 1) {
+        return cudaErrorInvalidValue;
+    }
+    if (m == 0) return cudaSuccess;
+    const auto run = x_dtype == kF32 ? (out_dtype == kF32 ? activation<float, float, is_gated>
+                                                          : activation<float, __half, is_gated>)
+                                     : (out_dtype == kF32 ? activation<__half, float, is_gated>
+                                                          : activation<__half, __half, is_gated>);
+    return run(x, x_stride, gate, m, d, out, out_stride, stream);
 }
 
 }  // namespace exl::cuda
@@ -202,17 +223,16 @@ int exl_cuda_gated_activation(
     const void* gate_up, int32_t x_dtype, int64_t x_stride, int32_t gate, int32_t m, int32_t d,
     void* out, int32_t out_dtype, int64_t out_stride, void* stream
 ) {
-    const bool is_gate = gate == EXL_GATE_SILU || gate == EXL_GATE_GELU_TANH;
-    if (!is_gate || !is_float(x_dtype) || !is_float(out_dtype) || m < 0 || d < 1) {
-        return cudaErrorInvalidValue;
-    }
-    if (m == 0) return cudaSuccess;
-    const auto run =
-        x_dtype == kF32
-            ? (out_dtype == kF32 ? gated_activation<float, float> : gated_activation<float, __half>)
-            : (out_dtype == kF32 ? gated_activation<__half, float>
-                                 : gated_activation<__half, __half>);
-    return run(gate_up, x_stride, gate, m, d, out, out_stride, stream);
+    return activation<true>(
+        gate_up, x_dtype, x_stride, gate, m, d, out, out_dtype, out_stride, stream
+    );
+}
+
+int exl_cuda_activation(
+    const void* x, int32_t x_dtype, int64_t x_stride, int32_t kind, int32_t m, int32_t d, void* out,
+    int32_t out_dtype, int64_t out_stride, void* stream
+) {
+    return activation<false>(x, x_dtype, x_stride, kind, m, d, out, out_dtype, out_stride, stream);
 }
 
 }  // extern "C"

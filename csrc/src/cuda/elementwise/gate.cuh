@@ -1,4 +1,4 @@
-// Gated activations, for kernels and for the epilogues of linears.
+// Activations, gated or not, for kernels and for the epilogues of linears.
 #pragma once
 
 #include "cuda/common/common.cuh"
@@ -9,7 +9,7 @@
 
 namespace exl::cuda {
 
-// Uses the formulas of the reference backend.
+// Uses the formulas of the reference backend. A plain activation is that of `gate`, with `up` 1.
 __device__ __forceinline__ float gated(int kind, float gate, float up) {
     if (kind == EXL_GATE_SILU) return gate / (1.0f + __expf(-gate)) * up;
     if (kind == EXL_GATE_CLAMPED_SWIGLU) {
@@ -19,6 +19,8 @@ __device__ __forceinline__ float gated(int kind, float gate, float up) {
         const float u = below < -kSwigluLimit ? -kSwigluLimit : below;
         return g / (1.0f + __expf(-kSwigluAlpha * g)) * (u + 1.0f);
     }
+    // NaN stays NaN, because comparisons with it are false.
+    if (kind == EXL_GATE_RELU2) return gate <= 0.0f ? 0.0f : gate * gate * up;
     const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
     return 0.5f * gate * (1.0f + tanhf(inner)) * up;
 }

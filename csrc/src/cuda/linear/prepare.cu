@@ -8,7 +8,8 @@
 //            slice from there. With few rows a form has many slices, because then the gather takes
 //            most of the time: it reads random words of shared memory, about 3.5 per bank and
 //            cycle.
-// Accuracy   Squares are summed in an order that depends on k alone.
+// Accuracy   Squares are summed in an order that depends on k alone. A LayerNorm sums values, then
+//            squares of their distances from the mean.
 // Overlap    Permutations and norm weights are loaded before the wait for the previous kernel: they
 //            come from memory.
 // Floor      With few rows: a launch, one read from the L2 cache and one barrier. In a CUDA graph,
@@ -73,14 +74,54 @@ __device__ __forceinline__ int2 features_at(const ExlPrepared& to, int position,
     return make_int2(position < k ? position : -1, position + 1 < k ? position + 1 : -1);
 }
 
-// The row is kept in shared memory as T: float, multiplied by the norm's weights, or unchanged as
-// float16.
-template <class X, class T, bool is_aligned, int threads>
+__device__ __forceinline__ void prefetch(const void* address) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
+}
+
+// Turns the row in shared memory into its LayerNorm. `sum` is that of the values that this thread
+// has stored. Each thread reads and changes its own values, so that a barrier is needed only before
+// other threads read them.
+template <int threads, bool is_aligned>
+__device__ __forceinline__ void normalize(
+    const ExlPrepare& args, float* row, float sum, float (*partial)[threads / kWarp], int end
+) {
+    constexpr int kWarps = threads / kWarp, kStride = threads * kVector;
+    const float mean = block_sum<kWarps>(sum, partial[0]) / args.k;
+    float squares = 0.0f;
+    for (int i = kVector * threadIdx.x; i < end; i += kStride) {
+        float values[kVector];
+        load_floats(row + i, kVector, true, values);
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+            if (is_aligned || i + j < args.k) squares += (values[j] - mean) * (values[j] - mean);
+        }
+    }
+    const float factor = rsqrtf(block_sum<kWarps>(squares, partial[1]) / args.k + args.eps);
+    for (int i = kVector * threadIdx.x; i < end; i += kStride) {
+        float values[kVector], weights[kVector], biases[kVector] = {};
+        load_floats(row + i, kVector, true, values);
+        load_floats(args.norm + i, args.k - i, is_aligned, weights);
+        if (args.norm_bias != nullptr) {
+            load_floats(args.norm_bias + i, args.k - i, is_aligned, biases);
+        }
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+            values[j] = (values[j] - mean) * factor * weights[j] + biases[j];
+        }
+        store_vector(row + i, kVector, true, values);
+    }
+    __syncthreads();
+}
+
+// The row is kept in shared memory as T: float with a norm, otherwise unchanged as float16. For an
+// RMSNorm it is multiplied by the norm's weights, and values that are read from there by the factor
+// of the row. A LayerNorm is computed in shared memory.
+template <class X, class T, bool is_aligned, int threads, bool is_layer_norm>
 __global__ void __launch_bounds__(threads) prepare_kernel(
     const ExlPrepare args, const Slices slices, const bool may_be_small_batch
 ) {
     extern __shared__ uint4 shared[];
-    __shared__ float partial[threads / kWarp];
+    __shared__ float partial[2][threads / kWarp];
     constexpr int kSlice = threads * kPair;     // positions that a block gathers per iteration
     constexpr int kStride = threads * kVector;  // values that a block reads per load
     constexpr bool has_norm = sizeof(T) == sizeof(float);
@@ -111,7 +152,15 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
             if (i < end) weights[n] = load_vector(args.norm + i, args.k - i, is_aligned);
         }
     };
-    load_weights(kVector * threadIdx.x);
+    if constexpr (is_layer_norm) {
+        // The loads come after two sums over the block, so that registers would be too few.
+        for (int i = kVector * threadIdx.x; i < args.k; i += kStride) {
+            prefetch(args.norm + i);
+            if (args.norm_bias != nullptr) prefetch(args.norm_bias + i);
+        }
+    } else {
+        load_weights(kVector * threadIdx.x);
+    }
     const int batch_row = blockIdx.x;
     const bool is_padding = batch_row >= args.m;
     const Place place =
@@ -128,7 +177,7 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
         const X* x = is_real ? static_cast<const X*>(args.x) + batch_row * args.x_stride
                              : static_cast<const X*>(ready);
         __half* plain = out + static_cast<int64_t>(batch_row) * args.k;
-        float squares = 0.0f;
+        float sum = 0.0f;  // of squares; for a LayerNorm, of values
         for (int start = kVector * threadIdx.x; !is_padding && start < end;
              start += kInFlight * kStride) {
             Vector<X> vectors[kInFlight];
@@ -144,12 +193,16 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
                 float values[kVector];
                 vectors[n].to_floats(values);
                 if constexpr (has_norm) {
-                    float factors[kVector];
-                    weights[n].to_floats(factors);
+                    float factors[kVector] = {};
+                    if constexpr (!is_layer_norm) weights[n].to_floats(factors);
 #pragma unroll
                     for (int j = 0; j < kVector; ++j) {
-                        squares += values[j] * values[j];
-                        values[j] *= factors[j];
+                        if constexpr (is_layer_norm) {
+                            sum += values[j];
+                        } else {
+                            sum += values[j] * values[j];
+                            values[j] *= factors[j];
+                        }
                     }
                 } else if (to.plain) {
                     store_vector(plain + i, args.k - i, is_aligned, values);
@@ -157,12 +210,14 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
                 }
                 store_vector(row + i, kVector, true, values);
             }
-            load_weights(start + kInFlight * kStride);
+            if constexpr (!is_layer_norm) load_weights(start + kInFlight * kStride);
         }
         if (!has_norm && to.plain) return;
         float factor = 1.0f;
-        if constexpr (has_norm) {
-            factor = rsqrtf(block_sum<threads / kWarp>(squares, partial) / args.k + args.eps);
+        if constexpr (is_layer_norm) {
+            normalize<threads, is_aligned>(args, row, sum, partial, is_padding ? 0 : end);
+        } else if constexpr (has_norm) {
+            factor = rsqrtf(block_sum<threads / kWarp>(sum, partial[0]) / args.k + args.eps);
         } else {
             __syncthreads();
         }
@@ -192,7 +247,7 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
     }
 }
 
-template <class X, class T, int threads>
+template <class X, class T, int threads, bool is_layer_norm = false>
 static cudaError_t prepare(const ExlPrepare& args, const DeviceInfo& info, int rows, void* stream) {
     Slices slices = {};
     int total = 0;
@@ -213,7 +268,8 @@ static cudaError_t prepare(const ExlPrepare& args, const DeviceInfo& info, int r
     const int64_t row_bytes = needs_row ? ceil_div(args.k, kVector) * kVector * sizeof(T) : 0;
     const bool is_aligned = rows_are_aligned(args.x, args.k, args.x_stride, sizeof(X));
     return launch(
-        is_aligned ? prepare_kernel<X, T, true, threads> : prepare_kernel<X, T, false, threads>,
+        is_aligned ? prepare_kernel<X, T, true, threads, is_layer_norm>
+                   : prepare_kernel<X, T, false, threads, is_layer_norm>,
         dim3(rows, total), dim3(threads), static_cast<size_t>(row_bytes), stream, args, slices,
         is_small_batch(info, EXL_CUDA_CHUNK_ROWS)
     );
@@ -223,6 +279,7 @@ static cudaError_t prepare(const ExlPrepare& args, const DeviceInfo& info, int r
 // depends on it. Otherwise 512 threads are faster for a single row, 1024 for more.
 template <class X>
 static cudaError_t prepare(const ExlPrepare& args, const DeviceInfo& info, int rows, void* stream) {
+    if (args.is_layer_norm) return prepare<X, float, 512, true>(args, info, rows, stream);
     if (args.norm != nullptr) return prepare<X, float, 512>(args, info, rows, stream);
     const bool is_short = rows == 1 || args.to[0].plain;
     if (is_short) return prepare<X, __half, 512>(args, info, rows, stream);
@@ -235,7 +292,9 @@ extern "C" int exl_cuda_prepare(const ExlPrepare* args, void* stream) {
     using namespace exl::cuda;
     const bool fits = args->count >= 1 && args->count <= 3 && args->m >= 0 && args->k >= 1 &&
                       args->least_rows >= 0 && args->least_rows <= EXL_CUDA_CHUNK_ROWS &&
-                      (args->x_dtype == kF32 || args->x_dtype == kF16);
+                      (args->x_dtype == kF32 || args->x_dtype == kF16) &&
+                      (args->norm != nullptr || !args->is_layer_norm) &&
+                      (args->norm_bias == nullptr || args->is_layer_norm);
     if (!fits) return cudaErrorInvalidValue;
     if (args->m == 0) return cudaSuccess;
     int rows = args->m;
@@ -248,7 +307,8 @@ extern "C" int exl_cuda_prepare(const ExlPrepare* args, void* stream) {
         }
     }
     // A single plain form needs no gather.
-    if (args->norm != nullptr && args->count == 1 && args->to[0].plain) {
+    const bool is_rms_norm = args->norm != nullptr && !args->is_layer_norm;
+    if (is_rms_norm && args->count == 1 && args->to[0].plain) {
         return exl_cuda_rms_norm(
             args->x, args->x_dtype, args->x_stride, args->norm, args->eps, args->m, args->k,
             args->to[0].out, kF16, args->k, stream

@@ -217,10 +217,13 @@ int64_t exl_cuda_quant_linear_workspace(int32_t, int32_t) {
 int exl_cuda_quant_linear(const ExlQuantLinear* call, void* stream) {
     using namespace exl::cuda;
     const bool is_gated = call->epilogue == EXL_EPILOGUE_GATED;
+    const bool is_activated = call->epilogue == EXL_EPILOGUE_ACTIVATED;
     const bool is_invariant = call->is_invariant != 0;
     if (call->count < 1 || call->count > 3 || call->m < 1 || (call->m > 128 && !is_invariant) ||
         (is_gated && call->count != 2) || (is_gated && call->parts[0]->n != call->parts[1]->n) ||
-        (call->inverse_permutation != nullptr && (!is_gated || call->y_dtype != kF16)) ||
+        (is_activated && call->count != 1) ||
+        (call->inverse_permutation != nullptr &&
+         ((!is_gated && !is_activated) || call->y_dtype != kF16)) ||
         (call->y_dtype != kF32 && (call->y_dtype != kF16 || call->epilogue == EXL_EPILOGUE_ADD)) ||
         call->workspace_bytes < exl_cuda_quant_linear_workspace(0, call->m)) {
         return cudaErrorInvalidValue;

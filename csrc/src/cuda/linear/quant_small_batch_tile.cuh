@@ -176,9 +176,10 @@ __device__ __forceinline__ void write_tile(
                 if (is_valid(c)) y[c] += part.bias[column + 8 * (c / 2)];
             }
         }
-        if (args.is_gated()) {
-            float ups[4] = {last.x, last.y, last.z, last.w};
-            const float* bias = args.parts[1].bias;
+        if (args.has_activation()) {
+            float ups[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+            if (args.is_gated()) ups[0] = last.x, ups[1] = last.y, ups[2] = last.z, ups[3] = last.w;
+            const float* bias = args.is_gated() ? args.parts[1].bias : nullptr;
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 if (bias != nullptr && is_valid(c)) ups[c] += bias[column + 8 * (c / 2)];

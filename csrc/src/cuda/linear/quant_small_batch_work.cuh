@@ -83,6 +83,7 @@ struct SmallBatchArgs {
     int32_t gate_sums_offset;
 
     __host__ __device__ bool is_gated() const { return epilogue == EXL_EPILOGUE_GATED; }
+    __host__ __device__ bool has_activation() const { return epilogue >= EXL_EPILOGUE_GATED; }
     __host__ __device__ int slices() const { return 1 << slice_bits; }
     __host__ __device__ int tile_panels() const { return kMaxTilePanels >> slice_bits; }
     // Number of partial sums per output in a cluster.

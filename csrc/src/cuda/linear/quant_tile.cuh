@@ -129,9 +129,12 @@ struct OutputElement {
         if (to == nullptr) return;
         const float* own = &sums.values[0][0][0] + from;
         float y = addend + bias + sums.reduce(args, own);
-        if (args.is_gated()) {
-            const float* up_sums = own + (sums.kWarpFloats << args.part_panel_bits());
-            const float up = up_bias + sums.reduce(args, up_sums);
+        if (args.has_activation()) {
+            float up = 1.0f;
+            if (args.is_gated()) {
+                const float* up_sums = own + (sums.kWarpFloats << args.part_panel_bits());
+                up = up_bias + sums.reduce(args, up_sums);
+            }
             y = gated(args.gate, y, up);
         }
         if (args.y_dtype == kF16) {

@@ -57,6 +57,7 @@ struct QuantLinearArgs {
     __host__ __device__ int panels() const { return 1 << panel_bits; }
     __host__ __device__ int splits() const { return 1 << split_bits; }
     __host__ __device__ bool is_gated() const { return epilogue == EXL_EPILOGUE_GATED; }
+    __host__ __device__ bool has_activation() const { return epilogue >= EXL_EPILOGUE_GATED; }
     // log2 of the panels of an output tile that belong to one part.
     __host__ __device__ int part_panel_bits() const { return panel_bits - is_gated(); }
 };

@@ -35,7 +35,7 @@ from exl_core.model.cuda_graphs import BUCKETS
 from exl_core.model.runner import make_batch
 from exl_core.model.segment import Segment
 from exl_core.model.transformer import Transformer
-from exl_core.ops.elementwise import RmsNorm
+from exl_core.ops.elementwise import LayerNorm, RmsNorm
 from exl_core.ops.table import OpTable
 from exl_core.session.load import LoadedModel
 from exl_eval.gpu import count_launches, graph_seconds, queued_seconds
@@ -49,10 +49,14 @@ MATRIX_OPERAND = {
     "linear_add_": 1,
     "norm_linear": 2,
     "norm_gated_linear": 2,
+    "norm_activated_linear": 2,
 }
 """Index of the packed matrix among each op's operands."""
 
-OTHER_OPS = ("add_", "attend_", "gated_activation", "rms_norm", "rms_norm_heads_", "rope_")
+OTHER_OPS = (
+    *("activation", "add_", "attend_", "gated_activation"),
+    *("layer_norm", "rms_norm", "rms_norm_heads_", "rope_"),
+)
 MIN_SECONDS = 0.2
 """Minimum duration of the measurement on a CPU: times of a single short pass are mostly noise."""
 
@@ -243,9 +247,9 @@ def _line_of(call: _Call, this: _Pass) -> _Line:
     if call.op == "attend_":
         return _attention_line(call, this)
     tensors = [
-        one.weight if isinstance(one, RmsNorm) else one
+        one.weight if isinstance(one, RmsNorm | LayerNorm) else one
         for one in call.operands
-        if isinstance(one, Tensor | RmsNorm)
+        if isinstance(one, Tensor | RmsNorm | LayerNorm)
     ]
     if isinstance(call.result, Tensor) and all(call.result is not one for one in tensors):
         tensors.append(call.result)

@@ -8,7 +8,7 @@ same bits if the op table is batch-invariant.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from exl_core.model.adapters import Delta
 from exl_core.model.batch import AdapterRows, Batch
+from exl_core.model.layers.residual import normed
 from exl_core.model.layers.steps import Steps, with_ops
 from exl_core.model.weights import BlockWeights
-from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, Norm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.table import LayerOps, OpTable
 from exl_core.ops.wrapped import WrappedOps, unmarked
@@ -60,15 +61,15 @@ class AdaptedOps(WrappedOps):
         return residual
 
     def norm_linear(
-        self, x: Tensor, norm: RmsNorm, w: PackedLinear, out: Tensor | None = None
+        self, x: Tensor, norm: Norm, w: PackedLinear, out: Tensor | None = None
     ) -> Tensor:
         y = self.inner.norm_linear(x, norm, w, out)
         if self._is_adapted(w):
-            self._add_deltas(y, self.inner.rms_norm(x, norm), w)
+            self._add_deltas(y, normed(self.inner, x, norm), w)
         return y
 
     def norm_gated_linear(
-        self, x: Tensor, norm: RmsNorm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
+        self, x: Tensor, norm: Norm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
     ) -> Inputs:
         if not self._is_adapted(w):
             return self.inner.norm_gated_linear(x, norm, w, kind, out)
@@ -76,13 +77,37 @@ class AdaptedOps(WrappedOps):
             return self.inner.gated_activation(self.norm_linear(x, norm, w), kind)
         # The fused op may round differently. Rows without adapters always get its results.
         gated = cast(Tensor, self.inner.norm_gated_linear(x, norm, w, kind, out))
+        for part, y in self._adapted_parts(x, norm, w):
+            gated[part] = self.inner.gated_activation(y, kind)
+        return gated
+
+    def norm_activated_linear(
+        self,
+        x: Tensor,
+        norm: Norm,
+        w: PackedLinear,
+        kind: ActivationKind,
+        out: Inputs | None = None,
+    ) -> Inputs:
+        if not self._is_adapted(w):
+            return self.inner.norm_activated_linear(x, norm, w, kind, out)
+        if not self._ops.is_batch_invariant:
+            return self.inner.activation(self.norm_linear(x, norm, w), kind)
+        active = cast(Tensor, self.inner.norm_activated_linear(x, norm, w, kind, out))
+        for part, y in self._adapted_parts(x, norm, w):
+            active[part] = self.inner.activation(y, kind)
+        return active
+
+    def _adapted_parts(
+        self, x: Tensor, norm: Norm, w: PackedLinear
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """norm(x) @ w with its deltas, for each range of rows whose adapters change w."""
         for rows in self._adapters:
             if self._changes(rows, w):
                 part = slice(rows.first_row, rows.last_row)
                 y = self.inner.norm_linear(x[part], norm, w)
-                self._add_deltas_of(rows, y, self.inner.rms_norm(x[part], norm), w)
-                gated[part] = self.inner.gated_activation(y, kind)
-        return gated
+                self._add_deltas_of(rows, y, normed(self.inner, x[part], norm), w)
+                yield part, y
 
     def _is_adapted(self, w: PackedLinear) -> bool:
         """Whether an adapter of any row changes this matrix."""

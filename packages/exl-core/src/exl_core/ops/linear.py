@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, Norm
 from exl_core.ops.weights import WeightColumns, WeightLayout
 
 
@@ -77,19 +77,33 @@ class ProductOps(Protocol):
         ...
 
     def norm_linear(
-        self, x: Tensor, norm: RmsNorm, w: PackedLinear, out: Tensor | None = None
+        self, x: Tensor, norm: Norm, w: PackedLinear, out: Tensor | None = None
     ) -> Tensor:
-        """linear(rms_norm(x, norm), w), written to `out` if given, which is then returned: [m, n]
+        """linear(norm(x), w), written to `out` if given, which is then returned: [m, n]
         contiguous."""
         ...
 
     def norm_gated_linear(
-        self, x: Tensor, norm: RmsNorm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
+        self, x: Tensor, norm: Norm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
     ) -> Inputs:
         """gated_activation(norm_linear(x, norm, w), kind): [m, n / 2].
 
         The first half of w's outputs is the gate. The result is written to `out` if given, which is
         then returned.
+        """
+        ...
+
+    def norm_activated_linear(
+        self,
+        x: Tensor,
+        norm: Norm,
+        w: PackedLinear,
+        kind: ActivationKind,
+        out: Inputs | None = None,
+    ) -> Inputs:
+        """activation(norm_linear(x, norm, w), kind): [m, n].
+
+        The result is written to `out` if given, which is then returned.
         """
         ...
 

@@ -124,6 +124,13 @@ def _norm_gated_linear(table: OpTable, generator: torch.Generator) -> list[Tenso
     return [cast(Tensor, y)]
 
 
+def _layer_norm_linear(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    x, weight, bias = (_normal(generator, *shape) for shape in ((5, 131), (131,), (131,)))
+    norm, w = LayerNorm(weight, bias, 1e-6), _dense(table, generator)
+    active = cast(Tensor, table.norm_activated_linear(x, norm, w, "gelu_tanh"))
+    return [table.norm_linear(x, norm, w), active]
+
+
 def _embedding(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     w = table.new_linear(DenseLayout(37, 131, torch.float16))
     table.fill_linear(w, 0, DenseColumns(_normal(generator, 37, 131).half()))
@@ -256,6 +263,7 @@ CASES: dict[str, tuple[float, Callable[[OpTable, torch.Generator], list[Tensor]]
     "linear_add_": (32 * EPS, _linear_add),
     "norm_linear": (32 * EPS, _norm_linear),
     "norm_gated_linear": (32 * EPS, _norm_gated_linear),
+    "norm_activated_linear": (32 * EPS, _layer_norm_linear),
     "embedding": (0.0, _embedding),
     "rms_norm": (8 * EPS, _rms_norm),
     "rms_norm_heads_": (8 * EPS, _rms_norm_heads),

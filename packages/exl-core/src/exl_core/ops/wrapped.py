@@ -15,7 +15,7 @@ from exl_core.ops.attention import (
     KeySmoothing,
     Scoring,
 )
-from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, Norm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.moe import ExpertMlp, Routed, Routing
 from exl_core.ops.table import LayerOps
@@ -60,14 +60,24 @@ class WrappedOps:
         return self.inner.linear_add_(x, w, residual)
 
     def norm_linear(
-        self, x: Tensor, norm: RmsNorm, w: PackedLinear, out: Tensor | None = None
+        self, x: Tensor, norm: Norm, w: PackedLinear, out: Tensor | None = None
     ) -> Tensor:
         return self.inner.norm_linear(x, norm, w, out)
 
     def norm_gated_linear(
-        self, x: Tensor, norm: RmsNorm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
+        self, x: Tensor, norm: Norm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
     ) -> Inputs:
         return self.inner.norm_gated_linear(x, norm, w, kind, out)
+
+    def norm_activated_linear(
+        self,
+        x: Tensor,
+        norm: Norm,
+        w: PackedLinear,
+        kind: ActivationKind,
+        out: Inputs | None = None,
+    ) -> Inputs:
+        return self.inner.norm_activated_linear(x, norm, w, kind, out)
 
     def attend_(
         self,

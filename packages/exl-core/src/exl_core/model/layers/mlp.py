@@ -10,8 +10,8 @@ from exl_core.arch.layers import Activation, Dense
 from exl_core.model.layers.residual import (
     add_output,
     inputs_buffer,
+    read_activated_linear,
     read_gated_linear,
-    read_linear,
 )
 from exl_core.model.layers.state import PassState
 from exl_core.model.weights import BlockWeights, MlpWeights
@@ -70,9 +70,9 @@ def widened(
 ) -> Inputs:
     """Inputs of the matrix `down` [R, intermediate], for states x [R, hidden] before `norm`."""
     weights = cast(MlpWeights, block.mlp)
+    out = inputs_buffer(ops, weights.down, state.buffers[step.layer].gated, weights.post_norm)
     if step.gate is None:
         kind = step.activation or weights.xielu
         assert kind is not None, "an activation with numbers of its own has them"
-        return ops.activation(read_linear(ops, x, norm, weights.gate_up), kind)
-    out = inputs_buffer(ops, weights.down, state.buffers[step.layer].gated, weights.post_norm)
+        return read_activated_linear(ops, x, norm, weights.gate_up, kind, out=out)
     return read_gated_linear(ops, x, norm, weights.gate_up, step.gate, out=out)

@@ -10,7 +10,7 @@ from typing import cast
 
 from torch import Tensor
 
-from exl_core.ops.elementwise import GateKind, Norm, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.table import LayerOps
 
@@ -24,9 +24,7 @@ def read_linear(
     ops: LayerOps, x: Tensor, norm: Norm | None, w: PackedLinear, out: Tensor | None = None
 ) -> Tensor:
     """norm(x) @ w; x @ w if the part has no norm before it."""
-    if isinstance(norm, RmsNorm):
-        return ops.norm_linear(x, norm, w, out)
-    return ops.linear(x if norm is None else normed(ops, x, norm), w)
+    return ops.linear(x, w) if norm is None else ops.norm_linear(x, norm, w, out)
 
 
 def read_gated_linear(
@@ -39,9 +37,24 @@ def read_gated_linear(
     out: Inputs | None = None,
 ) -> Inputs:
     """The gated activation of norm(x) @ w, or of x @ w."""
-    if isinstance(norm, RmsNorm):
-        return ops.norm_gated_linear(x, norm, w, kind, out)
-    return ops.gated_activation(read_linear(ops, x, norm, w), kind)
+    if norm is None:
+        return ops.gated_activation(ops.linear(x, w), kind)
+    return ops.norm_gated_linear(x, norm, w, kind, out)
+
+
+def read_activated_linear(
+    ops: LayerOps,
+    x: Tensor,
+    norm: Norm | None,
+    w: PackedLinear,
+    kind: ActivationKind,
+    *,
+    out: Inputs | None = None,
+) -> Inputs:
+    """The activation of norm(x) @ w, or of x @ w."""
+    if norm is None:
+        return ops.activation(ops.linear(x, w), kind)
+    return ops.norm_activated_linear(x, norm, w, kind, out)
 
 
 def inputs_buffer(ops: LayerOps, w: PackedLinear, plain: Tensor, post_norm: Norm | None) -> Inputs:

@@ -1,4 +1,4 @@
-"""Ops that a backend computes with torch, on its own device.
+"""Activations that backends compute with torch, on their own device.
 
 Few families need them, and they take a small part of a layer's time.
 """
@@ -7,36 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from exl_core.ops.elementwise import (
-    SWIGLU_ALPHA,
-    SWIGLU_LIMIT,
-    ActivationKind,
-    LayerNorm,
-    XIelu,
-)
-
-
-class ComposedOps:
-    """Norms and activations of families other than Llama's, in float32."""
-
-    @staticmethod
-    def layer_norm(x: Tensor, norm: LayerNorm) -> Tensor:
-        wide = x.to(torch.float32)
-        return functional.layer_norm(wide, wide.shape[-1:], norm.weight, norm.bias, norm.eps)
-
-    @staticmethod
-    def activation(x: Tensor, kind: ActivationKind) -> Tensor:
-        match kind:
-            case "relu2":
-                return torch.relu(x.to(torch.float32)).square()
-            case "silu":
-                return functional.silu(x.to(torch.float32))
-            case "gelu_tanh":
-                return functional.gelu(x.to(torch.float32), approximate="tanh")
-            case XIelu():
-                return xielu(x.to(torch.float32), kind)
+from exl_core.ops.elementwise import SWIGLU_ALPHA, SWIGLU_LIMIT, XIelu
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:

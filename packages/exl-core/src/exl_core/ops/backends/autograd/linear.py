@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, relu, silu
 
 from exl_core.ops.backends.composed import clamped_swiglu
-from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNorm, XIelu
+from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, Norm, RmsNorm, XIelu
 from exl_core.ops.linear import Inputs, PackedLinear
 
 Product = Callable[[str, Tensor], Tensor]
@@ -63,23 +63,38 @@ class AutogradProductOps:
     def norm_linear(
         cls,
         x: Tensor,
-        norm: RmsNorm,
+        norm: Norm,
         w: PackedLinear,
         out: Tensor | None = None,  # noqa: ARG003 - out of place
     ) -> Tensor:
-        return cls.linear(cls.rms_norm(x, norm), w)
+        return cls.linear(cls._normed(x, norm), w)
 
     @classmethod
     def norm_gated_linear(
         cls,
         x: Tensor,
-        norm: RmsNorm,
+        norm: Norm,
         w: PackedLinear,
         kind: GateKind,
         out: Inputs | None = None,  # noqa: ARG003 - out of place
     ) -> Tensor:
-        gate, up = cast(RoleMatrices, w).outputs(cls.rms_norm(x, norm))
+        gate, up = cast(RoleMatrices, w).outputs(cls._normed(x, norm))
         return _gated(gate, up, kind)
+
+    @classmethod
+    def norm_activated_linear(
+        cls,
+        x: Tensor,
+        norm: Norm,
+        w: PackedLinear,
+        kind: ActivationKind,
+        out: Inputs | None = None,  # noqa: ARG003 - out of place
+    ) -> Tensor:
+        return cls.activation(cls.norm_linear(x, norm, w), kind)
+
+    @classmethod
+    def _normed(cls, x: Tensor, norm: Norm) -> Tensor:
+        return cls.rms_norm(x, norm) if isinstance(norm, RmsNorm) else cls.layer_norm(x, norm)
 
     @staticmethod
     def rms_norm(x: Tensor, norm: RmsNorm) -> Tensor:

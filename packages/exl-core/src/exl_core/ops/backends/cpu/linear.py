@@ -8,9 +8,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from exl_core.ops.backends.composed import xielu
 from exl_core.ops.backends.cpu.library import exl_kernels
 from exl_core.ops.checks import no_trellis
-from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, Norm, RmsNorm, XIelu
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.weights import (
     DenseColumns,
@@ -88,22 +89,51 @@ class CpuLinearOps:
         return residual
 
     def norm_linear(
-        self, x: Tensor, norm: RmsNorm, w: PackedLinear, out: Tensor | None = None
+        self, x: Tensor, norm: Norm, w: PackedLinear, out: Tensor | None = None
     ) -> Tensor:
         if out is None:
             out = torch.empty(x.shape[0], w.out_features, dtype=torch.float32)
-        self._ops.norm_linear(x, norm.weight, norm.eps, cast(exl_kernels.Linear, w), out)
+        linear = cast(exl_kernels.Linear, w)
+        if isinstance(norm, RmsNorm):
+            self._ops.norm_linear(x, norm.weight, norm.eps, linear, out)
+        else:
+            self._ops.linear(self._layer_normed(x, norm), linear, out)
         return out
 
     def norm_gated_linear(
-        self, x: Tensor, norm: RmsNorm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
+        self, x: Tensor, norm: Norm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
     ) -> Inputs:
         if out is None:
             out = torch.empty(x.shape[0], w.out_features // 2, dtype=torch.float32)
         out = cast(Tensor, out)
         linear = cast(exl_kernels.Linear, w)
-        self._ops.norm_gated_linear(x, norm.weight, norm.eps, linear, kind, out)
+        if isinstance(norm, RmsNorm):
+            self._ops.norm_gated_linear(x, norm.weight, norm.eps, linear, kind, out)
+        else:
+            self._ops.gated_activation(self.norm_linear(x, norm, w), kind, out)
         return out
+
+    def norm_activated_linear(
+        self,
+        x: Tensor,
+        norm: Norm,
+        w: PackedLinear,
+        kind: ActivationKind,
+        out: Inputs | None = None,
+    ) -> Inputs:
+        y = self.norm_linear(x, norm, w)
+        if out is None:
+            out = torch.empty(y.shape, dtype=torch.float32)
+        out = cast(Tensor, out)
+        if isinstance(kind, XIelu):
+            return out.copy_(xielu(y, kind))
+        self._ops.activation(y, kind, out)
+        return out
+
+    def _layer_normed(self, x: Tensor, norm: LayerNorm) -> Tensor:
+        normed = torch.empty(x.shape, dtype=torch.float32)
+        self._ops.layer_norm(x, norm.weight, norm.bias, norm.eps, normed)
+        return normed
 
     def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
         out = torch.empty(token_ids.shape[0], w.in_features, dtype=torch.float32)

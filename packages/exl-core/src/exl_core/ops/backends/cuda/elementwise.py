@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
-from exl_core.ops.backends.composed import ComposedOps
+from exl_core.ops.backends.composed import xielu
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.matmul import Linears
-from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNorm, XIelu
 
 
-class CudaElementwiseOps(ComposedOps):
+class CudaElementwiseOps:
     """ElementwiseOps of one GPU."""
 
     _gpu: Gpu
@@ -34,6 +36,17 @@ class CudaElementwiseOps(ComposedOps):
         if x.numel():
             operands = x.data_ptr(), TYPES[x.dtype], x.stride(0), cos.data_ptr(), sin.data_ptr()
             self._gpu.call("rope", *operands, cos.shape[1], *x.shape)
+
+    def layer_norm(self, x: Tensor, norm: LayerNorm) -> Tensor:
+        wide = x.to(torch.float32)
+        return functional.layer_norm(wide, wide.shape[-1:], norm.weight, norm.bias, norm.eps)
+
+    def activation(self, x: Tensor, kind: ActivationKind) -> Tensor:
+        if isinstance(kind, XIelu):
+            return xielu(x.to(torch.float32), kind)
+        out = self._gpu.empty(*x.shape)
+        self._linears.activate(x, kind, out)
+        return out
 
     def gated_activation(self, gate_up: Tensor, kind: GateKind) -> Tensor:
         out = self._gpu.empty(gate_up.shape[0], gate_up.shape[1] // 2)

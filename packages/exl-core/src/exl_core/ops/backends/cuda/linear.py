@@ -7,12 +7,13 @@ from typing import cast
 
 from torch import Tensor
 
+from exl_core.ops.backends.composed import xielu
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.matmul import CudaInputs, CudaJoined, CudaLinear, Linears, parts_of
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
 from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs
 from exl_core.ops.checks import OpInputError
-from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, XIelu
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.weights import (
     BLOCK_ROWS,
@@ -62,7 +63,7 @@ class CudaLinearOps:
         return residual
 
     def norm_linear(
-        self, x: Tensor, norm: RmsNorm, w: PackedLinear, out: Tensor | None = None
+        self, x: Tensor, norm: Norm, w: PackedLinear, out: Tensor | None = None
     ) -> Tensor:
         if out is None:
             out = self._gpu.empty(x.shape[0], w.out_features)
@@ -70,12 +71,33 @@ class CudaLinearOps:
         return out
 
     def norm_gated_linear(
-        self, x: Tensor, norm: RmsNorm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
+        self, x: Tensor, norm: Norm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
     ) -> Inputs:
         if out is None:
             out = self._gpu.empty(x.shape[0], w.out_features // 2)
         to = cast(Tensor | CudaInputs | CudaTrellisInputs, out)
         self._linears.multiply_gated(x, w, to, norm, kind)
+        return out
+
+    def norm_activated_linear(
+        self,
+        x: Tensor,
+        norm: Norm,
+        w: PackedLinear,
+        kind: ActivationKind,
+        out: Inputs | None = None,
+    ) -> Inputs:
+        if out is None:
+            out = self._gpu.empty(x.shape[0], w.out_features)
+        to = cast(Tensor | CudaInputs | CudaTrellisInputs, out)
+        if isinstance(kind, XIelu):
+            y = xielu(self.norm_linear(x, norm, w), kind)
+            if isinstance(to, Tensor):
+                to.copy_(y)
+            else:
+                self._linears.prepare_for(to, y)
+        else:
+            self._linears.multiply_activated(x, w, to, norm, kind)
         return out
 
     def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:

@@ -18,10 +18,11 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeGuard, cast
+from typing import Literal, TypeGuard, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm
 
 from exl_core.errors import BackendError
 from exl_core.ops.backends.cuda.library import FIXED_ROWS, TYPES, Gpu
@@ -30,7 +31,7 @@ from exl_core.ops.backends.cuda.slices import Slices
 from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, Trellis, is_pair
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
-from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.elementwise import GateKind, LayerNorm, Norm, RmsNorm
 from exl_core.ops.linear import DenseLinear, PackedLinear
 from exl_core.ops.weights import (
     DenseColumns,
@@ -43,6 +44,9 @@ from exl_kernels import cuda
 
 MAX_DIRECT_ROWS = 96
 """Largest number of rows for which kernels read the codes directly. The kernels' limit is 128."""
+
+PlainKind = Literal["silu", "gelu_tanh", "relu2"]
+"""Activations that kernels compute."""
 
 ANY_ROWS = 1 << 20  # more than a pass has
 
@@ -191,7 +195,7 @@ class Linears:
         w: PackedLinear,
         out: Tensor,
         *,
-        norm: RmsNorm | None = None,
+        norm: Norm | None = None,
         is_added: bool = False,
     ) -> None:
         """out [m, n] = x [m, k] @ w. With `is_added`, adds to `out`, which is float32 then."""
@@ -199,7 +203,8 @@ class Linears:
             return
         parts = parts_of(w)
         if _are_trellis(parts):
-            self._trellis.multiply(x, parts, out, norm=norm, is_added=is_added)
+            x, factors = _after_layer_norm(x, norm)
+            self._trellis.multiply(x, parts, out, norm=factors, is_added=is_added)
             return
         quantized = _all_quantized(parts)
         most = self._max_direct_rows(parts)
@@ -238,16 +243,17 @@ class Linears:
         x: Tensor,
         w: PackedLinear,
         out: Tensor | CudaInputs | CudaTrellisInputs,
-        norm: RmsNorm,
+        norm: Norm,
         kind: GateKind,
     ) -> None:
-        """out [m, n / 2] = act(gate) * up, where rms_norm(x) @ w is gate and up side by side."""
+        """out [m, n / 2] = act(gate) * up, where norm(x) @ w is gate and up side by side."""
         rows, columns = x.shape[0], w.out_features // 2
         if rows == 0:
             return
         parts = parts_of(w)
         if _are_trellis(parts) and is_pair(parts) and not isinstance(out, CudaInputs):
-            self._trellis.multiply_gated(x, parts, out, norm, kind)
+            x, factors = _after_layer_norm(x, norm)
+            self._trellis.multiply_gated(x, parts, out, factors, kind)
             return
         quantized = _all_quantized(parts)
         are_halves = quantized is not None and [p.out_features for p in quantized] == [columns] * 2
@@ -255,7 +261,8 @@ class Linears:
         is_own = not isinstance(out, CudaTrellisInputs)
         if quantized is not None and are_halves and is_direct and is_own:
             own = cast(Tensor | CudaInputs, out)
-            self._multiply_codes(x, quantized, own, norm=norm, epilogue=cuda.GATED, gate=kind)
+            gate = cuda.GATES[kind]
+            self._multiply_codes(x, quantized, own, norm=norm, epilogue=cuda.GATED, gate=gate)
             return
         if isinstance(out, CudaInputs | CudaTrellisInputs):
             halves = self._gpu.empty(rows, columns, dtype=torch.float16)
@@ -271,6 +278,46 @@ class Linears:
         self.multiply(x, w, gate_up, norm=norm)
         self.gate(gate_up, kind, out)
 
+    def multiply_activated(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        out: Tensor | CudaInputs | CudaTrellisInputs,
+        norm: Norm,
+        kind: PlainKind,
+    ) -> None:
+        """out [m, n] = act(norm(x) @ w)."""
+        rows, columns = x.shape[0], w.out_features
+        if rows == 0:
+            return
+        quantized = _all_quantized(parts_of(w))
+        is_direct = quantized is not None and rows <= self._max_direct_rows(quantized)
+        is_own = not isinstance(out, CudaTrellisInputs)
+        if quantized is not None and len(quantized) == 1 and is_direct and is_own:
+            own, gate = cast(Tensor | CudaInputs, out), cuda.ACTIVATIONS[kind]
+            self._multiply_codes(x, quantized, own, norm=norm, epilogue=cuda.ACTIVATED, gate=gate)
+            return
+        if isinstance(out, CudaInputs | CudaTrellisInputs):
+            halves = self._gpu.empty(rows, columns, dtype=torch.float16)
+            self.multiply_activated(x, w, halves, norm, kind)
+            self.prepare_for(out, halves)
+            return
+        if self._gpu.is_invariant and quantized is not None and len(quantized) == 1:
+            most = self._max_direct_rows(quantized)
+            for one, results in zip(torch.split(x, most), torch.split(out, most), strict=True):
+                self.multiply_activated(one, w, results, norm, kind)
+            return
+        y = self._gpu.empty(rows, columns, dtype=torch.float16)
+        self.multiply(x, w, y, norm=norm)
+        self.activate(y, kind, out)
+
+    def activate(self, x: Tensor, kind: PlainKind, out: Tensor) -> None:
+        if x.numel():
+            source = x.data_ptr(), TYPES[x.dtype], x.stride(0), cuda.ACTIVATIONS[kind]
+            self._gpu.call(
+                "activation", *source, *x.shape, out.data_ptr(), TYPES[out.dtype], out.stride(0)
+            )
+
     def gate(self, gate_up: Tensor, kind: GateKind, out: Tensor) -> None:
         rows, columns = out.shape
         if rows == 0:
@@ -285,9 +332,9 @@ class Linears:
         parts: tuple[CudaQuantLinear, ...],
         out: Tensor | CudaInputs,
         *,
-        norm: RmsNorm | None = None,
+        norm: Norm | None = None,
         epilogue: int,
-        gate: GateKind = "silu",
+        gate: int = 0,
     ) -> None:
         rows, gpu = x.shape[0], self._gpu
         if isinstance(out, CudaInputs):
@@ -329,7 +376,7 @@ class Linears:
         parts: tuple[CudaQuantLinear, ...],
         out: Tensor,
         epilogue: int,
-        gate: GateKind = "silu",
+        gate: int = 0,
     ) -> cuda.QuantLinear:
         """Arguments of `exl_cuda_quant_linear` without its inputs."""
         workspace = self._gpu.workspace("quant_linear", self._max_n, MAX_DIRECT_ROWS)
@@ -340,7 +387,7 @@ class Linears:
             count=len(parts),
             m=out.shape[0],
             epilogue=epilogue,
-            gate=cuda.GATES[gate],
+            gate=gate,
             workspace=workspace.data_ptr(),
             workspace_bytes=workspace.numel(),
             is_invariant=self._gpu.is_invariant,
@@ -388,7 +435,7 @@ class Linears:
             return cuda.TILE_ROWS
         return ANY_ROWS if self._gpu.is_invariant else MAX_DIRECT_ROWS
 
-    def _as_float16(self, x: Tensor, norm: RmsNorm | None) -> Tensor:
+    def _as_float16(self, x: Tensor, norm: Norm | None) -> Tensor:
         """x, after the norm if there is one, as float16 [m, k] with any row stride."""
         if norm is None and x.dtype is torch.float16:
             return x
@@ -433,7 +480,14 @@ def _all_quantized(parts: Sequence[Part]) -> tuple[CudaQuantLinear, ...] | None:
     return found if len(found) == len(parts) else None
 
 
-def _prepare(x: Tensor, norm: RmsNorm | None) -> cuda.Prepare:
+def _after_layer_norm(x: Tensor, norm: Norm | None) -> tuple[Tensor, RmsNorm | None]:
+    """Inputs and norm for kernels that know RMSNorm only: a LayerNorm is computed here."""
+    if not isinstance(norm, LayerNorm):
+        return x, norm
+    return layer_norm(x.float(), x.shape[1:], norm.weight, norm.bias, norm.eps), None
+
+
+def _prepare(x: Tensor, norm: Norm | None) -> cuda.Prepare:
     """Arguments of `exl_cuda_prepare` with its inputs and without outputs."""
     rows, columns = x.shape
     args = cuda.Prepare(
@@ -441,6 +495,9 @@ def _prepare(x: Tensor, norm: RmsNorm | None) -> cuda.Prepare:
     )
     if norm is not None:
         args.norm, args.eps = norm.weight.data_ptr(), norm.eps
+    if norm is not None and not isinstance(norm, RmsNorm):
+        args.is_layer_norm = 1
+        args.norm_bias = None if norm.bias is None else norm.bias.data_ptr()
     return args
 
 

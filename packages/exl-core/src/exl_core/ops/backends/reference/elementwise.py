@@ -28,14 +28,7 @@ class ReferenceElementwiseOps:
         check("layer_norm", "x", x, F32, None, None)
         check_contiguous("layer_norm", "x", x, 1)
         check("layer_norm", "weight", norm.weight, F32, x.shape[1])
-        wide = x.double()
-        wide = wide - wide.mean(-1, keepdim=True)
-        factor = (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
-        y = wide * factor * norm.weight.double()
-        if norm.bias is not None:
-            check("layer_norm", "bias", norm.bias, F32, x.shape[1])
-            y = y + norm.bias.double()
-        return y.float()
+        return layer_norm_rows("layer_norm", x, norm)
 
     @staticmethod
     def activation(x: Tensor, kind: ActivationKind) -> Tensor:
@@ -100,6 +93,17 @@ def active_values(x: Tensor, kind: Literal["silu", "gelu_tanh"]) -> Tensor:
     # 0.5 x (1 + tanh u) = x sigmoid(2u), which does not cancel for negative x.
     u = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
     return x * torch.sigmoid(2 * u)
+
+
+def layer_norm_rows(op: str, x: Tensor, norm: LayerNorm) -> Tensor:
+    wide = x.double()
+    wide = wide - wide.mean(-1, keepdim=True)
+    factor = (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    y = wide * factor * norm.weight.double()
+    if norm.bias is not None:
+        check(op, "bias", norm.bias, F32, x.shape[1])
+        y = y + norm.bias.double()
+    return y.float()
 
 
 def rms_norm_rows(x: Tensor, norm: RmsNorm) -> Tensor:

@@ -9,11 +9,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from exl_core.ops.backends.reference.elementwise import ReferenceElementwiseOps, rms_norm_rows
+from exl_core.ops.backends.reference.elementwise import (
+    ReferenceElementwiseOps,
+    layer_norm_rows,
+    rms_norm_rows,
+)
 from exl_core.ops.backends.reference.quantized import PlainQuantized, fill_grouped, new_grouped
 from exl_core.ops.backends.reference.trellis import PlainTrellis, fill_trellis, new_trellis
 from exl_core.ops.checks import F32, OpInputError, check, check_contiguous, check_range
-from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, RmsNorm
 from exl_core.ops.linear import DenseLinear, Inputs, PackedLinear
 from exl_core.ops.weights import (
     DenseColumns,
@@ -131,17 +135,25 @@ class ReferenceLinearOps:
         return residual.copy_(residual + y)
 
     @staticmethod
-    def norm_linear(x: Tensor, norm: RmsNorm, w: PackedLinear, out: Tensor | None = None) -> Tensor:
+    def norm_linear(x: Tensor, norm: Norm, w: PackedLinear, out: Tensor | None = None) -> Tensor:
         return _copy_to("norm_linear", _norm_linear("norm_linear", x, norm, w), out)
 
     @staticmethod
     def norm_gated_linear(
-        x: Tensor, norm: RmsNorm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
+        x: Tensor, norm: Norm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
     ) -> Inputs:
         op = "norm_gated_linear"
         if w.out_features % 2 != 0:
             raise OpInputError(f"{op}: w ({w.out_features} are no two halves)")
         y = ReferenceElementwiseOps.gated_activation(_norm_linear(op, x, norm, w), kind)
+        return _copy_to(op, y, cast(Tensor | None, out))
+
+    @staticmethod
+    def norm_activated_linear(
+        x: Tensor, norm: Norm, w: PackedLinear, kind: ActivationKind, out: Inputs | None = None
+    ) -> Inputs:
+        op = "norm_activated_linear"
+        y = ReferenceElementwiseOps.activation(_norm_linear(op, x, norm, w), kind)
         return _copy_to(op, y, cast(Tensor | None, out))
 
     @staticmethod
@@ -200,9 +212,10 @@ def _copy_to(op: str, result: Tensor, out: Tensor | None) -> Tensor:
     return out.copy_(result)
 
 
-def _norm_linear(op: str, x: Tensor, norm: RmsNorm, w: PackedLinear) -> Tensor:
+def _norm_linear(op: str, x: Tensor, norm: Norm, w: PackedLinear) -> Tensor:
     check(op, "x", x, F32, None, w.in_features)
     check_contiguous(op, "x", x, 1)
     check(op, "norm", norm.weight, F32, w.in_features)
     check_contiguous(op, "norm", norm.weight)
-    return _linear(op, rms_norm_rows(x, norm), w).float()
+    rows = rms_norm_rows(x, norm) if isinstance(norm, RmsNorm) else layer_norm_rows(op, x, norm)
+    return _linear(op, rows, w).float()
