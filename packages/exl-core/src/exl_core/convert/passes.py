@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from exl_core.arch.layers import LayerSpec, MoE, QueryTemperature
+from exl_core.arch.layers import LayerSpec, MoE, NormPlacement, QueryTemperature
 from exl_core.arch.modules import ModuleRow, module_table
 from exl_core.arch.spec import ModelConfig, RopeConfig
 from exl_core.convert.layers import Vectors, bias_role, compute_type
@@ -37,6 +37,8 @@ from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import PackedExperts, Routing
 
 ROUTER = "router"
+_PARALLEL_ORDER = ("qkv", "gate_up", "output", "down")
+"""Order in which a parallel layer multiplies (`model/layers/parallel.py`)."""
 
 
 class LayerFunction:
@@ -186,6 +188,9 @@ def matrix_groups(config: ModelConfig, layer: int) -> tuple[tuple[str, ...], ...
     inputs are theirs, stands for all of them."""
     table = module_table(config)
     groups = {name: tuple(row.key for row in rows) for name, rows in table.packed(layer).items()}
+    if config.layers[layer].norms is NormPlacement.PARALLEL:
+        # Attention and MLP read the same states, before either adds its outputs to them.
+        groups = {name: groups[name] for name in sorted(groups, key=_PARALLEL_ORDER.index)}
     if ROUTER in table.layers[layer]:
         groups["shared_gate_up"] = (ROUTER, *groups.get("shared_gate_up", ()))
     return tuple(groups.values())
