@@ -2,7 +2,7 @@
 //
 // exl/cuda/<family>.h declares the functions of an op family and their operands, and documents the
 // memory layouts that the library and its caller share. The families are linear, trellis,
-// attention, cache, elementwise and sampling.
+// attention, cache, elementwise, moe and sampling.
 //
 // The library knows neither Python nor torch. It allocates no device memory: the caller owns all of
 // it, including weights and workspaces. All work is enqueued on `stream`, and no function waits for
@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 #define EXL_CUDA_API __attribute__((visibility("default")))
-#define EXL_CUDA_ABI 13
+#define EXL_CUDA_ABI 14
 
 EXL_CUDA_API int exl_cuda_abi(void);
 EXL_CUDA_API const char* exl_cuda_error_name(int code);

@@ -25,7 +25,7 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
-ABI = 13
+ABI = 14
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
 OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2}
@@ -41,6 +41,12 @@ MAX_PARTS = 3
 CHUNK_ROWS = 64  # of prepared inputs
 PAD_BLOCKS = 3  # after prepared inputs
 MAX_TOP = 512  # most top tokens that a sample can return
+SCORES = {"softmax": 0, "sigmoid": 1}
+MAX_EXPERTS = 1024
+ROUTER_ROWS = 8  # rows per counter of a router
+LOAD_BYTES = 16  # of ExlQuantLoad
+EXPERT_MATRIX_BYTES = 64  # of ExlExpertMatrix
+EXPERT_ITEM_BYTES = 16  # of ExlExpertItem
 
 
 class CudaError(RuntimeError):
@@ -289,6 +295,80 @@ class Sample(Structure):
     )
 
 
+class Route(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("weight", c_void_p),
+        ("logit_bias", c_void_p),
+        ("logits", c_void_p),
+        ("counters", c_void_p),
+        ("bias", c_void_p),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("x_dtype", c_int32),
+        ("m", c_int32),
+        ("d", c_int32),
+        ("experts", c_int32),
+        ("top_k", c_int32),
+        ("scores", c_int32),
+        ("groups", c_int32),
+        ("kept_groups", c_int32),
+        ("group_scores", c_int32),
+        ("normalizes", c_int32),
+        ("eps", c_float),
+        ("factor", c_float),
+    )
+
+
+class ExpertInputs(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("ids", c_void_p),
+        ("matrices", c_void_p),
+        ("matrix_stride", c_int32),
+        ("num_blocks", c_int32),
+        ("permutation", c_void_p),
+        ("out", c_void_p * 2),
+        ("count", c_int32),
+        ("x_dtype", c_int32),
+        ("m", c_int32),
+        ("k", c_int32),
+        ("top_k", c_int32),
+        ("experts", c_int32),
+        ("tile_rows", c_int32),
+        ("reserved", c_int32),
+        ("num_items", c_void_p),
+        ("items", c_void_p),
+        ("pairs", c_void_p),
+    )
+
+
+class ExpertLinear(Structure):
+    _fields_ = (
+        ("matrices", c_void_p),
+        ("loads", c_void_p),
+        ("num_items", c_void_p),
+        ("items", c_void_p),
+        ("pairs", c_void_p),
+        ("x", c_void_p * 2),
+        ("y", c_void_p),
+        ("next", c_void_p),
+        ("max_items", c_int64),
+        ("num_loads", c_int32),
+        ("x_stride", c_int32),
+        ("y_stride", c_int32),
+        ("n", c_int32),
+        ("parts", c_int32),
+        ("epilogue", c_int32),
+        ("gate", c_int32),
+        ("pairs_per_row", c_int32),
+        ("load_bytes", c_int32),
+        ("tile_rows", c_int32),
+    )
+
+
 _P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 
 # Operand types of the functions that return a cudaError_t. The stream comes last.
@@ -314,6 +394,10 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "rope_write": (POINTER(RopeWrite), POINTER(Cache), _P),
     "attention": (POINTER(Attention), POINTER(Cache), _P),
     "sample": (POINTER(Sample), _P),
+    "route": (POINTER(Route), _P),
+    "expert_inputs": (POINTER(ExpertInputs), _P),
+    "expert_linear": (POINTER(ExpertLinear), _P),
+    "expert_sum": (_P, _P, _I, _I, _I, _P, _P),
 }
 # Operand types of the functions that return a size in bytes.
 _SIZES: dict[str, tuple[object, ...]] = {
@@ -417,6 +501,11 @@ def prepared_halves(rows: int, num_blocks: int, least_rows: int = 1) -> int:
     whole, rest = divmod(rows, CHUNK_ROWS)
     own = whole * chunk(CHUNK_ROWS, num_blocks) + (chunk(rest, num_blocks) if rest else 0)
     return own + chunk(rest or CHUNK_ROWS, PAD_BLOCKS)
+
+
+def max_items(pairs: int, experts: int, tile_rows: int) -> int:
+    """Most items of a list of pairs (`exl_cuda_max_items`)."""
+    return min(pairs, experts) + pairs // tile_rows
 
 
 @cache

@@ -149,7 +149,7 @@ static cudaError_t activation(
     int64_t out_stride, void* stream
 ) {
     const bool is_known = gate == EXL_GATE_SILU || gate == EXL_GATE_GELU_TANH ||
-                          (!is_gated && gate == EXL_GATE_RELU2);
+                          gate == (is_gated ? EXL_GATE_CLAMPED_SWIGLU : EXL_GATE_RELU2);
     if (!is_known || !is_float(x_dtype) || !is_float(out_dtype) || m < 0 || d < 1) {
         return cudaErrorInvalidValue;
     }

@@ -1,40 +1,165 @@
 """Mixture of experts of one GPU, without synchronization: captured graphs may contain it.
 
-The host does not know which experts the rows use. Every expert is computed for all rows, and the
-outputs of the experts that a row does not use are dropped.
+The host does not know which experts the rows use. Kernels of quantized experts find out on the
+device, and read each expert in use once. Experts with other matrices are all computed for all rows,
+and the outputs of those that a row does not use are dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from exl_core.ops.backends.cuda.elementwise import CudaElementwiseOps
+from exl_core.ops.backends.cuda.experts import CudaExperts, grouped
+from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.linear import CudaLinearOps
+from exl_core.ops.backends.cuda.matmul import CudaJoined, CudaLinear, parts_of
 from exl_core.ops.backends.routing import StackedExperts, choose
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import ExpertMlp, PackedExperts, Routed, Routing
+from exl_kernels import cuda
 
-if TYPE_CHECKING:
-    from exl_core.ops.table import OpTable
+MAX_ROUTER_ROWS = 64
+"""Most rows whose logits the router's kernel computes. With more rows, torch's product is faster;
+it does not keep a row independent of the others."""
+
+MAX_PAIRS = 1 << 15
+"""Most pairs of a row and an expert that are computed at once: their outputs take memory."""
+
+SMALL_TILE, TILE = 8, 32
+"""Rows of an expert that are multiplied at once: with up to 8 rows in all, and with more."""
 
 
-class CudaMoeOps:
+class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
     """MoeOps of one GPU."""
 
-    @staticmethod
-    def stack(experts: Sequence[PackedLinear]) -> PackedExperts:
-        return StackedExperts.of(experts)
+    _gpu: Gpu
+
+    def stack(self, experts: Sequence[PackedLinear]) -> PackedExperts:
+        stacked = StackedExperts.of(experts)
+        quantized = grouped([parts_of(one) for one in experts])
+        return stacked if quantized is None else CudaExperts.of(quantized, self._gpu)
 
     def route(
-        self: OpTable, x: Tensor, w: PackedLinear, routing: Routing, bias: Tensor | None = None
+        self, x: Tensor, w: PackedLinear, routing: Routing, bias: Tensor | None = None
     ) -> Routed:
-        return choose(self.linear(x, w), routing, bias)
+        gpu, rows, experts = self._gpu, x.shape[0], w.out_features
+        if experts > cuda.MAX_EXPERTS:
+            return choose(self.linear(x, w), routing, bias)
+        is_fused = isinstance(w, CudaLinear) and (rows <= MAX_ROUTER_ROWS or gpu.is_invariant)
+        logits = gpu.empty(rows, experts) if is_fused else self.linear(x, w)
+        ids = gpu.empty(rows, routing.top_k, dtype=torch.int32)
+        weights = gpu.empty(rows, routing.top_k)
+        if rows == 0:
+            return Routed(ids, weights)
+        args = cuda.Route(
+            logits=logits.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            ids=ids.data_ptr(),
+            weights=weights.data_ptr(),
+            m=rows,
+            experts=experts,
+            top_k=routing.top_k,
+            scores=cuda.SCORES[routing.scores],
+            groups=routing.groups,
+            kept_groups=routing.kept_groups,
+            group_scores=routing.group_scores,
+            normalizes=routing.normalizes,
+            eps=routing.eps,
+            factor=routing.factor,
+        )
+        if is_fused:
+            dense = cast(CudaLinear, w)
+            counters = gpu.buffer("router", max(-(-rows // cuda.ROUTER_ROWS) * 4, 4096))
+            args.x, args.x_stride, args.x_dtype = x.data_ptr(), x.stride(0), TYPES[x.dtype]
+            args.weight, args.d = dense.weight.data_ptr(), x.shape[1]
+            args.logit_bias = None if dense.bias is None else dense.bias.data_ptr()
+            args.counters = counters.data_ptr()
+        gpu.call("route", args)
+        return Routed(ids, weights)
 
-    def expert_mlp(self: OpTable, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
-        gate_up = cast(StackedExperts, experts.gate_up).experts
-        down = cast(StackedExperts, experts.down).experts
+    def expert_mlp(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
+        gate_up, down = experts.gate_up, experts.down
+        if not (isinstance(gate_up, CudaExperts) and isinstance(down, CudaExperts)):
+            return self._all_experts(x, routed, experts)
+        if gate_up.parts != 2 or down.parts != 1:
+            return self._all_experts(x, routed, experts)
+        y = self._gpu.empty(len(x), down.out_features)
+        most = max(MAX_PAIRS // routed.ids.shape[1], 1)
+        for first in range(0, len(x), most):
+            rows = slice(first, first + most)
+            part = Routed(routed.ids[rows].contiguous(), routed.weights[rows].contiguous())
+            self._indexed_experts(x[rows], part, (gate_up, down), experts, y[rows])
+        return y
+
+    def _indexed_experts(
+        self,
+        x: Tensor,
+        routed: Routed,
+        matrices: tuple[CudaExperts, CudaExperts],
+        experts: ExpertMlp,
+        y: Tensor,
+    ) -> None:
+        gpu, (rows, top_k), (gate_up, down) = self._gpu, routed.ids.shape, matrices
+        items = _Items(gpu, rows, top_k, gate_up.num_experts)
+        inputs = self._expert_inputs(x, routed.ids, gate_up, items)
+        # The kernel stores the inputs of `down` in the order of its rows, unless some are padding.
+        is_final = down.has_inverses
+        width = 32 * down.num_blocks if is_final else down.in_features
+        inner = gpu.empty(rows * top_k, width, dtype=torch.float16)
+        args = items.product(gate_up, inputs, inner)
+        args.epilogue, args.gate = cuda.GATED, cuda.GATES[experts.kind]
+        if is_final and not down.is_plain:
+            args.next = down.table.data_ptr()
+        gpu.call("expert_linear", args)
+        inner_inputs = _Inputs([inner], 1)
+        if not is_final:
+            inner_inputs = self._expert_inputs(inner, routed.ids.view(-1, 1), down, None)
+        outputs = gpu.empty(rows * top_k, down.out_features)
+        gpu.call("expert_linear", items.product(down, inner_inputs, outputs))
+        operands = outputs.data_ptr(), routed.weights.data_ptr()
+        gpu.call("expert_sum", *operands, rows, top_k, down.out_features, y.data_ptr())
+
+    def _expert_inputs(
+        self, x: Tensor, ids: Tensor, experts: CudaExperts, items: _Items | None
+    ) -> _Inputs:
+        """x [rows, k] in the order of the experts' rows, and sorts the pairs into `items`."""
+        gpu, (rows, top_k) = self._gpu, ids.shape
+        is_by_row = experts.has_common_order
+        forms = 1 if is_by_row or experts.has_one_order else experts.parts
+        count = rows if is_by_row else rows * top_k
+        width = 32 * experts.num_blocks
+        outputs = [gpu.empty(count, width, dtype=torch.float16) for _ in range(forms)]
+        args = cuda.ExpertInputs(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            ids=ids.data_ptr(),
+            num_blocks=experts.num_blocks,
+            count=forms,
+            x_dtype=TYPES[x.dtype],
+            m=rows,
+            k=experts.in_features,
+            top_k=top_k,
+            experts=experts.num_experts,
+        )
+        for i, out in enumerate(outputs):
+            args.out[i] = out.data_ptr()
+        if not is_by_row:
+            args.matrices, args.matrix_stride = experts.table.data_ptr(), experts.parts
+        elif not experts.is_plain:
+            args.permutation = experts.matrices[0][0].permutation.data_ptr()
+        if items is not None:
+            args.tile_rows, args.num_items = items.tile_rows, items.num_items
+            args.items, args.pairs = items.items, items.pairs
+        gpu.call("expert_inputs", args)
+        return _Inputs(outputs, top_k if is_by_row else 1)
+
+    def _all_experts(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
+        gate_up, down = _each(experts.gate_up), _each(experts.down)
         weights = x.new_zeros(len(x), len(down), dtype=torch.float32)
         weights.scatter_(1, routed.ids.long(), routed.weights)  # [m, E]
         y = x.new_zeros(len(x), down[0].out_features, dtype=torch.float32)
@@ -44,3 +169,53 @@ class CudaMoeOps:
             # An output of infinity times a weight of zero would be NaN.
             y += torch.where(weight == 0, 0.0, self.linear(h, narrow) * weight)
         return y
+
+
+class _Inputs(NamedTuple):
+    """Prepared inputs: one form for all parts, or one of each part."""
+
+    forms: list[Tensor]
+    pairs_per_row: int
+
+
+class _Items:
+    """Memory for the pairs sorted by expert, and for the items, which thread blocks take."""
+
+    def __init__(self, gpu: Gpu, rows: int, top_k: int, experts: int) -> None:
+        pairs = rows * top_k
+        self.tile_rows = SMALL_TILE if rows <= SMALL_TILE else TILE
+        self.max_items = cuda.max_items(pairs, experts, self.tile_rows)
+        item_words = cuda.EXPERT_ITEM_BYTES // 4
+        self._memory = gpu.empty(item_words * (1 + self.max_items) + pairs, dtype=torch.int32)
+        self.num_items = self._memory.data_ptr()
+        self.items = self.num_items + cuda.EXPERT_ITEM_BYTES
+        self.pairs = self.items + cuda.EXPERT_ITEM_BYTES * self.max_items
+
+    def product(self, experts: CudaExperts, x: _Inputs, y: Tensor) -> cuda.ExpertLinear:
+        """Arguments of `exl_cuda_expert_linear` that stores y."""
+        loads = experts.common_loads
+        args = cuda.ExpertLinear(
+            matrices=experts.table.data_ptr(),
+            loads=None if loads is None else loads.data_ptr(),
+            num_items=self.num_items,
+            items=self.items,
+            pairs=self.pairs,
+            y=y.data_ptr(),
+            max_items=self.max_items,
+            num_loads=experts.num_loads,
+            x_stride=x.forms[0].stride(0),
+            y_stride=y.stride(0),
+            n=experts.columns,
+            parts=experts.parts,
+            pairs_per_row=x.pairs_per_row,
+            load_bytes=experts.load_bytes,
+            tile_rows=self.tile_rows,
+        )
+        args.x[0], args.x[1] = x.forms[0].data_ptr(), x.forms[-1].data_ptr()
+        return args
+
+
+def _each(experts: PackedExperts) -> Sequence[PackedLinear]:
+    if isinstance(experts, CudaExperts):
+        return [parts[0] if len(parts) == 1 else CudaJoined(parts) for parts in experts.matrices]
+    return cast(StackedExperts, experts).experts

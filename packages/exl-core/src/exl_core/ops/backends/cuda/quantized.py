@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Hashable
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import Lock
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -160,27 +160,28 @@ class CudaQuantLinear:
         num_panels = -(-layout.out_features // PANEL_COLUMNS)
         device = gpu.device
         self.layout = layout
+        self.plan_key = plan_key
         self._gpu = gpu
         self.num_blocks = plan.num_blocks
         features = None if layout.features is None else layout.features.numpy()
         permutation_key = plan.rows_digest, None if features is None else _digest(features)
-        self.permutation = _shared(
-            device, ("permutation", permutation_key), lambda: _permutation(plan, features)
+        shared = partial(shared_table, device)
+        self.permutation = shared(
+            ("permutation", permutation_key), lambda: _permutation(plan, features)
         )
         self.inverse_permutation: Tensor | None = None
         """Row of each feature: the inverse of `permutation`. None if some rows are padding."""
         if plan.num_blocks * BLOCK_ROWS == layout.in_features:
-            self.inverse_permutation = _shared(
-                device,
+            self.inverse_permutation = shared(
                 ("inverse_permutation", permutation_key),
                 lambda: _inverted(_permutation(plan, features)),
             )
         self.bias = torch.zeros(layout.out_features, device=device) if layout.has_bias else None
-        self._k_tiles = _shared(device, ("k_tiles", plan_key), lambda: plan.k_tiles.view(np.uint8))
+        self._k_tiles = shared(("k_tiles", plan_key), lambda: plan.k_tiles.view(np.uint8))
         self._runs = plan.runs
-        self._device_runs = _shared(device, ("runs", plan_key), lambda: plan.runs.view(np.uint8))
-        self._stored_rows = _shared(device, ("rows", plan.rows_digest), lambda: plan.stored_rows)
-        self._bit_offsets = _shared(device, ("bits", plan_key), lambda: plan.bit_offsets)
+        self._device_runs = shared(("runs", plan_key), lambda: plan.runs.view(np.uint8))
+        self._stored_rows = shared(("rows", plan.rows_digest), lambda: plan.stored_rows)
+        self._bit_offsets = shared(("bits", plan_key), lambda: plan.bit_offsets)
         size = num_panels * plan.panel_bytes
         # Kernels read page-locked memory of the host over the bus, at the same address.
         self._tiles = (
@@ -302,7 +303,9 @@ _shared_tables: WeakValueDictionary[tuple[torch.device, Hashable], Tensor] = Wea
 _shared_tables_lock = Lock()
 
 
-def _shared(device: torch.device, key: Hashable, make: Callable[[], NDArray[np.generic]]) -> Tensor:
+def shared_table(
+    device: torch.device, key: Hashable, make: Callable[[], NDArray[np.generic]]
+) -> Tensor:
     """Table of that key on the device. All matrices that use it share one tensor.
 
     The host does not synchronize with the copy. It would do so under the lock, and thereby block

@@ -20,7 +20,7 @@ from exl_core.ops.backends.cuda.sampling import CudaSamplingOps, RowSampler
 from exl_core.ops.backends.cuda.upload import upload
 
 
-class CudaTable(CudaLinearOps, CudaAttentionOps, CudaElementwiseOps, CudaMoeOps, CudaSamplingOps):
+class CudaTable(CudaMoeOps, CudaLinearOps, CudaAttentionOps, CudaElementwiseOps, CudaSamplingOps):
     """OpTable of one GPU. `threads` is the number of threads that fill matrices."""
 
     def __init__(

@@ -1,0 +1,158 @@
+// Mixture of experts in the CUDA library: the choice of experts for each row, and products of rows
+// with the quantized matrices of their experts.
+//
+// A pair is a row with one of its experts: pair top_k * row + slot. One MLP of experts takes four
+// calls: exl_cuda_expert_inputs, exl_cuda_expert_linear for gate and up, exl_cuda_expert_linear for
+// down, exl_cuda_expert_sum. The host never knows which experts the rows use: launches are sized for
+// the worst case, and surplus thread blocks end at once.
+#pragma once
+
+#include "exl/cuda/linear.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define EXL_CUDA_MAX_EXPERTS 1024
+#define EXL_CUDA_ROUTER_ROWS 8  // rows of a chunk, with one counter each
+
+enum { EXL_SCORES_SOFTMAX = 0, EXL_SCORES_SIGMOID = 1 };  // same numbers as exl::Scores
+
+// exl_core/ops/moe.py describes the choice (`Routing`).
+//
+// logits [m, experts] float32 = x @ weight^T + logit_bias, and the choice from them. With x null,
+// `logits` are inputs. All sums have an order that depends on the sizes alone: no bit of a row's
+// results depends on the other rows. A logit that is NaN ranks last.
+typedef struct {
+    const void* x;            // [m, d] float32 or float16, or null
+    int64_t x_stride;         // in elements
+    const void* weight;       // [experts, d] float16
+    const float* logit_bias;  // [experts], or null
+    float* logits;
+    uint32_t* counters;  // one per chunk of EXL_CUDA_ROUTER_ROWS rows; zero, and left zero
+    const float* bias;   // [experts], added to the scores that choose; or null
+    int32_t* ids;        // [m, top_k], best first
+    float* weights;      // [m, top_k]
+    int32_t x_dtype;
+    int32_t m;
+    int32_t d;
+    int32_t experts;  // at most EXL_CUDA_MAX_EXPERTS
+    int32_t top_k;    // at most `experts`
+    int32_t scores;
+    int32_t groups;
+    int32_t kept_groups;
+    int32_t group_scores;
+    int32_t normalizes;
+    float eps;
+    float factor;
+} ExlRoute;
+EXL_CUDA_API int exl_cuda_route(const ExlRoute* args, void* stream);
+
+// Consecutive k-tiles of one run that a warp loads at once: one k-tile, or several short ones of
+// the same shape, up to four blocks. They are contiguous in a panel.
+typedef struct {
+    uint32_t offset;       // bytes from the start of a panel
+    uint16_t first_block;  // number of its first block in the matrix
+    uint16_t bytes;
+    uint8_t bits;
+    uint8_t k_tiles;
+    uint8_t k_tile_blocks;
+    uint8_t blocks;  // k_tiles * k_tile_blocks
+    uint32_t reserved;
+} ExlQuantLoad;
+
+// Matrix of one expert, in device memory.
+typedef struct {
+    const uint8_t* tiles;
+    const ExlQuantLoad* loads;           // [num_loads]
+    const int32_t* permutation;          // [32 * num_blocks]: feature of each row, -1: padding
+    const int32_t* inverse_permutation;  // [k]: row of each feature; null if rows are padding
+    const float* bias;                   // [n], or null
+    int64_t panel_bytes;
+    int32_t num_loads;
+    // values << 14 | offset_kind << 16 | (scale_dtype is float32) << 18
+    uint32_t kind;
+    int32_t num_blocks;
+    int32_t header_bytes;  // of a k-tile: its scales and offsets
+} ExlExpertMatrix;
+
+// Rows of one expert that one thread block multiplies: pairs[first .. first + count - 1].
+typedef struct {
+    int32_t expert;
+    int32_t first;
+    int32_t count;
+    int32_t reserved;
+} ExlExpertItem;
+
+// Most items that a list can have.
+static inline int64_t exl_cuda_max_items(int64_t pairs, int experts, int tile_rows) {
+    return (pairs < experts ? pairs : experts) + pairs / tile_rows;
+}
+
+// Sorts pairs by expert, and by number within an expert. Rounds rows to float16, in the order of
+// the rows of their matrices: out[i] [rows or pairs, 32 * num_blocks].
+typedef struct {
+    const void* x;  // [m, k] float32 or float16
+    int64_t x_stride;
+    const int32_t* ids;  // [m, top_k]
+    // Forms of x, one for each different order of rows: with `matrices` one row per pair, in the
+    // order of matrices[i + stride * expert]. Otherwise one row per row of x, in the order of
+    // `permutation`, or in that of the features if it is null.
+    const ExlExpertMatrix* matrices;
+    int32_t matrix_stride;
+    int32_t num_blocks;  // the largest number of any matrix
+    const int32_t* permutation;
+    void* out[2];
+    int32_t count;  // of forms: 1 or 2; 0: the pairs are sorted only
+    int32_t x_dtype;
+    int32_t m;
+    int32_t k;
+    int32_t top_k;
+    int32_t experts;
+    int32_t tile_rows;  // most rows of an item
+    int32_t reserved;
+    int32_t* num_items;    // null: nothing is sorted
+    ExlExpertItem* items;  // [exl_cuda_max_items]
+    int32_t* pairs;        // [m * top_k]
+} ExlExpertInputs;
+EXL_CUDA_API int exl_cuda_expert_inputs(const ExlExpertInputs* args, void* stream);
+
+// y[pair] = x[pair] @ matrix of its expert (+ bias), or the gated activation of two such products.
+//   store  y [pairs, n] float32
+//   gated  y [pairs, n] float16 = act(gate) * up, in the order of the rows of `next`
+// Sums are deterministic, and no bit of a row depends on the other rows.
+typedef struct {
+    const ExlExpertMatrix* matrices;  // [experts, parts]
+    // The loads of all matrices, if they are the same ones; then they are read early. Or null.
+    const ExlQuantLoad* loads;
+    const int32_t* num_items;
+    const ExlExpertItem* items;
+    const int32_t* pairs;
+    const void* x[2];  // float16, for each part; see exl_cuda_expert_inputs
+    void* y;
+    // Gated: matrices [experts] whose inverse permutations order the columns of y, or null: the
+    // order of the columns.
+    const ExlExpertMatrix* next;
+    int64_t max_items;
+    int32_t num_loads;  // with `loads`; otherwise the largest number of any matrix
+    int32_t x_stride;   // in elements, a multiple of 8
+    int32_t y_stride;
+    int32_t n;  // columns of each part
+    int32_t parts;
+    int32_t epilogue;  // EXL_EPILOGUE_STORE or, with two parts, EXL_EPILOGUE_GATED
+    int32_t gate;
+    int32_t pairs_per_row;  // of x: top_k if x has one row per row, 1 if it has one per pair
+    int32_t load_bytes;     // the largest number of any load
+    int32_t tile_rows;      // most rows of an item: 8 or 32
+} ExlExpertLinear;
+EXL_CUDA_API int exl_cuda_expert_linear(const ExlExpertLinear* args, void* stream);
+
+// y [m, n] float32: y[row] = sum over j of weights[row, j] * x[top_k * row + j], in order of j.
+EXL_CUDA_API int exl_cuda_expert_sum(
+    const float* x, const float* weights, int32_t m, int32_t top_k, int32_t n, float* y,
+    void* stream
+);
+
+#ifdef __cplusplus
+}
+#endif

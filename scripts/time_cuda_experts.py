@@ -1,0 +1,205 @@
+"""Times layers of experts on a GPU: router, experts and their sum. Usage: time_cuda_experts.py
+
+Decode runs like the layers of a model, in one captured CUDA graph: for each layer a norm, the
+router, and the experts of the rows. Every layer has its own experts, with random weights and a
+random router. The floor of a pass is the size of the distinct experts in use, and of the router, at
+the bandwidth of a large copy on the same device. Prints one JSON object per line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.linear import PackedLinear
+from exl_core.ops.moe import ExpertMlp, Routing
+from exl_core.ops.open import get_table
+from exl_core.ops.weights import (
+    DenseColumns,
+    DenseLayout,
+    Formula,
+    GroupedColumns,
+    GroupedLayout,
+    GroupRun,
+)
+
+Runs = tuple[GroupRun, ...]
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    inner: int
+    experts: int
+    routing: Routing
+    kind: GateKind
+    wide: Runs  # of gate and up
+    narrow: Runs  # of down
+    formula: Formula
+    scale_dtype: torch.dtype
+    is_permuted: bool
+    layers: int
+
+
+def qwen3(wide: Runs, narrow: Runs, formula: Formula, *, is_permuted: bool) -> Shape:
+    sizes = 2048, 768, 128, Routing(8), "silu"
+    return Shape(*sizes, wide, narrow, formula, torch.float16, is_permuted, layers=6)  # type: ignore[arg-type]
+
+
+SHAPES = {
+    "qwen3-30b-a3b gptq": qwen3(
+        (GroupRun(4, 16, 128),), (GroupRun(4, 6, 128),), "zeros", is_permuted=False
+    ),
+    "qwen3-30b-a3b exl2": qwen3(
+        (GroupRun(5, 4, 32), GroupRun(4, 13, 128), GroupRun(3, 8, 32)),
+        (GroupRun(5, 2, 32), GroupRun(4, 5, 128), GroupRun(3, 2, 32)),
+        "middle",
+        is_permuted=True,
+    ),
+    "gpt-oss-20b mxfp4": Shape(
+        2880,
+        2880,
+        32,
+        Routing(4),
+        "clamped_swiglu",
+        (GroupRun(4, 90, 32),),
+        (GroupRun(4, 90, 32),),
+        "mxfp4",
+        torch.uint8,
+        is_permuted=False,
+        layers=6,
+    ),
+}
+
+
+class Layers:
+    """Layers of random experts, with a pass through all of them."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.table = cast(Any, get_table("cuda", threads=2))
+        self.norm = RmsNorm(torch.ones(shape.hidden, device="cuda"), 1e-6)
+        self.routers = [self._router() for _ in range(shape.layers)]
+        self.experts = [self._experts() for _ in range(shape.layers)]
+
+    def _router(self) -> PackedLinear:
+        shape = self.shape
+        w = self.table.new_linear(DenseLayout(shape.experts, shape.hidden, torch.float16))
+        weight = torch.randn(shape.experts, shape.hidden, device="cuda") / shape.hidden**0.5
+        self.table.fill_linear(w, 0, DenseColumns(weight.half()))
+        return cast(PackedLinear, w)
+
+    def _experts(self) -> ExpertMlp:
+        shape, table = self.shape, self.table
+        wide, narrow = [], []
+        for _ in range(shape.experts):
+            order = self._order(shape.hidden)
+            pair = [self._matrix(order, is_wide=True) for _ in range(2)]
+            wide.append(table.join(pair))
+            narrow.append(self._matrix(self._order(shape.inner), is_wide=False))
+        return ExpertMlp(table.stack(wide), table.stack(narrow), shape.kind)
+
+    def _order(self, k: int) -> Tensor | None:
+        return torch.randperm(k).int() if self.shape.is_permuted else None
+
+    def _matrix(self, order: Tensor | None, *, is_wide: bool) -> PackedLinear:
+        shape = self.shape
+        runs = shape.wide if is_wide else shape.narrow
+        n, k = (shape.inner, shape.hidden) if is_wide else (shape.hidden, shape.inner)
+        bits = sum(run.bits * run.groups * run.rows for run in runs)
+        groups = sum(run.groups for run in runs)
+        layout = GroupedLayout(n, k, runs, order, shape.scale_dtype, shape.formula)
+        codes = torch.randint(-(2**31), 2**31 - 1, (bits // 32, n), device="cuda").int()
+        if shape.formula == "mxfp4":
+            scales = torch.full((groups, n), 120, dtype=torch.uint8, device="cuda")
+        else:
+            scales = torch.full((groups, n), 0.2 / k**0.5, dtype=shape.scale_dtype, device="cuda")
+        has_zeros = shape.formula == "zeros"
+        zeros = torch.full((groups, n), 8, dtype=torch.uint8, device="cuda") if has_zeros else None
+        w = self.table.new_linear(layout)
+        self.table.fill_linear(w, 0, GroupedColumns("words", codes, None, scales, zeros))
+        return cast(PackedLinear, w)
+
+    def run(self, x: Tensor) -> None:
+        for router, experts in zip(self.routers, self.experts, strict=True):
+            h = self.table.rms_norm(x, self.norm)
+            routed = self.table.route(h, router, self.shape.routing)
+            self.table.add_(x, self.table.expert_mlp(h, routed, experts))
+
+    def used_bytes(self, x: Tensor) -> float:
+        """Bytes of the distinct experts of a layer, on average, and of its router."""
+        total = 0.0
+        x = x.clone()
+        for router, experts in zip(self.routers, self.experts, strict=True):
+            h = self.table.rms_norm(x, self.norm)
+            routed = self.table.route(h, router, self.shape.routing)
+            self.table.add_(x, self.table.expert_mlp(h, routed, experts))
+            share = len(routed.ids.unique()) / self.shape.experts
+            total += share * (experts.gate_up.size_bytes + experts.down.size_bytes)
+            total += router.size_bytes
+        return total / self.shape.layers
+
+
+def milliseconds(work: Callable[[], object], repeats: int = 21) -> float:
+    """Median time of `work`."""
+    for _ in range(3):
+        work()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return float(sorted(times)[len(times) // 2])
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second."""
+    source = torch.randn(2**28, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source)) * 1e3
+
+
+def captured(work: Callable[[], object]) -> Callable[[], object]:
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(". Usage")[0])
+    parser.add_argument("--rows", default="1,2,4,8,16,32,64,2048")
+    parser.add_argument("--shape", choices=SHAPES, action="append")
+    args = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    device = torch.cuda.get_device_name()
+    for name in args.shape or SHAPES:
+        layers = Layers(SHAPES[name])
+        for rows in map(int, args.rows.split(",")):
+            start = torch.randn(rows, layers.shape.hidden, device="cuda")
+            x, floor = start.clone(), layers.used_bytes(start) / bandwidth * 1e6
+            work = captured(partial(layers.run, x))
+            x.copy_(start)
+            us = milliseconds(work) * 1e3 / layers.shape.layers
+            figure = {"figure": "layer of experts", "shape": name, "rows": rows, "us": round(us, 2)}
+            more = {"floor_us": round(floor, 2), "share": round(floor / us, 3), "device": device}
+            print(json.dumps(figure | more), flush=True)
+        del layers
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

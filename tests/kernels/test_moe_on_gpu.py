@@ -1,0 +1,290 @@
+"""Experts on a GPU in the shapes that matter to its kernels, against float64.
+
+The kernels read the experts in use once each. They multiply tiles of 8 or 32 rows of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import pytest
+import torch
+from kernel_support import assert_norm_within, normal, packed
+from quant_support import Matrix, Shape, filled, make_matrix
+from torch import Tensor
+
+from exl_core.ops.backends.cuda.experts import plan_loads
+from exl_core.ops.backends.cuda.quantized import plan_tiles
+from exl_core.ops.elementwise import GateKind
+from exl_core.ops.moe import ExpertMlp, Routed, Routing
+from exl_core.ops.table import OpTable
+from exl_core.ops.weights import GroupRun
+
+BOUND = 3e-3
+"""Two products with inputs rounded to float16, 3e-4 each, and the rounding of the activation."""
+
+ROWS = (1, 2, 3, 5, 8, 9, 17, 33, 65, 300)
+
+
+class Sizes(NamedTuple):
+    """Shapes of gate and up, [inner, d], and of down, [d, inner], of the experts in turn."""
+
+    wide: tuple[Shape, ...]
+    narrow: tuple[Shape, ...]
+
+
+def sizes(wide: Sequence[Shape], narrow: Sequence[Shape]) -> Sizes:
+    inner, d = narrow[0].k, wide[0].k
+    return Sizes(
+        tuple(replace(one, n=inner) for one in wide), tuple(replace(one, n=d) for one in narrow)
+    )
+
+
+FORMS = {
+    "4-bits": sizes([Shape(((4, 3, 128),), 0)], [Shape(((4, 2, 128),), 0)]),
+    "groups-of-32": sizes([Shape(((4, 11, 32),), 0)], [Shape(((4, 7, 32),), 0)]),
+    "no-multiple-of-32": sizes(
+        [Shape(((4, 2, 75), (4, 1, 30)), 0, "zeros")], [Shape(((4, 1, 100), (4, 1, 7)), 0)]
+    ),
+    "permuted": sizes(
+        [Shape(((5, 1, 32), (4, 3, 96)), 0, permuted=True)],
+        [Shape(((6, 2, 64), (4, 2, 32)), 0, permuted=True)],
+    ),
+    "layouts-of-each": sizes(
+        [
+            Shape(((5, 2, 128), (3, 1, 64)), 0, permuted=True),
+            Shape(((8, 1, 320),), 0, permuted=True),
+            Shape(((2, 10, 32),), 0),
+        ],
+        [Shape(((4, 3, 64),), 0, permuted=True), Shape(((6, 2, 96),), 0), Shape(((3, 1, 192),), 0)],
+    ),
+    "padded-and-permuted": sizes(
+        [Shape(((4, 3, 48),), 0, "minimums", permuted=True)],
+        [Shape(((4, 2, 40),), 0, "zeros", torch.float32, permuted=True)],
+    ),
+    "mxfp4": sizes(
+        [Shape(((4, 9, 32),), 0, "mxfp4", torch.uint8, has_bias=True)],
+        [Shape(((4, 5, 32),), 0, "mxfp4", torch.uint8, has_bias=True)],
+    ),
+    "fp8": sizes(
+        [Shape(((8, 2, 128),), 0, "e4m3", torch.float32)],
+        [Shape(((8, 1, 128), (8, 1, 64)), 0, "e4m3", torch.float32)],
+    ),
+}
+
+
+class Experts:
+    """Random experts, their exact weights on the GPU, and their packed form."""
+
+    def __init__(self, table: OpTable, rng: torch.Generator, form: Sizes, count: int) -> None:
+        self.device = table.device
+        gate, up = (_scaled(rng, form.wide, count) for _ in range(2))
+        down = _scaled(rng, form.narrow, count)
+        self.d, self.inner = gate[0].layout.in_features, gate[0].layout.out_features
+        self.exact = [
+            [(one.weights().to(self.device), _bias(one, self.device)) for one in each]
+            for each in (gate, up, down)
+        ]
+        pairs = zip(gate, up, strict=True)
+        joined = [table.join([filled(table, a), filled(table, b)]) for a, b in pairs]
+        self.gate_up = table.stack(joined)
+        self.down = table.stack([filled(table, one) for one in down])
+
+    def mlp(self, kind: GateKind = "silu") -> ExpertMlp:
+        return ExpertMlp(self.gate_up, self.down, kind)
+
+    def outputs(self, x: Tensor, routed: Routed, kind: GateKind = "silu") -> Tensor:
+        """By the formula, in float64."""
+        x = x.double().to(self.device)
+        ids, weights = routed.ids.to(self.device), routed.weights.double().to(self.device)
+        y = torch.zeros(len(x), self.d, dtype=torch.float64, device=self.device)
+        for expert, parts in enumerate(zip(*self.exact, strict=True)):
+            (gate, gate_bias), (up, up_bias), (down, down_bias) = parts
+            rows, slots = (ids == expert).nonzero(as_tuple=True)
+            h = gated(x[rows] @ gate.T + gate_bias, x[rows] @ up.T + up_bias, kind)
+            outer = (h @ down.T + down_bias) * weights[rows, slots, None]
+            y.index_add_(0, rows, outer)
+        return y.cpu()
+
+
+def gated(gate: Tensor, up: Tensor, kind: GateKind) -> Tensor:
+    if kind == "clamped_swiglu":
+        gate, up = gate.clamp_max(7), up.clip(-7, 7)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    if kind == "gelu_tanh":
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    return torch.nn.functional.silu(gate) * up
+
+
+def _scaled(rng: torch.Generator, shapes: Sequence[Shape], count: int) -> list[Matrix]:
+    """Random matrices that about keep the magnitude of their inputs."""
+    found = []
+    for expert in range(count):
+        matrix = make_matrix(rng, shapes[expert % len(shapes)])
+        size = float(matrix.weights().std()) * matrix.layout.in_features**0.5
+        if matrix.layout.formula == "mxfp4":
+            steps = round(np.log2(size))
+            found.append(replace(matrix, scales=matrix.scales - steps))
+            continue
+        offsets = matrix.offsets
+        if offsets is not None and offsets.is_floating_point():
+            offsets = (offsets / size).to(offsets.dtype)
+        scales = (matrix.scales / size).to(matrix.scales.dtype)
+        found.append(replace(matrix, scales=scales, offsets=offsets))
+    return found
+
+
+def _bias(matrix: Matrix, device: torch.device) -> Tensor:
+    n = matrix.layout.out_features
+    return (torch.zeros(n) if matrix.bias is None else matrix.bias).double().to(device)
+
+
+def choice(rng: torch.Generator, rows: int, experts: int, top_k: int) -> Routed:
+    """Skewed: low numbers are chosen more often, and some experts not at all."""
+    chances = 1.0 / torch.arange(1, experts + 1, dtype=torch.float32)
+    chances[experts // 2] = 0
+    ids = torch.multinomial(chances.expand(rows, -1), top_k, generator=rng)
+    return Routed(ids.int(), torch.rand(rows, top_k, generator=rng) + 0.1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_any_number_of_rows(
+    gpu_table: OpTable, rng: torch.Generator, form: str, top_k: int
+) -> None:
+    experts = Experts(gpu_table, rng, FORMS[form], 13)
+    for rows in ROWS:
+        x, routed = normal(rng, rows, experts.d), choice(rng, rows, 13, top_k)
+        got = gpu_table.expert_mlp(x, routed, experts.mlp())
+        assert_norm_within(got, experts.outputs(x, routed), BOUND)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "clamped_swiglu"])
+@pytest.mark.parametrize("form", ["permuted", "mxfp4"])
+def test_each_gate(gpu_table: OpTable, rng: torch.Generator, form: str, kind: GateKind) -> None:
+    experts = Experts(gpu_table, rng, FORMS[form], 5)
+    for rows in (1, 40):
+        x, routed = 3 * normal(rng, rows, experts.d), choice(rng, rows, 5, 3)
+        got = gpu_table.expert_mlp(x, routed, experts.mlp(kind))
+        assert_norm_within(got, experts.outputs(x, routed, kind), BOUND)
+
+
+@pytest.mark.parametrize("rows", [7, 8, 31, 32, 33, 100])
+def test_all_rows_with_the_last_expert(gpu_table: OpTable, rng: torch.Generator, rows: int) -> None:
+    experts = Experts(gpu_table, rng, FORMS["permuted"], 9)
+    x, weights = normal(rng, rows, experts.d), torch.rand(rows, 1, generator=rng)
+    routed = Routed(torch.full((rows, 1), 8, dtype=torch.int32), weights)
+    got = gpu_table.expert_mlp(x, routed, experts.mlp())
+    assert_norm_within(got, experts.outputs(x, routed), BOUND)
+
+
+def test_many_experts(gpu_table: OpTable, rng: torch.Generator) -> None:
+    experts = Experts(gpu_table, rng, FORMS["groups-of-32"], 160)
+    for rows in (1, 4, 64, 500):
+        x, routed = normal(rng, rows, experts.d), choice(rng, rows, 160, 6)
+        got = gpu_table.expert_mlp(x, routed, experts.mlp())
+        assert_norm_within(got, experts.outputs(x, routed), BOUND)
+
+
+@pytest.mark.parametrize("form", ["4-bits", "layouts-of-each", "padded-and-permuted", "mxfp4"])
+def test_a_row_has_the_same_bits_in_every_batch(
+    gpu_table: OpTable, rng: torch.Generator, form: str
+) -> None:
+    experts = Experts(gpu_table, rng, FORMS[form], 6)
+    x, routed = normal(rng, 70, experts.d), choice(rng, 70, 6, 2)
+    whole = gpu_table.expert_mlp(x, routed, experts.mlp())
+    for first, last in ((0, 1), (1, 8), (8, 45), (45, 70)):
+        part = Routed(routed.ids[first:last], routed.weights[first:last])
+        got = gpu_table.expert_mlp(x[first:last], part, experts.mlp())
+        assert torch.equal(got, whole[first:last])
+
+
+@pytest.mark.parametrize("form", ["4-bits", "layouts-of-each", "padded-and-permuted"])
+@pytest.mark.parametrize("rows", [1, 6, 40])
+def test_a_captured_graph_follows_the_choice(
+    gpu_table: OpTable, rng: torch.Generator, rows: int, form: str
+) -> None:
+    """Router and experts in one graph, replayed with rows that choose other experts."""
+    table = cast(Any, gpu_table).on_device
+    experts = Experts(gpu_table, rng, FORMS[form], 16)
+    w, routing = packed(gpu_table, normal(rng, 16, experts.d)), Routing(4)
+    x = normal(rng, rows, experts.d).to(table.device)
+
+    def layer() -> Tensor:
+        return cast(Tensor, table.expert_mlp(x, table.route(x, w, routing), experts.mlp()))
+
+    layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer()
+    for _ in range(3):
+        x.copy_(normal(rng, rows, experts.d))
+        graph.replay()
+        replayed = y.clone()
+        assert torch.equal(replayed, layer())
+        routed = table.route(x, w, routing)
+        routed = Routed(routed.ids.cpu(), routed.weights.cpu())
+        assert_norm_within(replayed.cpu(), experts.outputs(x.cpu(), routed), BOUND)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("d", [64, 67, 2880])
+def test_routers_of_many_experts(
+    gpu_table: OpTable, rng: torch.Generator, d: int, dtype: torch.dtype
+) -> None:
+    count, routing = 257, Routing(9, "sigmoid", eps=1e-20, factor=1.5)
+    weight = (normal(rng, count, d) / d**0.5).half()
+    bias, logit_bias = normal(rng, count), normal(rng, count)
+    w = packed(gpu_table, weight, logit_bias)
+    x = normal(rng, 90, d).to(dtype)
+    scores = (x.double() @ weight.double().T + logit_bias.double()).sigmoid()
+    for rows in (1, 3, 8, 9, 64, 90):
+        got = gpu_table.route(x[:rows], w, routing, bias)
+        ranked = scores[:rows] + bias.double()
+        chosen = ranked.gather(1, got.ids.long())
+        best = ranked.sort(1, descending=True).values[:, :9]
+        assert_norm_within(chosen, best, 1e-3)
+        weights = scores[:rows].gather(1, got.ids.long())
+        exact = 1.5 * weights / weights.sum(1, keepdim=True)
+        assert_norm_within(got.weights, exact, 1e-3)
+        assert all(len(set(row)) == 9 for row in got.ids.tolist())
+
+
+def test_a_router_chooses_the_same_for_a_row_in_every_batch(
+    gpu_table: OpTable, rng: torch.Generator
+) -> None:
+    x, w = normal(rng, 64, 200), packed(gpu_table, normal(rng, 48, 200))
+    whole = gpu_table.route(x, w, Routing(5))
+    for first, last in ((0, 1), (1, 9), (20, 64)):
+        part = gpu_table.route(x[first:last], w, Routing(5))
+        assert torch.equal(part.ids, whole.ids[first:last])
+        assert torch.equal(part.weights, whole.weights[first:last])
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        ((4, 5, 128),),
+        ((4, 9, 32), (5, 3, 64)),
+        ((3, 2, 100), (8, 1, 640), (2, 6, 32)),
+        ((6, 1, 32), (4, 1, 300)),
+    ],
+)
+def test_loads_cover_a_panel(runs: tuple[tuple[int, int, int], ...]) -> None:
+    plan = plan_tiles(tuple(GroupRun(*run) for run in runs), 2, 1)
+    loads = plan_loads(plan)
+    assert loads["offset"][0] == plan.k_tiles["offset"][0]
+    ends = loads["offset"].astype(int) + loads["bytes"]
+    assert ends.tolist() == [*loads["offset"][1:].tolist(), plan.panel_bytes]
+    assert (loads["blocks"] <= 4).all()
+    assert (loads["blocks"] == loads["k_tiles"] * loads["k_tile_blocks"]).all()
+    firsts = loads["first_block"].astype(int)
+    assert (firsts + loads["blocks"]).tolist() == [*firsts[1:].tolist(), plan.num_blocks]
+    assert (
+        loads["bytes"]
+        == loads["k_tiles"] * (96 + 128 * loads["bits"].astype(int) * loads["k_tile_blocks"])
+    ).all()
