@@ -4,7 +4,8 @@ Speed depends on shapes and widths, not on values. No download is needed to meas
 of converters, matrices that read the same input have one common feature order, the head has its own
 width, and embedding and norms are float16. `--mix` gives the shares of input features by width, the
 widest first. `--format gptq` writes 4 bits in groups of 128 with act-order and a float16 head
-instead. The last line printed is JSON.
+instead, `--format exl3` trellis codes of `--bits` with the codebook mul1. The last line printed is
+JSON.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ MIXES = {
     "8": "8:1",
 }
 """Mixes by their most frequent width. 4 is similar to a converter's mix at 4.0 bits per weight."""
+
+TRELLIS_BITS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8)
+MUL1 = 0x83DCD12D - (1 << 32)  # marker of the codebook in EXL3 files
 
 SCALE = 0.004  # scale of the largest scale code; keeps states of order one over dozens of layers
 
@@ -57,10 +61,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("out", metavar="OUT", type=Path)
     parser.add_argument("--size", choices=SIZES, default="8b")
-    parser.add_argument("--format", choices=("exl2", "gptq"), default="exl2")
+    parser.add_argument("--format", choices=("exl2", "gptq", "exl3"), default="exl2")
     parser.add_argument(
         "--mix", default="4", help=f"{', '.join(MIXES)}, or BITS:SHARE,... (default: 4)"
     )
+    parser.add_argument("--bits", type=float, choices=TRELLIS_BITS, default=4, help="of exl3")
     parser.add_argument("--head-bits", type=int, default=6)
     parser.add_argument("--own-orders", action="store_true", help="an order for every matrix")
     args = parser.parse_args()
@@ -71,11 +76,14 @@ def main() -> int:
     except ValueError:
         parser.error(f"--mix is not a list such as {MIXES['4']}: {args.mix}")
     size = SIZES[args.size]
-    writer = (
-        GptqWriter()
-        if args.format == "gptq"
-        else Exl2Writer(mix, args.head_bits, has_own_orders=args.own_orders)
-    )
+    writer: Writer
+    match args.format:
+        case "gptq":
+            writer = GptqWriter()
+        case "exl3":
+            writer = Exl3Writer(args.bits, args.head_bits)
+        case _:
+            writer = Exl2Writer(mix, args.head_bits, has_own_orders=args.own_orders)
     print(json.dumps(write_model(args.out, size, writer)))
     return 0
 
@@ -161,6 +169,42 @@ class GptqWriter:
         }
 
 
+class Exl3Writer:
+    """Writer of EXL3: random rings of trellis codes with the codebook mul1."""
+
+    file_name = "model.safetensors"
+
+    def __init__(self, bits: float, head_bits: int) -> None:
+        self._bits, self._head_bits = bits, head_bits
+        self.settings: dict[str, Any] = {
+            "quant_method": "exl3",
+            "version": "1.6.5",
+            "bits": bits,
+            "head_bits": head_bits,
+            "calibration": {"rows": 0, "cols": 0},
+            "out_scales": "always",
+            "codebook": "mul1",
+        }
+
+    def linear(self, name: str, rows: int, columns: int, source: str) -> Parts:  # noqa: ARG002
+        bits = self._head_bits if name == "lm_head" else self._bits
+        tiles = words(rows * columns // 256, int(8 * bits)).view(torch.int16)
+        return {
+            "trellis": tiles.view(rows // 16, columns // 16, int(16 * bits)),
+            "suh": signs(rows) * rows**-0.5,
+            "svh": signs(columns),
+            "mul1": torch.tensor(MUL1, dtype=torch.int32),
+        }
+
+
+Writer = Exl2Writer | GptqWriter | Exl3Writer
+
+
+def signs(count: int) -> Tensor:
+    """Random signs, float16."""
+    return (torch.randint(0, 2, (count,)) * 2 - 1).half()
+
+
 def group_widths(groups: int, mix: list[tuple[int, float]]) -> list[int]:
     widths: list[int] = []
     for bits, share in mix[:-1]:
@@ -199,7 +243,7 @@ def linears(size: Size) -> Iterator[tuple[str, int, int, str]]:
     yield "lm_head", hidden, size.vocab_size, "head"
 
 
-def write_model(out: Path, size: Size, writer: Exl2Writer | GptqWriter) -> dict[str, object]:
+def write_model(out: Path, size: Size, writer: Writer) -> dict[str, object]:
     hidden = size.hidden_size
     tensors: Parts = {"model.norm.weight": torch.ones(hidden, dtype=torch.float16)}
     for layer in range(size.num_hidden_layers):

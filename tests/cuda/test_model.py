@@ -32,7 +32,14 @@ from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.ngram import NgramDrafter
 from support.adapters import random_pairs, stored, write_adapter
-from support.quantized_models import METHODS, SIZES, quantize, quantized_llama
+from support.quantized_models import (
+    EXL3_SETTINGS,
+    METHODS,
+    SIZES,
+    exl3_pieces,
+    quantize,
+    quantized_llama,
+)
 from support.tiny_models import (
     VOCAB_SIZE,
     save,
@@ -44,6 +51,13 @@ from support.tiny_models import (
 
 pytestmark = pytest.mark.cuda
 
+
+def exl3_llama(folder: Path) -> Path:
+    save(tiny_llama(**SIZES), folder)
+    quantize(folder, EXL3_SETTINGS, exl3_pieces)
+    return folder
+
+
 ALL, LAST, NONE = LogitRows.ALL, LogitRows.LAST, LogitRows.NONE
 PAGES = 24
 GREEDY = SamplerParams(temperature=0)
@@ -52,6 +66,7 @@ BUILD: dict[str, Callable[[Path], Path]] = {
     "gemma3": lambda folder: save(tiny_gemma3(**SIZES, query_pre_attn_scalar=32), folder),
     "exl2": lambda folder: quantized_llama("exl2", folder),
     "gptq": lambda folder: quantized_llama("gptq", folder),
+    "exl3": exl3_llama,
 }
 WITH_LAYER_NORMS = {"command-r": tiny_cohere, "starcoder2": tiny_starcoder2}
 # Relative error of the logits. Activations are float16 on the GPU and float32 on the CPU, and

@@ -61,6 +61,7 @@ def random_model(
         (("--mix", "3", "--own-orders"), "exl2", 2.5),
         (("--mix", "6:0.5,2:0.5", "--head-bits", "8"), "exl2", 4.0),
         (("--format", "gptq"), "gptq", 4),
+        (("--format", "exl3", "--bits", "2.5"), "exl3", 2.5),
     ],
 )
 def test_random_models_load_and_run(
