@@ -202,17 +202,24 @@ __device__ __forceinline__ void add_load(
     }
 }
 
-// Sum over the loads first .. last - 1 of a column panel, whose bytes start at `panel`.
+// Starts the copies of the first loads of a column panel, whose bytes start at `panel`.
+__device__ __forceinline__ void fill_ring(
+    const ExpertArgs& args, const ExlExpertMatrix& w, Ring& ring, const uint8_t* panel, int first,
+    int last
+) {
+    for (int n = 0; n < args.num_stages && first + n < last; ++n) {
+        const Load load = Load::at(w.loads, first + n);
+        ring.issue(n, panel + load.offset, load.bytes());
+    }
+}
+
+// Sum over the loads first .. last - 1 of a column panel, after `fill_ring`.
 template <class Shape>
 __device__ __forceinline__ void sum_loads(
     PanelSums<Shape>& total, const ExpertArgs& args, const ExlExpertMatrix& w, Ring& ring,
     const uint8_t* panel, int first, int last, const LaneRows<Shape>& rows, int lane
 ) {
     const int values = w.kind >> 14 & 3;
-    for (int n = 0; n < args.num_stages && first + n < last; ++n) {
-        const Load load = Load::at(w.loads, first + n);
-        ring.issue(n, panel + load.offset, load.bytes());
-    }
     if (first >= last) return;
     Load own = Load::at(w.loads, first);
     LoadInputs<Shape> inputs;
@@ -333,11 +340,11 @@ __device__ __forceinline__ void multiply_item(
         shared + warp * args.num_stages * args.stage_bytes, barriers + warp, args.num_stages,
         args.stage_bytes, lane
     );
+    const uint8_t* const bytes = w.tiles + panel * w.panel_bytes;
+    fill_ring(args, w, ring, bytes, first, last);
     const LaneRows<Shape> rows(call, item, part == 0 ? call.x[0] : call.x[1], lane);
     PanelSums<Shape> total = {};
-    sum_loads<Shape>(
-        total, args, w, ring, w.tiles + panel * w.panel_bytes, first, last, rows, lane
-    );
+    sum_loads<Shape>(total, args, w, ring, bytes, first, last, rows, lane);
     __syncthreads();  // the sums overwrite the stages
     auto* const sums = reinterpret_cast<float*>(shared);
     constexpr int kWarpFloats = Shape::kRows * kPitch;

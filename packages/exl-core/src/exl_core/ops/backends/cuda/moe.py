@@ -40,6 +40,7 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
     _gpu: Gpu
 
     def stack(self, experts: Sequence[PackedLinear]) -> PackedExperts:
+        self._counters(1)  # made here, and not in a capture
         stacked = StackedExperts.of(experts)
         quantized = grouped([parts_of(one) for one in experts])
         return stacked if quantized is None else CudaExperts.of(quantized, self._gpu)
@@ -74,13 +75,16 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         )
         if is_fused:
             dense = cast(CudaLinear, w)
-            counters = gpu.buffer("router", max(-(-rows // cuda.ROUTER_ROWS) * 4, 4096))
             args.x, args.x_stride, args.x_dtype = x.data_ptr(), x.stride(0), TYPES[x.dtype]
             args.weight, args.d = dense.weight.data_ptr(), x.shape[1]
             args.logit_bias = None if dense.bias is None else dense.bias.data_ptr()
-            args.counters = counters.data_ptr()
+            args.counters = self._counters(rows).data_ptr()
         gpu.call("route", args)
         return Routed(ids, weights)
+
+    def _counters(self, rows: int) -> Tensor:
+        """Counters of the router's kernel for that many rows."""
+        return self._gpu.buffer("router", max(-(-rows // cuda.ROUTER_ROWS) * 4, 4096))
 
     def expert_mlp(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
         gate_up, down = experts.gate_up, experts.down
