@@ -7,6 +7,7 @@
 #include "exl/ops/linear.h"
 #include "exl/ops/moe.h"
 #include "exl/ops/quant_linear.h"
+#include "exl/ops/recurrent.h"
 #include "exl/ops/sampling.h"
 #include "exl/thread_pool.h"
 
@@ -27,6 +28,9 @@ struct OpTable {
     void (*quant_linear)(ThreadPool&, const QuantLinearArgs&);
     void (*expert_mlp)(ThreadPool&, const ExpertMlpArgs&);
     SampleResult (*sample)(const SampleArgs&);
+    void (*causal_conv)(ThreadPool&, const CausalConvArgs&);
+    void (*delta_rule)(ThreadPool&, const DeltaRuleArgs&);
+    void (*state_scan)(ThreadPool&, const StateScanArgs&);
 };
 
 // Op tables that this processor and operating system can run, slowest first; scalar is always among

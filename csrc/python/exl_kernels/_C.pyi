@@ -135,6 +135,49 @@ class Table:
     def rope_(self, x: _Tensor, cos: _Tensor, sin: _Tensor) -> None: ...
     def gated_activation(self, gate_up: _Tensor, kind: str, out: _Tensor) -> None: ...
     def activation(self, x: _Tensor, kind: str, out: _Tensor) -> None: ...
+    def causal_conv(
+        self,
+        x: _Tensor,
+        weight: _Tensor,
+        bias: _Tensor | None,
+        has_silu: bool,
+        states: _Tensor,
+        row_starts: _Tensor,
+        past_lens: _Tensor,
+        slots: _Tensor,
+        out: _Tensor,
+    ) -> None: ...
+    def delta_rule(
+        self,
+        qkv: _Tensor,
+        b: _Tensor,
+        a: _Tensor,
+        key_heads: int,
+        is_tiled: bool,
+        decay: _Tensor,
+        dt_bias: _Tensor,
+        states: _Tensor,
+        row_starts: _Tensor,
+        past_lens: _Tensor,
+        slots: _Tensor,
+        out: _Tensor,
+    ) -> None: ...
+    def state_scan(
+        self,
+        xbc: _Tensor,
+        dt: _Tensor,
+        groups: int,
+        decay: _Tensor,
+        dt_bias: _Tensor,
+        skip: _Tensor,
+        least_step: float,
+        largest_step: float,
+        states: _Tensor,
+        row_starts: _Tensor,
+        past_lens: _Tensor,
+        slots: _Tensor,
+        out: _Tensor,
+    ) -> None: ...
     def log_sum_exp(self, x: _Tensor, out: _Tensor) -> None: ...
     def write_kv(
         self,

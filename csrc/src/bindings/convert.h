@@ -99,6 +99,7 @@ void bind_elementwise(py::class_<Table>& table);
 void bind_attention(py::class_<Table>& table);
 void bind_cache(py::class_<Table>& table);
 void bind_moe(py::module_& module, py::class_<Table>& table);
+void bind_recurrent(py::class_<Table>& table);
 void bind_sampling(py::class_<Table>& table);
 
 }  // namespace exl

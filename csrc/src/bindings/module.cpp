@@ -49,5 +49,6 @@ PYBIND11_MODULE(_C, module) {
     bind_attention(table);
     bind_cache(table);
     bind_moe(module, table);
+    bind_recurrent(table);
     bind_sampling(table);
 }

@@ -18,6 +18,9 @@ void write_kv(ThreadPool& pool, const WriteKvArgs& args);
 void paged_attention(ThreadPool& pool, const AttentionArgs& args);
 void quant_linear(ThreadPool& pool, const QuantLinearArgs& args);
 void expert_mlp(ThreadPool& pool, const ExpertMlpArgs& args);
+void causal_conv(ThreadPool& pool, const CausalConvArgs& args);
+void delta_rule(ThreadPool& pool, const DeltaRuleArgs& args);
+void state_scan(ThreadPool& pool, const StateScanArgs& args);
 SampleResult sample(const SampleArgs& args);
 
 // Number of activations per work item of elementwise ops, 1 to 3 us of work. Distributing less over

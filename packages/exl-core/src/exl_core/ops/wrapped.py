@@ -18,6 +18,7 @@ from exl_core.ops.attention import (
 from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, Norm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.moe import ExpertMlp, Routed, Routing
+from exl_core.ops.recurrent import DeltaRule, StateRows, StateScan, Taps
 from exl_core.ops.table import LayerOps
 
 
@@ -102,6 +103,19 @@ class WrappedOps:
 
     def expert_mlp(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
         return self.inner.expert_mlp(x, routed, experts)
+
+    def causal_conv(self, x: Tensor, taps: Taps, states: Tensor, rows: StateRows) -> Tensor:
+        return self.inner.causal_conv(x, taps, states, rows)
+
+    def delta_rule(
+        self, qkv: Tensor, ba: Tensor, rule: DeltaRule, states: Tensor, rows: StateRows
+    ) -> Tensor:
+        return self.inner.delta_rule(qkv, ba, rule, states, rows)
+
+    def state_scan(
+        self, xbc: Tensor, dt: Tensor, scan: StateScan, states: Tensor, rows: StateRows
+    ) -> Tensor:
+        return self.inner.state_scan(xbc, dt, scan, states, rows)
 
     def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor:
         return self.inner.rms_norm(x, norm)

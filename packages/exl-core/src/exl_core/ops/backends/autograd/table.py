@@ -15,12 +15,13 @@ from torch import Tensor
 from exl_core.ops.backends.autograd.attention import AutogradAttendOps
 from exl_core.ops.backends.autograd.linear import AutogradProductOps
 from exl_core.ops.backends.autograd.moe import AutogradRoutedOps
+from exl_core.ops.backends.autograd.recurrent import AutogradRecurrentOps
 
 if TYPE_CHECKING:
     from exl_core.ops.table import LayerOps
 
 
-class AutogradTable(AutogradProductOps, AutogradAttendOps, AutogradRoutedOps):
+class AutogradTable(AutogradProductOps, AutogradAttendOps, AutogradRoutedOps, AutogradRecurrentOps):
     """LayerOps whose results are new tensors: `out` is ignored, and nothing is overwritten."""
 
     @staticmethod

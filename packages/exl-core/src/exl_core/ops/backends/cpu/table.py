@@ -15,10 +15,18 @@ from exl_core.ops.backends.cpu.elementwise import CpuElementwiseOps
 from exl_core.ops.backends.cpu.library import exl_kernels, native_isas
 from exl_core.ops.backends.cpu.linear import CpuLinearOps
 from exl_core.ops.backends.cpu.moe import CpuMoeOps
+from exl_core.ops.backends.cpu.recurrent import CpuRecurrentOps
 from exl_core.ops.backends.cpu.sampling import CpuSamplingOps
 
 
-class CpuTable(CpuLinearOps, CpuAttentionOps, CpuElementwiseOps, CpuMoeOps, CpuSamplingOps):
+class CpuTable(
+    CpuLinearOps,
+    CpuAttentionOps,
+    CpuElementwiseOps,
+    CpuMoeOps,
+    CpuRecurrentOps,
+    CpuSamplingOps,
+):
     """OpTable of the CPU kernels for one instruction set, with their thread pool."""
 
     device = torch.device("cpu")

@@ -16,11 +16,19 @@ from exl_core.ops.backends.cuda.library import Gpu
 from exl_core.ops.backends.cuda.linear import CudaLinearOps
 from exl_core.ops.backends.cuda.matmul import Linears
 from exl_core.ops.backends.cuda.moe import CudaMoeOps
+from exl_core.ops.backends.cuda.recurrent import CudaRecurrentOps
 from exl_core.ops.backends.cuda.sampling import CudaSamplingOps, RowSampler
 from exl_core.ops.backends.cuda.upload import upload
 
 
-class CudaTable(CudaMoeOps, CudaLinearOps, CudaAttentionOps, CudaElementwiseOps, CudaSamplingOps):
+class CudaTable(
+    CudaMoeOps,
+    CudaLinearOps,
+    CudaAttentionOps,
+    CudaElementwiseOps,
+    CudaRecurrentOps,
+    CudaSamplingOps,
+):
     """OpTable of one GPU. `threads` is the number of threads that fill matrices."""
 
     def __init__(

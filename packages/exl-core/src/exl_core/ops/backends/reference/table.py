@@ -9,6 +9,7 @@ from exl_core.ops.backends.reference.attention import ReferenceAttentionOps
 from exl_core.ops.backends.reference.elementwise import ReferenceElementwiseOps
 from exl_core.ops.backends.reference.linear import ReferenceLinearOps
 from exl_core.ops.backends.reference.moe import ReferenceMoeOps
+from exl_core.ops.backends.reference.recurrent import ReferenceRecurrentOps
 from exl_core.ops.backends.reference.sampling import ReferenceSamplingOps
 
 
@@ -17,6 +18,7 @@ class ReferenceTable(
     ReferenceAttentionOps,
     ReferenceElementwiseOps,
     ReferenceMoeOps,
+    ReferenceRecurrentOps,
     ReferenceSamplingOps,
 ):
     """Reference implementation of OpTable.

@@ -1,0 +1,81 @@
+// Recurrent mixers: causal convolutions, the gated delta rule, the state scan of Mamba-2.
+//
+// Each sequence has a state of fixed size in a slot of `states`, fp32, which the op updates in
+// place. Tokens are processed one after the other, in fp32 and in an order that depends on neither
+// the other sequences, nor the division of a sequence into calls, nor the number of threads.
+#pragma once
+
+#include <cstdint>
+
+namespace exl {
+
+// Sequence s has the rows row_starts[s] .. row_starts[s + 1] - 1. It starts from zeros if
+// past_lens[s] is 0, else from the contents of slots[s].
+struct StateRows {
+    const int32_t* row_starts;  // [seqs + 1]
+    const int32_t* past_lens;   // [seqs]
+    const int64_t* slots;       // [seqs]
+    int64_t seqs;
+};
+
+// y[p] = silu(bias + sum of weight[t] * x[p - taps + 1 + t]), each channel by itself.
+struct CausalConvArgs {
+    const float* x;  // [rows, channels], rows x_stride apart
+    int64_t x_stride;
+    int64_t channels;
+    int64_t taps;
+    const float* weight;  // [taps, channels], the newest input's factor last
+    const float* bias;    // [channels], or null: none
+    bool has_silu;
+    float* states;  // [slots, taps - 1, channels], the newest input last
+    StateRows rows;
+    float* y;  // [rows, channels]
+};
+
+// One head: S = exp(g) S; S += k (beta (v - S^T k))^T; o = S^T q, with S [key_dim, value_dim]. q and
+// k are normalized, g = -decay softplus(a + dt_bias), beta = sigmoid(b).
+struct DeltaRuleArgs {
+    const float* qkv;  // [rows, 2 key_heads key_dim + value_heads value_dim], rows qkv_stride apart
+    int64_t qkv_stride;
+    const float* a;  // [rows, value_heads], rows a_stride apart
+    int64_t a_stride;
+    const float* b;
+    int64_t b_stride;
+    int64_t num_rows;
+    int64_t key_heads;
+    int64_t value_heads;
+    int64_t key_dim;
+    int64_t value_dim;
+    const float* decay;    // [value_heads]
+    const float* dt_bias;  // [value_heads]
+    bool is_tiled;  // value head h uses key head h % key_heads, else h / (heads per key head)
+    float* states;  // [slots, value_heads, key_dim, value_dim]
+    StateRows rows;
+    float* scratch;  // [num_rows, 2 key_heads key_dim + 2 value_heads]
+    float* y;        // [num_rows, value_heads * value_dim]
+};
+
+// One head: h = exp(-decay d) h + d x B^T; y = h C + skip x, with h [head_dim, state_size] and
+// d = clamp(softplus(dt + dt_bias)). Heads share B and C in groups.
+struct StateScanArgs {
+    const float* xbc;  // [rows, heads head_dim + 2 groups state_size], rows xbc_stride apart
+    int64_t xbc_stride;
+    const float* dt;  // [rows, heads], rows dt_stride apart
+    int64_t dt_stride;
+    int64_t num_rows;
+    int64_t heads;
+    int64_t head_dim;
+    int64_t state_size;
+    int64_t groups;
+    const float* decay;    // [heads]
+    const float* dt_bias;  // [heads]
+    const float* skip;     // [heads]
+    float least_step;
+    float largest_step;
+    float* states;  // [slots, heads, head_dim, state_size]
+    StateRows rows;
+    float* scratch;  // [num_rows, 2 heads]
+    float* y;        // [num_rows, heads * head_dim]
+};
+
+}  // namespace exl

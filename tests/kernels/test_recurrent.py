@@ -1,0 +1,167 @@
+"""Recurrent ops: every backend against formulas in float64, in calls of any division."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernel_support import is_gpu, normal, strided_rows
+from torch import Tensor
+
+from exl_core.ops.backends.recurrence import (
+    delta_chunks,
+    delta_inputs,
+    delta_steps,
+    scan_chunks,
+    scan_inputs,
+    scan_steps,
+)
+from exl_core.ops.open import available_isas, get_table
+from exl_core.ops.recurrent import DeltaRule, StateRows, StateScan, Taps
+from exl_core.ops.table import OpTable
+
+LENGTHS = (1, 70, 0, 9, 2)  # 70: more than a chunk
+SLOTS = 9
+Run = Callable[[OpTable, Tensor, Tensor, StateRows], Tensor]
+
+
+def rows_of(lengths: tuple[int, ...], past: tuple[int, ...]) -> StateRows:
+    """Sequences of these numbers of rows, in scattered slots."""
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    slots = torch.tensor([7, 2, 0, 5, 3])[: len(lengths)]
+    return StateRows(starts, torch.tensor(past, dtype=torch.int32), slots)
+
+
+def run_conv(taps: int, *, has_bias: bool) -> tuple[Run, tuple[int, ...], int]:
+    rng = torch.Generator().manual_seed(taps)
+    bias = normal(rng, 83) if has_bias else None
+    filt = Taps(normal(rng, taps, 83), bias, has_silu=has_bias)
+    return (
+        lambda table, x, states, rows: table.causal_conv(x, filt, states, rows),
+        (taps - 1, 83),
+        83,
+    )
+
+
+def delta_rule_of(key_heads: int, value_heads: int, value_dim: int, *, is_tiled: bool) -> DeltaRule:
+    rng = torch.Generator().manual_seed(value_dim)
+    decay, bias = normal(rng, value_heads).exp(), normal(rng, value_heads)
+    return DeltaRule(key_heads, value_heads, 16, value_dim, decay, bias, is_tiled)
+
+
+def run_delta(rule: DeltaRule) -> tuple[Run, tuple[int, ...], int]:
+    width = 2 * rule.key_heads * rule.key_dim + rule.value_heads * rule.value_dim
+
+    def run(table: OpTable, x: Tensor, states: Tensor, rows: StateRows) -> Tensor:
+        return table.delta_rule(x[:, :width], x[:, width:], rule, states, rows)
+
+    shape = (rule.value_heads, rule.key_dim, rule.value_dim)
+    return run, shape, width + 2 * rule.value_heads
+
+
+def scan_of(heads: int, groups: int, state_size: int) -> StateScan:
+    rng = torch.Generator().manual_seed(state_size)
+    numbers = (normal(rng, heads).exp(), normal(rng, heads), normal(rng, heads))
+    return StateScan(heads, 20, state_size, groups, *numbers, steps=(0.01, 1.5))
+
+
+def run_scan(scan: StateScan) -> tuple[Run, tuple[int, ...], int]:
+    width = scan.heads * scan.head_dim + 2 * scan.groups * scan.state_size
+
+    def run(table: OpTable, x: Tensor, states: Tensor, rows: StateRows) -> Tensor:
+        return table.state_scan(x[:, :width], x[:, width:], scan, states, rows)
+
+    return run, (scan.heads, scan.head_dim, scan.state_size), width + scan.heads
+
+
+CASES = {
+    "conv-3": run_conv(3, has_bias=False),
+    "conv-4-bias-silu": run_conv(4, has_bias=True),
+    "delta": run_delta(delta_rule_of(2, 6, 20, is_tiled=False)),
+    "delta-tiled": run_delta(delta_rule_of(2, 6, 128, is_tiled=True)),
+    "delta-equal": run_delta(delta_rule_of(3, 3, 33, is_tiled=False)),
+    "scan": run_scan(scan_of(6, 1, 16)),
+    "scan-groups": run_scan(scan_of(6, 2, 37)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_states_are_those_of_the_formulas(table: OpTable, name: str) -> None:
+    run, shape, width = CASES[name]
+    rng = torch.Generator().manual_seed(4)
+    x = strided_rows(rng, sum(LENGTHS), width)
+    states = normal(rng, SLOTS, *shape)
+    states[7] = torch.nan  # of an earlier sequence: the first one is new
+    rows = rows_of(LENGTHS, (0, 5, 3, 1, 300))
+    exact_states = states.clone()
+    exact = run(get_table("reference", threads=1), x, exact_states, rows)
+
+    y = run(table, x, states, rows)
+
+    bound = 2e-5 if is_gpu(table) else 5e-6  # float32 sums of up to 128 products
+    assert (y - exact).abs().max() <= bound * exact.abs().max()
+    kept = [slot for slot in range(SLOTS) if slot not in (7, 2, 5, 3)]
+    assert torch.equal(states[kept], exact_states[kept]), "other slots are not touched"
+    used = exact_states[[7, 2, 5, 3]]
+    assert (states[[7, 2, 5, 3]] - used).abs().max() <= bound * used.abs().max()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("isa", available_isas())
+def test_rows_do_not_depend_on_others_nor_on_calls(isa: str, name: str) -> None:
+    run, shape, width = CASES[name]
+    table = get_table("cpu", isa=isa, threads=2)
+    rng = torch.Generator().manual_seed(5)
+    x = strided_rows(rng, 90, width)
+    together = torch.zeros(SLOTS, *shape)
+    lengths = (20, 70)
+    both = run(table, x, together, rows_of(lengths, (0, 0)))
+
+    alone = torch.zeros(SLOTS, *shape)
+    parts, done = [], 0
+    for count in (1, 1, 64, 3, 1):  # the second sequence, in other pieces
+        part = x[20 + done : 20 + done + count]
+        rows = rows_of((count,), (done,))
+        parts.append(run(table, part, alone, rows))
+        done += count
+
+    assert torch.equal(torch.cat(parts), both[20:])
+    assert torch.equal(alone[7], together[2])
+
+
+def test_chunks_equal_steps() -> None:
+    rng = torch.Generator().manual_seed(6)
+    rule, scan = delta_rule_of(2, 6, 20, is_tiled=True), scan_of(6, 2, 16)
+    width = 2 * rule.key_heads * rule.key_dim + rule.value_heads * rule.value_dim
+    qkv, ba = normal(rng, 150, width).double(), normal(rng, 150, 12).double()
+    xbc, dt = normal(rng, 150, 120 + 64).double(), normal(rng, 150, 6).double()
+    state, held = normal(rng, 6, 16, 20).double(), normal(rng, 6, 20, 16).double()
+
+    inputs, scanned = delta_inputs(qkv, ba, rule), scan_inputs(xbc, dt, scan)
+
+    for got, expected in (
+        (delta_chunks(inputs, state), delta_steps(inputs, state)),
+        (scan_chunks(scanned, held, scan.skip), scan_steps(scanned, held, scan.skip)),
+    ):
+        for one, other in zip(got, expected, strict=True):
+            assert torch.allclose(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("slots", "starts", "what"),
+    [
+        ([0, 0], [0, 2, 4], "slots"),
+        ([0, 9], [0, 2, 4], "slots"),
+        ([0, 1], [0, 3, 2], "row_starts"),
+        ([0, 1], [0, 2, 5], "row_starts"),
+    ],
+)
+def test_kernels_refuse_rows_and_slots_that_do_not_fit(
+    kernels: OpTable, slots: list[int], starts: list[int], what: str
+) -> None:
+    run, shape, width = CASES["conv-3"]
+    states, past = torch.zeros(SLOTS, *shape), torch.zeros(2, dtype=torch.int32)
+    rows = StateRows(torch.tensor(starts, dtype=torch.int32), past, torch.tensor(slots))
+    with pytest.raises(ValueError, match=f"causal_conv: {what}"):
+        run(kernels, torch.zeros(4, width), states, rows)
