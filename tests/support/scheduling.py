@@ -3,6 +3,9 @@
 The value of a position depends on the adapters and on all tokens up to the position, as keys and
 values do. It is computed from the value that is actually stored at the previous position, so that a
 wrong copy, a stale page or a wrongly shared page changes all values computed from it.
+
+The recurrent state of a hybrid is the value of its last token, in a slot, computed from the state
+before the pass. It includes all tokens of the pass, those of a rejected draft as well.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from random import Random
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.page_pool import PageCopy, PageKey, PagePool, page_keys
+from exl_core.cache.state import StateCopy, StatePool
 from exl_core.engine.plan import BatchPlan
 from exl_core.engine.request import Request
 from exl_core.engine.scheduler import Scheduler
@@ -49,9 +53,14 @@ def use(serial: int, scale: float = 1.0) -> AdapterUse:
     return AdapterUse(adapter, scale)
 
 
-def scheduler(pages: int, *, max_batch: int = 8, prefill_chunk: int = 8) -> Scheduler:
-    pool = PagePool(pages)
-    return Scheduler(pool, max_batch=max_batch, prefill_chunk=prefill_chunk, page_size=PAGE)
+def scheduler(
+    pages: int, *, max_batch: int = 8, prefill_chunk: int = 8, slots: int = 0
+) -> Scheduler:
+    """`slots`: slots of recurrent state; 0: the model has no recurrent layers."""
+    pool, states = PagePool(pages), StatePool(slots, max_batch) if slots else None
+    return Scheduler(
+        pool, max_batch=max_batch, prefill_chunk=prefill_chunk, page_size=PAGE, states=states
+    )
 
 
 def sequence(
@@ -93,6 +102,7 @@ def chain(before: int, token_ids: Iterable[int]) -> list[int]:
 class Memory:
     def __init__(self) -> None:
         self.values: Values = {}
+        self.states: dict[int, int] = {}
 
     def after(self, copies: Iterable[PageCopy]) -> Values:
         """Contents after these copies, run in order."""
@@ -101,6 +111,13 @@ class Memory:
             for i in range(length):
                 values[target, i] = values.get((source, i), 0)
         return values
+
+    def states_after(self, copies: Iterable[StateCopy]) -> dict[int, int]:
+        """States by slot after these copies, run in order."""
+        states = dict(self.states)
+        for source, target in copies:
+            states[target] = states.get(source, 0)
+        return states
 
     def move(self, moves: Iterable[tuple[int, int]]) -> None:
         before = dict(self.values)
@@ -111,6 +128,7 @@ class Memory:
     def run(self, plan: BatchPlan) -> None:
         """Run a pass. Each segment's past values must be correct before and after the writes."""
         self.values = self.after(plan.copies)
+        self.states = self.states_after(plan.state_copies)
         pairs = list(zip(plan.sequences, plan.segments, strict=True))
         for runner, segment in pairs:
             self.check_past(runner, segment)
@@ -120,6 +138,9 @@ class Memory:
             before = self.values[last] if past_len else root_value(runner.state.key_root)
             for i, value in enumerate(chain(before, segment.token_ids), start=past_len):
                 self.values[segment.page_ids[i // PAGE], i % PAGE] = value
+            if segment.state_slot is not None:
+                before = self.states[segment.state_slot] if past_len else before
+                self.states[segment.state_slot] = chain(before, segment.token_ids)[-1]
         for runner, segment in pairs:
             self.check_past(runner, segment)
 
@@ -141,8 +162,10 @@ class Simulation:
     all the time.
     """
 
-    def __init__(self, pages: int, max_batch: int, prefill_chunk: int, max_draft: int) -> None:
-        self.s = scheduler(pages, max_batch=max_batch, prefill_chunk=prefill_chunk)
+    def __init__(
+        self, pages: int, max_batch: int, prefill_chunk: int, max_draft: int, slots: int = 0
+    ) -> None:
+        self.s = scheduler(pages, max_batch=max_batch, prefill_chunk=prefill_chunk, slots=slots)
         self.max_draft = max_draft
         self.memory = Memory()
         self.live: list[RequestSequence] = []  # in order of arrival
@@ -271,11 +294,29 @@ class Simulation:
         """A pass fails: nothing that it wrote may be reused."""
         self.s.plan()
         self.memory.values.clear()
+        self.memory.states.clear()
         for gone in self.s.fail_running():
             self.live.remove(gone)
         assert not self.s.pending_copies
         self.count["failure"] += 1
         self.check()
+
+    def interrupt(self, random: Random) -> None:
+        """A pass of a hybrid runs out of memory, after it has changed some states."""
+        plan = self.s.plan()
+        self.memory.values = self.memory.after(plan.copies)
+        if random.random() < 0.5:
+            self.memory.states = self.memory.states_after(plan.state_copies)
+        for segment in plan.segments:
+            if segment.state_slot is not None and random.random() < 0.5:
+                self.memory.states[segment.state_slot] = -1
+        for runner, segment in zip(plan.sequences, plan.segments, strict=True):
+            self.memory.check_past(runner, segment)
+        if plan.segments and self.s.make_smaller(plan):
+            self.count["interruption"] += 1
+            self.check()
+        elif plan.segments:
+            self.fail()
 
     def defragment(self, *, is_forced: bool) -> None:
         before = {self.s.pool.contents_of(page) for page in self.s.pool.cached_pages}
@@ -298,6 +339,8 @@ class Simulation:
         assert not self.live, "every sequence ends"
         pool = self.s.pool
         assert pool.num_available == pool.num_pages, "no page is lost"
+        states = self.s.memory.states
+        assert states is None or not states.lent_slots, "no slot is lost"
 
     def check_plan(self, plan: BatchPlan) -> None:
         written = Counter[tuple[int, int]]()
@@ -370,6 +413,40 @@ class Simulation:
                 for i, value in enumerate(chain(before, known.token_ids)):
                     assert values.get((page, i)) == value, "registered contents are correct"
         self.check_that_no_cached_page_is_useless()
+        self.check_states(members)
+
+    def check_states(self, members: list[RequestSequence]) -> None:
+        """Slots belong to running sequences and snapshots, and have their prefixes' states."""
+        pool = self.s.memory.states
+        slots = [m.state.slot for m in members if m.state.slot is not None]
+        if pool is None:
+            assert not slots
+            return
+        assert len(slots) == len(members)
+        backups = [b[0] for m in members if (b := m.state._backup) is not None]
+        assert sorted([*slots, *backups]) == sorted(pool.lent_slots)
+        everywhere = [*pool.free_slots, *pool.lent_slots, *pool.snapshots.values()]
+        assert sorted(everywhere) == list(range(pool.num_slots)), "each slot has one use"
+        states = self.memory.states_after(self.s.memory.state_copies)
+        for member in members:
+            past = member.token_ids[: member.past_len]
+            values = chain(root_value(member.state.key_root), past)
+            assert not past or states[member.state.slot or 0] == values[-1]
+            if member.state._backup is not None:
+                slot, length = member.state._backup
+                assert length <= member.past_len
+                assert not length or states[slot] == values[length - 1]
+        known = [self.s.pool.contents_of(page) for page in range(self.s.pool.num_pages)]
+        for (previous, rest), slot in pool.snapshots.items():
+            value = self.value_of_key[previous]
+            assert states[slot] == (chain(value, rest)[-1] if rest else value)
+            contents = [c for c in known if c is not None]
+            if rest:
+                assert any(
+                    c.previous == previous and c.token_ids[: len(rest)] == rest for c in contents
+                ), "a snapshot goes with the page that it needs"
+            else:
+                assert any(c.key == previous for c in contents)
 
     def check_that_no_cached_page_is_useless(self) -> None:
         pool = self.s.pool

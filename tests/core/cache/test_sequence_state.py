@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from exl_core.cache.page_pool import PageCopy, PagePool
-from exl_core.cache.sequence_state import CacheMemory, SequenceState
+from exl_core.cache.sequence_state import CacheMemory, Prefix, SequenceState
 
 PAGE = 4
 
@@ -60,7 +60,7 @@ def test_share_finds_nothing_under_another_root() -> None:
     cache = memory()
     computed(cache, range(7))
     other = SequenceState(cache, list(range(7)), key_root=b"adapter")
-    assert other.known_prefix(6) == []
+    assert other.known_prefix(6) == Prefix()
 
 
 def test_extend_copies_only_after_share() -> None:
@@ -87,12 +87,12 @@ def test_rewind_drops_tokens_and_the_pages_behind_them() -> None:
 def test_rewind_into_a_shared_page_goes_back_to_its_start_if_no_page_is_free() -> None:
     cache = memory(pages=2)
     first, second = computed(cache, range(5)), SequenceState(cache, list(range(4)))
-    second.share(first.page_ids[:1], 4)
+    second.share(Prefix((first.page_ids[0],)), 4)
     first.rewind(3)
     assert (first.past_len, len(first.page_ids)) == (2, 1), "its second page became free"
 
     third = SequenceState(cache, list(range(4)))
-    third.share(second.page_ids, 4)
+    third.share(Prefix(tuple(second.page_ids)), 4)
     third.token_ids.append(9)
     second.rewind(3)
     assert (second.past_len, second.page_ids) == (0, [])
@@ -105,7 +105,7 @@ def test_released_contents_are_found_again_only_if_they_are_trusted() -> None:
         state.release(is_trusted=is_trusted)
         assert (state.page_ids, state.past_len) == ([], 0)
         assert cache.pool.num_available == cache.pool.num_pages
-        assert len(started(cache, range(7)).known_prefix(6)) == (1 if is_trusted else 0)
+        assert len(started(cache, range(7)).known_prefix(6).page_ids) == (1 if is_trusted else 0)
 
 
 def test_a_reset_cache_has_all_pages_and_forgotten_sequences_have_none() -> None:

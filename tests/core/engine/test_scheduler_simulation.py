@@ -16,14 +16,14 @@ from support.scheduling import Simulation
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 
 
-def simulate(num_events: int, seed: int) -> Counter[str]:
+def simulate(num_events: int, seed: int, *, is_hybrid: bool = False) -> Counter[str]:
     """Run random simulations with pools of various sizes until `num_events` events occurred."""
     random = Random(seed)
     total = Counter[str]()
     while total["events"] < num_events:
-        sim = Simulation(
-            random.randint(2, 12), random.randint(1, 6), random.randint(1, 12), random.randint(0, 6)
-        )
+        pages, max_batch = random.randint(2, 12), random.randint(1, 6)
+        slots = max_batch + random.randint(0, 12) if is_hybrid else 0
+        sim = Simulation(pages, max_batch, random.randint(1, 12), random.randint(0, 6), slots)
         num_events_here = random.randint(50, 600)
         arrivals = random.uniform(0.05, 0.6)  # from mostly idle to crowded
         num_turns = 0
@@ -36,6 +36,11 @@ def simulate(num_events: int, seed: int) -> Counter[str]:
         stats = sim.s.pool.stats
         total["requeued"] += sim.s.num_requeued
         total["evicted"] += stats.evicted
+        if sim.s.memory.states is not None:
+            of_states = sim.s.memory.states.stats
+            total["snapshots"] += of_states.saved
+            total["used snapshots"] += of_states.used
+            total["evicted snapshots"] += of_states.evicted
         total["hits"] += stats.hits
         total["partial hits"] += stats.partial_hits
         total["events"] += sim.num_events()
@@ -55,6 +60,8 @@ def act(sim: Simulation, random: Random, arrivals: float) -> None:
         sim.cancel(random.randrange(len(sim.live)), is_trusted=random.random() < 0.7)
     elif luck > 0.997:
         sim.fail()
+    elif luck > 0.985 and sim.s.memory.states is not None:
+        sim.interrupt(random)
     else:
         sim.step(random)
     if not sim.live:
@@ -66,11 +73,14 @@ def tokens(random: Random) -> list[int]:
     return [int(random.random() < 0.1) for _ in range(random.randint(1, 20))]
 
 
-def check_coverage(total: Counter[str]) -> None:
+def check_coverage(total: Counter[str], *, is_hybrid: bool = False) -> None:
+    # A hybrid copies a part of a page only if there is a snapshot of exactly that part.
+    copies = ("partial hits",) if is_hybrid else ("partial hits", "plans of several copies")
+    of_states = ("snapshots", "used snapshots", "evicted snapshots", "interruption")
     assert {
         *("arrival", "cancellation", "stop", "failure", "rewind", "pair", "refusal"),
-        *("drafted", "accepted", "defragmentation", "requeued", "evicted", "hits", "partial hits"),
-        "plans of several copies",
+        *("drafted", "accepted", "defragmentation", "requeued", "evicted", "hits", *copies),
+        *(of_states if is_hybrid else ()),
     } <= {kind for kind, count in total.items() if count >= total["events"] / 1000}, total
 
 
@@ -81,10 +91,16 @@ def test_thousands_of_events_lose_no_page(num_events: int) -> None:
     check_coverage(total)
 
 
+@pytest.mark.parametrize("num_events", first_by_default([4000, 10_000]))
+def test_thousands_of_events_of_a_hybrid_lose_no_state(num_events: int) -> None:
+    check_coverage(simulate(num_events, seed=1, is_hybrid=True), is_hybrid=True)
+
+
 @pytest.mark.thorough
+@pytest.mark.parametrize("is_hybrid", [False, True])
 @pytest.mark.parametrize("seed", range(2, 12))
-def test_many_more_events_lose_no_page(seed: int) -> None:
-    check_coverage(simulate(50_000, seed))
+def test_many_more_events_lose_no_page(seed: int, is_hybrid: bool) -> None:
+    check_coverage(simulate(50_000, seed, is_hybrid=is_hybrid), is_hybrid=is_hybrid)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -95,9 +111,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_batch=st.integers(1, 5),
         prefill_chunk=st.integers(1, 9),
         max_draft=st.integers(0, 5),
+        snapshots=st.none() | st.integers(0, 8),
     )
-    def start(self, pages: int, max_batch: int, prefill_chunk: int, max_draft: int) -> None:
-        self.sim = Simulation(pages, max_batch, prefill_chunk, max_draft)
+    def start(
+        self,
+        pages: int,
+        max_batch: int,
+        prefill_chunk: int,
+        max_draft: int,
+        snapshots: int | None,
+    ) -> None:
+        slots = 0 if snapshots is None else max_batch + snapshots
+        self.sim = Simulation(pages, max_batch, prefill_chunk, max_draft, slots)
 
     @rule(
         prompt=TOKENS,

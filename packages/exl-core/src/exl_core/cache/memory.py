@@ -6,7 +6,9 @@ For the machine it is known on Linux only; elsewhere the result is None.
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable, Iterable
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,3 +95,16 @@ def _cgroup_bytes(cgroup: Path) -> int | None:
             if name in ("inactive_file", "active_file"):
                 used -= int(count)
     return max(0, int(limit) - used)
+
+
+def zeros_when_touched(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that are not resident until written. `torch.zeros` would write all of them at once.
+
+    `torch.empty` is lazy too, but may return memory with an earlier tensor's values. NaN times a
+    weight of zero is NaN, so attention that masks by multiplication would sometimes be wrong.
+    """
+    import torch
+
+    count = prod(shape)
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import MappingProxyType
@@ -110,6 +110,8 @@ class PagePool:
         self.num_pages = num_pages
         self._num_allocated = self._num_evicted = self._num_hits = self._num_partial_hits = 0
         self._allocated_before = 0  # by the last defragmentation
+        self.on_discard: Callable[[PageContents], None] | None = None
+        """Called with contents that no page has any more. A longer page may begin with them."""
         self.reset()
 
     def reset(self) -> None:
@@ -146,6 +148,10 @@ class PagePool:
         return PoolStats(
             self._num_allocated, self._num_evicted, self._num_hits, self._num_partial_hits
         )
+
+    def known_after(self, previous: PageKey) -> Iterator[PageContents]:
+        """Known contents of pages after the page with this key."""
+        return (self._contents[page_id] for page_id in self._after.get(previous, ()))
 
     def contents_of(self, page_id: int) -> PageContents | None:
         """Known contents of a page. A held page may contain more positions than these."""
@@ -222,7 +228,7 @@ class PagePool:
                 page_id = self._free.pop()
             else:
                 page_id, _ = self._cached.popitem(last=False)
-                self._clear_contents(page_id)
+                self._discard_contents(page_id)
                 self._num_evicted += 1
             self._references[page_id] = 1
             page_ids.append(page_id)
@@ -259,7 +265,7 @@ class PagePool:
         """Makes the contents of these pages unknown, because they are invalid or will be
         overwritten."""
         for page_id in page_ids:
-            self._clear_contents(page_id)
+            self._discard_contents(page_id)
             if page_id in self._cached:
                 del self._cached[page_id]
                 self._free.append(page_id)
@@ -281,7 +287,7 @@ class PagePool:
             if contents is not None and not self._is_in_other_page(page_id, contents):
                 self._cached[page_id] = None
             else:
-                self._clear_contents(page_id)
+                self._discard_contents(page_id)
                 self._free.append(page_id)
 
     def defragmentation_pays(self) -> bool:
@@ -365,10 +371,16 @@ class PagePool:
             for other in self._after.get(contents.previous, ())
             if other in self._cached and self._contents[other].begins(contents)
         ]
-        self.forget(covered)
         self._contents[page_id] = contents
         self._page_of[contents.key] = page_id
         self._after.setdefault(contents.previous, {})[page_id] = None
+        self.forget(covered)
+
+    def _discard_contents(self, page_id: int) -> None:
+        contents = self._contents.get(page_id)
+        self._clear_contents(page_id)
+        if contents is not None and self.on_discard is not None:
+            self.on_discard(contents)
 
     def _clear_contents(self, page_id: int) -> None:
         contents = self._contents.pop(page_id, None)

@@ -1,4 +1,4 @@
-"""Memory of one sequence: the pages that hold the keys and values of its tokens.
+"""Memory of one sequence: the pages of its keys and values, and its recurrent state.
 
 `SequenceState` owns it and changes it by four operations:
 
@@ -10,11 +10,11 @@
 `advance` records what a pass has computed. The scheduler, which calls these, sees page numbers only
 when it lays out a pass.
 
-Recurrent layers will add a state of fixed size, with snapshots at page borders, as a second field
-beside the pages. The operations cover it: `share` loads the snapshot after the last shared page,
-`advance` takes one at every page border, `rewind` returns to the last one, and `release` gives up
-all. Callers are ready for this, because `rewind` may already leave fewer tokens cached than were
-asked for.
+If the model has recurrent layers, a sequence also has a slot with their state after `past_len`
+tokens (`cache/state.py`). `share` starts from a snapshot, `advance` takes one at every page border
+where a pass ends, `rewind` returns to the last one, and `release` leaves the state as a snapshot. A
+state cannot be cut: going back means computing again from a snapshot, so `past_len` may become less
+than was asked for. `protect` keeps the state before a draft, of which a part may be rejected.
 
 Shared pages, and positions that the pool has registered, are never written. A sequence that must
 continue in the middle of such a page gets a copy of the part before. Copies are listed in order and
@@ -24,12 +24,12 @@ stays listed until its pass is over: a plan that never ran loses none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from exl_core.cache.format import PAGE_SIZE, pages_for
 from exl_core.cache.page_pool import (
+    MIN_RUN,
     NO_KEY,
     PageContents,
     PageCopy,
@@ -37,15 +37,23 @@ from exl_core.cache.page_pool import (
     PagePool,
     page_key,
 )
+from exl_core.cache.state import StateCopy, StateKey, StatePool
 
 
 class CacheMemory:
-    """Memory that the sequences of one engine share: pages, and copies that have not run yet."""
+    """Memory that the sequences of one engine share: pages, slots of recurrent state if the model
+    has some, and copies that have not run yet."""
 
-    def __init__(self, pool: PagePool, page_size: int = PAGE_SIZE) -> None:
+    def __init__(
+        self, pool: PagePool, page_size: int = PAGE_SIZE, states: StatePool | None = None
+    ) -> None:
         self.pool = pool
         self.page_size = page_size
+        self.states = states
         self.copies: list[PageCopy] = []
+        self.state_copies: list[StateCopy] = []
+        if states is not None:
+            pool.on_discard = self._discarded
 
     def copy(self, source: int, target: int, length: int) -> None:
         """List a copy of the first `length` positions."""
@@ -57,11 +65,37 @@ class CacheMemory:
         """Drop copies that no pass needs any more, and forget the contents of their targets."""
         self.pool.forget(copy.target for copy in self.copies)
         self.copies.clear()
+        self.drop_state_copies()
+
+    def drop_state_copies(self) -> None:
+        """Drop copies of states, and the snapshots that they were to fill."""
+        if self.states is not None:
+            self.states.drop_slots(copy.target for copy in self.state_copies)
+        self.state_copies.clear()
 
     def reset(self) -> None:
         """Make all memory free, after a pass that raised. Each sequence must `forget` its own."""
         self.copies.clear()
+        self.state_copies.clear()
         self.pool.reset()
+        if self.states is not None:
+            self.states.reset()
+
+    def _discarded(self, contents: PageContents) -> None:
+        """Drop the snapshots that need contents which the pool has discarded."""
+        assert self.states is not None, "only then the pool reports"
+        self.states.drop_after(contents.key)
+        known = (other.token_ids for other in self.pool.known_after(contents.previous))
+        self.states.drop_partial(contents.previous, known)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Known beginning of a sequence: full pages, and the snapshot of the state after
+    its end. The snapshot may include tokens of the next page, which `extend` copies."""
+
+    page_ids: tuple[int, ...] = ()
+    snapshot: StateKey | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +114,12 @@ class SequenceState:
     page_ids: list[int] = field(default_factory=list)
     keys: list[PageKey] = field(default_factory=list)
     """Keys of the full pages of `token_ids`, computed on demand."""
+    slot: int | None = None
+    """Slot of the state after `past_len` tokens, if the model has one and the sequence runs."""
     _copy_end: int = 0
     """End of the tokens that `extend` may copy from a known page. Set by `share`; 0 after that."""
+    _backup: tuple[int, int] | None = None
+    """Slot with the state after fewer tokens, and their number."""
 
     @property
     def capacity(self) -> int:
@@ -98,19 +136,47 @@ class SequenceState:
         size = self.memory.page_size
         return pages_for(len(self.token_ids) + more, size) - len(self.page_ids)
 
-    def known_prefix(self, reusable_len: int) -> list[int]:
-        """Pages of the longest known prefix, of at most `reusable_len` tokens."""
-        return self.memory.pool.find(self._keys_of(reusable_len // self.memory.page_size))
+    def known_prefix(self, reusable_len: int, *, allow_partial: bool = True) -> Prefix:
+        """The longest known prefix of at most `reusable_len` tokens: its full pages, and with
+        recurrent layers a snapshot after its end.
 
-    def share(self, page_ids: Sequence[int], reusable_len: int) -> None:
-        """Start on these pages, the result of `known_prefix`.
-
-        The first `extend` copies what is known of the next page, up to `reusable_len` tokens.
+        `allow_partial` False: no snapshot within a page. The known page, from which `extend` must
+        copy, may be evicted if another sequence gets pages before.
         """
+        size, states = self.memory.page_size, self.memory.states
+        page_ids = self.memory.pool.find(self._keys_of(reusable_len // size))
+        if states is None:
+            return Prefix(tuple(page_ids))
+        for count in range(len(page_ids), -1, -1):
+            rest = self.token_ids[count * size : min((count + 1) * size, reusable_len)]
+            previous = self._key_before(count)
+            known = states.longest(previous, rest if allow_partial else ())
+            if known is not None and not self._is_known(known):
+                known = states.longest(previous, ())
+            if known is not None:
+                return Prefix(tuple(page_ids[:count]), known)
+        return Prefix()
+
+    def share(self, prefix: Prefix, reusable_len: int) -> None:
+        """Start on this prefix, the result of `known_prefix`.
+
+        The first `extend` copies what is known of the next page, up to `reusable_len` tokens, or
+        with recurrent layers up to the snapshot.
+        """
+        page_ids, states = prefix.page_ids, self.memory.states
         self.memory.pool.hold(page_ids)
         self.page_ids = list(page_ids)
         self.past_len = len(page_ids) * self.memory.page_size
-        self._copy_end = min(self.past_len + self.memory.page_size, reusable_len)
+        if states is None:
+            self._copy_end = min(self.past_len + self.memory.page_size, reusable_len)
+            return
+        source = None if prefix.snapshot is None else states.use(prefix.snapshot)
+        self.slot = states.lend()  # may evict the snapshot itself
+        assert self.slot is not None, "there is a slot for each sequence of a batch"
+        if prefix.snapshot is None or source is None:
+            return
+        self._copy_state(source, self.slot)
+        self._copy_end = self.past_len + len(prefix.snapshot.rest)
 
     def extend(self, count: int) -> bool:
         """Get `count` more pages; False, without any change, if fewer are available."""
@@ -127,16 +193,26 @@ class SequenceState:
         if run is not None:
             self.memory.copy(run.page_id, fresh[0], run.length)
             self.past_len += run.length
+        assert self.slot is None or self.past_len == max(copy_end, self.past_len), "as it was found"
         return True
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` tokens only. The last of them will be computed again."""
-        pool, size = self.memory.pool, self.memory.page_size
         del self.token_ids[length:]
-        del self.keys[length // size :]
+        del self.keys[length // self.memory.page_size :]
         self._trim()
-        self.past_len = min(self.past_len, length - 1)
+        self._go_back(min(self.past_len, length - 1))
+
+    def _go_back(self, length: int) -> None:
+        """Count only the first `length` tokens as cached, or fewer if no state is known there."""
+        pool, size = self.memory.pool, self.memory.page_size
+        if self.slot is not None and length < self.past_len:
+            length = self._restore(length)
+        self.past_len = length
         page, offset = divmod(self.past_len, size)
+        if self.slot is not None:  # pages that will be written again may be shared
+            pool.release(self.page_ids[page + 1 :])
+            del self.page_ids[page + 1 :]
         if page >= len(self.page_ids):
             return
         page_id = self.page_ids[page]
@@ -147,11 +223,42 @@ class SequenceState:
         if fresh is None:  # recompute from the start of the page once a page is free
             pool.release(self.page_ids[page:])
             del self.page_ids[page:]
-            self.past_len = page * size
+            if self.slot is not None and offset:
+                self._go_back(page * size)
+            self.past_len = min(self.past_len, page * size)
             return
         self.page_ids[page] = fresh[0]
         self.memory.copy(page_id, fresh[0], offset)
         pool.release((page_id,))
+
+    def protect(self) -> None:
+        """Keep the state after `past_len` tokens, before a pass of which a part may be rejected."""
+        states = self.memory.states
+        if states is None or self.slot is None:
+            return
+        if self._backup is not None and self._backup[1] == self.past_len:
+            return
+        self._drop_backup()
+        slot = states.lend_backup()
+        if slot is not None:
+            self._copy_state(self.slot, slot)
+            self._backup = slot, self.past_len
+
+    def undo(self) -> None:
+        """Go back to a known state: that in the slot is invalid, as a pass was interrupted."""
+        if self.slot is not None and self.past_len:
+            self._drop_backup()  # its copy may not have run either
+            length, self.past_len = self.past_len, self.past_len + 1
+            self._go_back(length)
+
+    def chunk_end(self, end: int) -> int:
+        """End of the next chunk of a prompt, which would end at `end` otherwise. With recurrent
+        layers chunks end at page borders, where `advance` takes snapshots."""
+        if self.slot is None:
+            return end
+        size = self.memory.page_size
+        border = min(end, len(self.token_ids) - 1) // size * size
+        return border if border > self.past_len else end
 
     def release(self, *, is_trusted: bool = True) -> None:
         """Give up all memory. Its contents can be reused later if `is_trusted`."""
@@ -159,12 +266,14 @@ class SequenceState:
             self._note()
         else:
             self.memory.pool.forget(self.page_ids)
+        self._release_state(is_trusted=is_trusted)
         self.memory.pool.release(self.page_ids)
         self.forget()
 
     def forget(self) -> None:
         """Have no memory any more, after `CacheMemory.reset`."""
         self.page_ids, self.past_len, self._copy_end = [], 0, 0
+        self.slot = self._backup = None
 
     def advance(self, count: int, *, is_prompt: bool) -> None:
         """Record a pass that computed `count` tokens, drafts included, from `past_len` on.
@@ -174,13 +283,83 @@ class SequenceState:
         prompt (`is_prompt`) so does the last page. Pages behind the last token are released.
         """
         size = self.memory.page_size
-        first_page = self.past_len // size
-        self.past_len = min(self.past_len + count, len(self.token_ids) - 1)
+        first_page, computed = self.past_len // size, self.past_len + count
+        if self.slot is not None and computed > len(self.token_ids) - 1:
+            # The state includes rejected tokens. The next pass repeats the accepted ones.
+            before, self.past_len = self.past_len, computed
+            self._trim()
+            self._go_back(before)
+            return
+        self.past_len = min(computed, len(self.token_ids) - 1)
         for i in range(first_page, self.past_len // size):
             self.page_ids[i] = self.memory.pool.register(self.page_ids[i], self._contents(i, size))
         if is_prompt:
             self._note()
         self._trim()
+        if self.slot is not None and self.past_len and self.past_len % size == 0:
+            self._save_border()
+
+    def _save_border(self) -> None:
+        """Take a snapshot at the end of the last full page."""
+        states, slot = self.memory.states, self.slot
+        assert states is not None and slot is not None, "the caller has checked it"
+        key = StateKey(self._key_before(self.past_len // self.memory.page_size))
+        target = None if states.has(key) or not self._is_known(key) else states.lend()
+        if target is not None:
+            self._copy_state(slot, target)
+            states.keep(key, target)
+
+    def _restore(self, length: int) -> int:
+        """Continue from the longest known state of at most `length` tokens. Returns its length."""
+        states, slot = self.memory.states, self.slot
+        assert states is not None and slot is not None, "the caller has checked it"
+        found, source = 0, None
+        for count in range(length // self.memory.page_size, 0, -1):
+            key = StateKey(self._key_before(count))
+            if states.has(key):
+                found, source = count * self.memory.page_size, states.use(key)
+                break
+        if self._backup is not None:
+            backup, held = self._backup
+            if found < held <= length:
+                found, source = held, backup
+            elif held > length:
+                self._drop_backup()
+        if source is not None:
+            self._copy_state(source, slot)
+        return found
+
+    def _release_state(self, *, is_trusted: bool) -> None:
+        """Leave the state as a snapshot of the whole sequence, if it `is_trusted`."""
+        states, slot = self.memory.states, self.slot
+        if states is None or slot is None:
+            return
+        self._drop_backup()
+        page, rest = divmod(self.past_len, self.memory.page_size)
+        start = page * self.memory.page_size
+        key = StateKey(self._key_before(page), tuple(self.token_ids[start : self.past_len]))
+        if is_trusted and self.past_len and rest not in range(1, MIN_RUN) and self._is_known(key):
+            states.keep(key, slot)
+        else:
+            states.give_back(slot)
+
+    def _drop_backup(self) -> None:
+        if self._backup is not None and self.memory.states is not None:
+            self.memory.states.give_back(self._backup[0])
+        self._backup = None
+
+    def _copy_state(self, source: int, target: int) -> None:
+        """List a copy of a state."""
+        # The pool may have lent the slot of the snapshot itself: then no copy is needed.
+        if source != target:
+            self.memory.state_copies.append(StateCopy(source, target))
+
+    def _is_known(self, key: StateKey) -> bool:
+        """Whether a snapshot's last full page is known, and a page with the tokens after it."""
+        pool, size = self.memory.pool, len(key.rest)
+        if not size:
+            return bool(pool.find((key.pages,)))
+        return any(known.token_ids[:size] == key.rest for known in pool.known_after(key.pages))
 
     def _note(self) -> None:
         """Register the tokens on the last, partly filled page, so that others can copy them."""

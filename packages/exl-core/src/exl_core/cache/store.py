@@ -14,7 +14,6 @@ scales.
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -23,8 +22,9 @@ from torch import Tensor
 
 from exl_core.arch.layers import KVShape
 from exl_core.cache.format import PAGE_SIZE, KVFormat, RowFormat, kv_bytes_per_token
-from exl_core.cache.memory import free_memory_bytes
+from exl_core.cache.memory import free_memory_bytes, zeros_when_touched
 from exl_core.cache.page_pool import PageCopy
+from exl_core.cache.state_store import StateStore
 from exl_core.errors import OutOfMemoryError, RequestError
 from exl_core.ops.attention import CacheLayer
 from exl_core.ops.backends.cuda.growing import GrowingBuffer, Memory, driver_memory
@@ -62,11 +62,13 @@ class KVStore:
         available_bytes: int | None = None,
         device: torch.device | Sequence[torch.device] | None = None,
         grows: bool = False,
+        states: StateStore | None = None,
     ) -> None:
         """`kv_shapes`: heads and head sizes, by layer; None for a layer that caches nothing.
         `available_bytes`: memory that may be used on each device; by default, its free memory.
         `device`: one for all layers (the CPU by default), or one for each layer.
-        `grows`: take memory on GPUs as pages are used."""
+        `grows`: take memory on GPUs as pages are used.
+        `states`: memory of the recurrent layers, if the model has some."""
         cached = [shape for shape in kv_shapes if shape is not None]
         if num_pages < 1 or not cached or any(min(shape) < 1 for shape in cached):
             shapes = sorted({f"{heads} heads of {size}" for heads, size in cached})
@@ -82,6 +84,7 @@ class KVStore:
         self.num_pages = num_pages
         self.page_size = PAGE_SIZE
         self.mirror: PageMirror | None = None
+        self.states = states
         self.bytes_per_token = kv_bytes_per_token(kv_shapes, kv_format)
         self.size_bytes = self.bytes_per_token * num_pages * PAGE_SIZE
         _check_fits(self, available_bytes)
@@ -206,7 +209,7 @@ class KVStore:
             self._buffers.append((buffer, page_bytes))
             return buffer.bytes.view(dtype).view(self.num_pages + 1, *page)
         if where.type == "cpu":
-            return _zeros_when_touched((self.num_pages, *page), dtype)
+            return zeros_when_touched((self.num_pages, *page), dtype)
         return torch.zeros((self.num_pages + 1, *page), dtype=dtype, device=where)
 
     def _growing_memory(self, where: torch.device) -> Memory | None:
@@ -241,16 +244,3 @@ def _check_fits(store: KVStore, available_bytes: int | None) -> None:
             if affordable
             else "Free some memory, or take a smaller model.",
         )
-
-
-def _zeros_when_touched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that are not resident until written. `torch.zeros` would write all of them at once.
-
-    `torch.empty` is lazy too, but may return memory with an earlier tensor's values. NaN times a
-    weight of zero is NaN, so attention that masks by multiplication would sometimes be wrong.
-    """
-    count = 1
-    for size in shape:
-        count *= size
-    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)

@@ -17,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
+from exl_core.cache.format import PAGE_SIZE, KVFormat, kv_bytes_per_token, pages_for
 from exl_core.cache.page_pool import PagePool
+from exl_core.cache.state import StatePool, default_snapshots
 from exl_core.cache.store import KVStore
 from exl_core.constrain.filter import Filter
 from exl_core.constrain.filter_set import FilterSet
@@ -66,6 +67,9 @@ class EngineOptions:
     max_batch      most sequences in one pass
     prefill_chunk  most prompt tokens in one pass; None: 512 on the CPU, 2048 on a GPU
     kv_format      precision of the cache
+    snapshots      most snapshots of recurrent state, from which prefixes continue; None: as many as
+                   take the memory of the cache, at least `max_batch`. Unused if the model has no
+                   recurrent layers
     adapt_drafts   shorten or pause drafts that do not pay; False keeps them at full length, which
                    measurements need
     compile_limits time, memory and length allowed for compiling one constraint
@@ -75,6 +79,7 @@ class EngineOptions:
     max_batch: int = 16
     prefill_chunk: int | None = None
     kv_format: KVFormat = KVFormat.FP16
+    snapshots: int | None = None
     adapt_drafts: bool = True
     compile_limits: CompileLimits = field(default_factory=CompileLimits)
 
@@ -84,6 +89,8 @@ class EngineOptions:
         _check_at_least("max_batch", self.max_batch, 1)
         if self.prefill_chunk is not None:
             _check_at_least("prefill_chunk", self.prefill_chunk, 1)
+        if self.snapshots is not None:
+            _check_at_least("snapshots", self.snapshots, 0)
         if not isinstance(self.kv_format, KVFormat):
             raise RequestError(
                 "kv_format is something else",
@@ -119,14 +126,19 @@ class Engine:
         self.vocab_size = min(config.vocab_size, tokenizer.vocab_size)
         if store is None:
             num_tokens = self.options.cache_tokens or min(config.max_seq_len, DEFAULT_CACHE_TOKENS)
-            store = store_for(model, self.options.kv_format, pages_for(num_tokens))
+            store = _new_store(model, self.options, num_tokens, has_drafts=drafter is not None)
         self.store = store
         self.pool = PagePool(store.num_pages)
+        if store.states is not None:
+            _check_at_least("slots of state", store.states.num_slots, self.options.max_batch)
         self.scheduler = Scheduler(
             self.pool,
             max_batch=self.options.max_batch,
             prefill_chunk=self.options.prefill_chunk or PREFILL_CHUNK[model.ops.device.type],
             score_chunk=rows_of_logits(config.vocab_size),
+            states=None
+            if store.states is None
+            else StatePool(store.states.num_slots, self.options.max_batch),
         )
         self._runner = Runner(model, self.store)
         self._async_step = AsyncStep(self._runner, self.scheduler)
@@ -281,7 +293,7 @@ class Engine:
     def forget_cache(self) -> None:
         """Drop all cached prefixes. RequestError while requests are live."""
         self._check_unused()
-        self.pool.reset()
+        self.scheduler.memory.reset()
 
     def _check_unused(self) -> None:
         if self._replies:
@@ -317,7 +329,7 @@ class Engine:
                     reply.start_mask()
         try:
             logits = self._async_step.take(plan) or PassLogits(
-                self._runner.run(plan.segments, plan.copies)
+                self._runner.run(plan.segments, plan.copies, state_copies=plan.state_copies)
             )
         except OutOfMemoryError:
             if self.scheduler.make_smaller(plan):
@@ -460,6 +472,20 @@ class Engine:
         if available_cpus() <= self.model.ops.threads:
             return None
         return ThreadPoolExecutor(1, thread_name_prefix="exl-constraints")
+
+
+def _new_store(
+    model: Model, options: EngineOptions, num_tokens: int, *, has_drafts: bool
+) -> KVStore:
+    """A store for `num_tokens` tokens, and for the states of the sequences if there are some."""
+    num_pages, config = pages_for(num_tokens), model.config
+    state_bytes = sum(shape.size_bytes for shape in config.state_shapes if shape is not None)
+    snapshots = options.snapshots
+    if snapshots is None:
+        kv_bytes = kv_bytes_per_token(config.kv_shapes, options.kv_format) * PAGE_SIZE * num_pages
+        snapshots = default_snapshots(kv_bytes, state_bytes, num_pages, options.max_batch)
+    live = options.max_batch * (2 if has_drafts else 1)  # before a draft, its state is kept
+    return store_for(model, options.kv_format, num_pages, num_states=live + snapshots)
 
 
 def _check_at_least(name: str, value: int, low: int) -> None:

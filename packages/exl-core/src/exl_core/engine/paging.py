@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from exl_core.cache.page_pool import PagePool
+from exl_core.cache.sequence_state import Prefix
 from exl_core.engine.sequence import RequestSequence
 
 
@@ -11,21 +12,38 @@ def start(members: tuple[RequestSequence, ...], pool: PagePool, *, spare: int) -
 
     False, without any change, unless `spare` pages remain available afterwards.
     """
-    found = [member.state.known_prefix(member.reusable_len) for member in members]
-    distinct = {page_id for page_ids in found for page_id in page_ids}
+    found = _prefixes(members)
+    distinct = {page_id for prefix in found for page_id in prefix.page_ids}
     wanted = [
-        member.state.num_wanted() - len(page_ids)
-        for member, page_ids in zip(members, found, strict=True)
+        member.state.num_wanted() - len(prefix.page_ids)
+        for member, prefix in zip(members, found, strict=True)
     ]
     taken = len(distinct) - pool.num_held_among(distinct) + sum(wanted)
     if taken + spare > pool.num_available:
         return False
-    for member, page_ids in zip(members, found, strict=True):
-        member.state.share(page_ids, member.reusable_len)  # before `extend`, which may evict pages
-    for member, page_ids, count in zip(members, found, wanted, strict=True):
+    for member, prefix in zip(members, found, strict=True):
+        member.state.share(prefix, member.reusable_len)  # before `extend`, which may evict pages
+    for member, prefix, count in zip(members, found, wanted, strict=True):
         is_extended = member.state.extend(count)
         assert is_extended, "the pages were counted before"
         if member.cached_tokens is None:
             member.cached_tokens = member.past_len
-            member.cached_pages = len(page_ids)
+            member.cached_pages = len(prefix.page_ids)
     return True
+
+
+def _prefixes(members: tuple[RequestSequence, ...]) -> list[Prefix]:
+    """Known prefix of each sequence, which stays known while the other one gets memory."""
+    is_alone = len(members) == 1
+    found = [
+        member.state.known_prefix(member.reusable_len, allow_partial=is_alone) for member in members
+    ]
+    states = members[0].state.memory.states
+    if states is None or is_alone:
+        return found
+    snapshots = {prefix.snapshot for prefix in found if prefix.snapshot is not None}
+    if states.num_available - len(snapshots) < len(members):
+        return [Prefix()] * len(members)
+    for key in snapshots:
+        states.touch(key)  # the slots that the sequences get are then those of others
+    return found

@@ -17,6 +17,10 @@ A guided sequence and its negative sequence start, wait and end together and cou
 batch. Their rows that produce logits are in the same pass. `running` and `waiting` list the guided
 sequence only.
 
+A model with recurrent layers needs a slot for the state of each sequence (`StatePool`). Chunks of
+prompts then end at page borders, where snapshots are taken. A sequence that goes back is computed
+again from a snapshot, as a prompt.
+
 Order of calls in one step: `prepare`; with drafts `drafting` and `reserve`; `plan`. The caller then
 runs the copies and the pass, appends the sampled tokens (the same ones to a negative sequence), and
 calls `advance`. `rewind` and `remove` follow; only for a sequence whose values must not be reused,
@@ -26,12 +30,13 @@ calls `advance`. `rewind` and `remove` follow; only for a sequence whose values 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from exl_core.cache.format import PAGE_SIZE, pages_for
 from exl_core.cache.page_pool import PageCopy, PagePool
 from exl_core.cache.sequence_state import CacheMemory, SequenceState
+from exl_core.cache.state import StatePool
 from exl_core.engine import paging
 from exl_core.engine.plan import BatchPlan
 from exl_core.engine.request import Request
@@ -58,9 +63,11 @@ class Scheduler:
         prefill_chunk: int,
         page_size: int = PAGE_SIZE,
         score_chunk: int | None = None,
+        states: StatePool | None = None,
     ) -> None:
         """`score_chunk`: most scored prompt tokens in one pass; None: no limit but
-        `prefill_chunk`."""
+        `prefill_chunk`. `states`: slots of recurrent state, one for each sequence of a batch at
+        least; None if the model has no recurrent layers."""
         self.pool = pool
         self.max_batch = max_batch
         self.prefill_chunk = prefill_chunk
@@ -70,7 +77,7 @@ class Scheduler:
         self.waiting: deque[RequestSequence] = deque()  # likewise, after the running ones
         self.num_requeued = 0  # preemptions so far
         self._most_running = max_batch  # lowered after a pass ran out of memory
-        self.memory = CacheMemory(pool, page_size)
+        self.memory = CacheMemory(pool, page_size, states)
         self._is_prepared = False
 
     @property
@@ -166,6 +173,12 @@ class Scheduler:
 
         False if neither is possible: the chunk is minimal and only one sequence runs.
         """
+        if self.memory.states is not None:
+            # An interrupted pass has changed the states of some layers.
+            self.memory.drop_state_copies()
+            for sequence in self.running:
+                for member in sequence.members:
+                    member.state.undo()
         rows = [
             len(segment.token_ids)
             for sequence, segment in zip(plan.sequences, plan.segments, strict=True)
@@ -251,6 +264,8 @@ class Scheduler:
             if max(missing) > 1:
                 rows = min(budget, score_budget) if sequence.is_scored else budget
                 counts = _split_budget(rows, missing)
+                if self.memory.states is not None:
+                    counts = _at_borders(members, counts)
                 budget -= sum(counts)
                 score_budget -= sum(counts) if sequence.is_scored else 0
                 prefilling += [
@@ -266,6 +281,7 @@ class Scheduler:
             segments=tuple(segment for _, segment in chosen),
             sequences=tuple(sequence for sequence, _ in chosen),
             copies=self.pending_copies if only is None else (),
+            state_copies=tuple(self.memory.state_copies) if only is None else (),
         )
 
     def next_segments(self, plan: BatchPlan) -> list[Segment] | None:
@@ -274,6 +290,8 @@ class Scheduler:
         None if that pass depends on more than the sampled tokens: a sequence may start or is about
         to end, needs a new page, or its token may be changed by guidance or a hook.
         """
+        if self.memory.states is not None:
+            return None  # the row of a sequence that has ended would change its state
         members = sum(len(sequence.members) for sequence in self.running)
         if len(plan.sequences) != members or (self.waiting and members < self.max_batch):
             return None
@@ -299,6 +317,7 @@ class Scheduler:
         never does: the next pass computes it. Full pages become available for prefix sharing.
         """
         del self.memory.copies[: len(plan.copies)]
+        del self.memory.state_copies[: len(plan.state_copies)]
         running = {id(member) for sequence in self.running for member in sequence.members}
         for sequence, segment in zip(plan.sequences, plan.segments, strict=True):
             if id(sequence) not in running:
@@ -318,6 +337,8 @@ class Scheduler:
         end = past_len + count
         longest = min(sequence.state.capacity, sequence.max_len - len(sequence.token_ids) - 1)
         draft = draft[: max(longest, 0)]
+        if draft:
+            sequence.state.protect()
         if draft or sequence.is_scored:
             logit_rows = LogitRows.ALL
         else:
@@ -329,6 +350,7 @@ class Scheduler:
             logit_rows=logit_rows,
             adapters=sequence.request.adapters,
             embeddings=sequence.request.embeddings,
+            state_slot=sequence.state.slot,
         )
 
     def _allocate_pages(self) -> None:
@@ -402,3 +424,16 @@ def _split_budget(budget: int, missing: list[int]) -> list[int]:
         counts.append(min(budget, num_missing - 1))
         budget -= counts[-1]
     return counts
+
+
+def _at_borders(members: Sequence[RequestSequence], counts: list[int]) -> list[int]:
+    """The same counts, or fewer rows where a chunk should end at a page border. Of a guided pair,
+    neither then gets its last row."""
+    ends = [one.past_len + count for one, count in zip(members, counts, strict=True)]
+    cut = [
+        one.state.chunk_end(end) - one.past_len if count else 0
+        for one, end, count in zip(members, ends, counts, strict=True)
+    ]
+    if len(members) == 1 or cut == counts:
+        return cut
+    return [min(count, one.num_missing - 1) for one, count in zip(members, cut, strict=True)]

@@ -69,6 +69,7 @@ class TextPasses:
                 past_len=start,
                 page_ids=tuple(range(pages_for(end))),
                 logit_rows=LogitRows.ALL if is_scored else LogitRows.NONE,
+                state_slot=None if self._runner.store.states is None else 0,
             )
             logits = self._runner.run((chunk,), out=self._out)  # [rows, vocab_size]
             if is_scored:
