@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from exl_core.cache.page_pool import PageCopy
+from exl_core.cache.state import StateCopy
 from exl_core.errors import RequestError
 from exl_core.model.runner import Runner
 from exl_core.model.segment import Segment
@@ -100,9 +101,10 @@ def test_a_context_is_computed_once(
             segments: Sequence[Segment],
             copies: Sequence[PageCopy] = (),
             out: Tensor | None = None,
+            state_copies: Sequence[StateCopy] = (),
         ) -> Tensor:
             rows.append(sum(len(segment.token_ids) for segment in segments))
-            return super().run(segments, copies, out)
+            return super().run(segments, copies, out, state_copies)
 
     monkeypatch.setattr(continuations, "Runner", Counting)
     score_continuations(loaded.model, [Pair(ids(300, 1), ids(5, k)) for k in range(10)])

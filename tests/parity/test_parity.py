@@ -13,6 +13,7 @@ from exl_core.session.load import LoadOptions, load_model
 from support.families import save_family
 from support.paged import PagedRun, logits_of
 from support.profiles import first_by_default
+from support.tiny_hybrids import tiny_lfm2, tiny_qwen3_next, tiny_qwen35, tiny_qwen35_moe
 from support.tiny_models import (
     VOCAB_SIZE,
     converted,
@@ -188,6 +189,16 @@ VARIANTS: dict[str, Any] = {
     "gpt2-inner": lambda: tiny_gpt2(n_inner=112, tie_word_embeddings=False),
     "gpt2-renamed": tiny_gpt2,
     "bigcode": tiny_bigcode,
+    "lfm2": tiny_lfm2,
+    "lfm2-bias": lambda: tiny_lfm2(
+        conv_bias=True, conv_L_cache=5, tie_word_embeddings=False, block_auto_adjust_ff_dim=False
+    ),
+    "qwen3.5": tiny_qwen35,
+    "qwen3.5-equal-heads": lambda: tiny_qwen35(
+        linear_num_key_heads=3, linear_num_value_heads=3, tie_word_embeddings=True
+    ),
+    "qwen3.5-moe": tiny_qwen35_moe,
+    "qwen3-next": tiny_qwen3_next,
     "gemma": tiny_gemma,
     "gemma2": tiny_gemma2,
     "gemma3": tiny_gemma3,

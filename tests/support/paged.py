@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat
+from exl_core.cache.state_store import StateStore
 from exl_core.cache.store import KVStore
 from exl_core.model.batch import Batch
 from exl_core.model.transformer import Transformer
@@ -26,7 +27,11 @@ class PagedRun:
         num_pages = num_seqs * pages_each + 1
         self.model = model
         device = model.ops.device
-        self.store = KVStore(kv_format, config.kv_shapes, num_pages, device=device)
+        states = None
+        if config.state_bytes:
+            devices = (device,) * config.num_layers
+            states = StateStore(config.state_shapes, num_seqs + 1, devices)
+        self.store = KVStore(kv_format, config.kv_shapes, num_pages, device=device, states=states)
         scattered = torch.randperm(num_pages, generator=torch.Generator().manual_seed(3))
         self.pages = scattered[: num_seqs * pages_each].view(num_seqs, pages_each)
         self.lengths = [0] * num_seqs
@@ -51,6 +56,7 @@ class PagedRun:
             page_table=self.pages[list(tokens)].to(torch.int32),
             slots=torch.cat(slots),
             logit_rows=torch.arange(len(ids)),
+            states=torch.tensor([seq + 1 for seq in tokens]),
         )
         logits = self.model.forward(batch, self.store)
         for seq, new in tokens.items():

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from exl_core.arch.layers import KVShape
+from exl_core.arch.layers import KVShape, StateShape
 from exl_core.cache.store import KVStore
 from exl_core.model.batch import Batch
 from exl_core.ops.open import get_table
@@ -94,6 +94,7 @@ class ScriptedShape:
     max_seq_len: int = 2048  # half precision counts positions exactly up to here
     hidden_size: int = 1
     kv_shapes: tuple[KVShape, ...] = (KVShape(1, 1),)
+    state_shapes: tuple[StateShape, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

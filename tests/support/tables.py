@@ -44,6 +44,7 @@ class TableModel:
             vocab_size=table.shape[1],
             max_seq_len=max_seq_len,
             kv_shapes=(KVShape(1, 8),),
+            state_shapes=(),
         )
         self.ops = get_table("reference", threads=1)
         self.stages = (ScriptedStage(self.ops, range(1)),)

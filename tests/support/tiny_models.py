@@ -103,7 +103,7 @@ from transformers import (
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 VOCAB_SIZE = 300  # 256 bytes, the special tokens, and padding as in real models
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 72,
     "intermediate_size": 112,
@@ -118,42 +118,42 @@ _COMMON: dict[str, Any] = {
 }
 
 
-_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
 
 
 def tiny_llama(**changes: Any) -> LlamaForCausalLM:
-    return _randomized(LlamaForCausalLM(LlamaConfig(**{**_COMMON, **changes})))
+    return randomized(LlamaForCausalLM(LlamaConfig(**{**COMMON, **changes})))
 
 
 def tiny_gemma3(**changes: Any) -> Gemma3ForCausalLM:
     defaults = {
-        **_COMMON,
+        **COMMON,
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "sliding_window": 40,
         "query_pre_attn_scalar": 24,
     }
-    return _randomized(Gemma3ForCausalLM(Gemma3TextConfig(**{**defaults, **changes})))
+    return randomized(Gemma3ForCausalLM(Gemma3TextConfig(**{**defaults, **changes})))
 
 
 def tiny_mistral(**changes: Any) -> MistralForCausalLM:
-    return _randomized(MistralForCausalLM(MistralConfig(**{**_COMMON, **changes})))
+    return randomized(MistralForCausalLM(MistralConfig(**{**COMMON, **changes})))
 
 
 def tiny_qwen2(**changes: Any) -> Qwen2ForCausalLM:
     # Qwen2's configuration has no head_dim: it is hidden_size / num_attention_heads.
-    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16}
-    return _randomized(Qwen2ForCausalLM(Qwen2Config(**{**defaults, **changes})))
+    defaults = {**COMMON, "hidden_size": 96, "head_dim": 16}
+    return randomized(Qwen2ForCausalLM(Qwen2Config(**{**defaults, **changes})))
 
 
 def tiny_qwen3(**changes: Any) -> Qwen3ForCausalLM:
-    return _randomized(Qwen3ForCausalLM(Qwen3Config(**{**_COMMON, **changes})))
+    return randomized(Qwen3ForCausalLM(Qwen3Config(**{**COMMON, **changes})))
 
 
 def tiny_qwen3_moe(**changes: Any) -> Qwen3MoeForCausalLM:
     """Layer 1 is dense."""
     defaults = {
-        **_COMMON,
+        **COMMON,
         "num_hidden_layers": 4,
         "num_experts": 8,
         "num_experts_per_tok": 3,
@@ -161,41 +161,41 @@ def tiny_qwen3_moe(**changes: Any) -> Qwen3MoeForCausalLM:
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     }
-    return _randomized(Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**defaults, **changes})))
+    return randomized(Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**defaults, **changes})))
 
 
 def tiny_qwen2_moe(**changes: Any) -> Qwen2MoeForCausalLM:
-    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16, **_EXPERTS, "num_experts": 8}
+    defaults = {**COMMON, "hidden_size": 96, "head_dim": 16, **EXPERTS, "num_experts": 8}
     defaults["shared_expert_intermediate_size"] = 56
-    return _randomized(Qwen2MoeForCausalLM(Qwen2MoeConfig(**{**defaults, **changes})))
+    return randomized(Qwen2MoeForCausalLM(Qwen2MoeConfig(**{**defaults, **changes})))
 
 
 def tiny_glm4_moe(**changes: Any) -> Glm4MoeForCausalLM:
     """Layer 0 is dense."""
     defaults = {
-        **{**_COMMON, **_EXPERTS, "head_dim": 24, "n_routed_experts": 8},
+        **{**COMMON, **EXPERTS, "head_dim": 24, "n_routed_experts": 8},
         **{"attention_bias": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1},
     }
-    return _randomized(Glm4MoeForCausalLM(Glm4MoeConfig(**{**defaults, **changes})))
+    return randomized(Glm4MoeForCausalLM(Glm4MoeConfig(**{**defaults, **changes})))
 
 
 def tiny_ernie_moe(**changes: Any) -> Ernie4_5_MoeForCausalLM:
     """Layer 0 is dense."""
-    defaults = {**_COMMON, "moe_intermediate_size": 40, "moe_k": 3, "moe_num_experts": 8}
-    return _randomized(Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**{**defaults, **changes})))
+    defaults = {**COMMON, "moe_intermediate_size": 40, "moe_k": 3, "moe_num_experts": 8}
+    return randomized(Ernie4_5_MoeForCausalLM(Ernie4_5_MoeConfig(**{**defaults, **changes})))
 
 
 def tiny_hunyuan_moe(**changes: Any) -> HunYuanMoEV1ForCausalLM:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
-    defaults = {**_COMMON, "rope_parameters": rope, "num_experts": 8, "moe_topk": 3}
-    return _randomized(HunYuanMoEV1ForCausalLM(HunYuanMoEV1Config(**{**defaults, **changes})))
+    defaults = {**COMMON, "rope_parameters": rope, "num_experts": 8, "moe_topk": 3}
+    return randomized(HunYuanMoEV1ForCausalLM(HunYuanMoEV1Config(**{**defaults, **changes})))
 
 
 def tiny_minimax_m2(**changes: Any) -> MiniMaxM2ForCausalLM:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.6}
-    defaults = {**_COMMON, "rope_parameters": rope, "num_local_experts": 8}
+    defaults = {**COMMON, "rope_parameters": rope, "num_local_experts": 8}
     defaults["num_experts_per_tok"] = 3
-    return _randomized(MiniMaxM2ForCausalLM(MiniMaxM2Config(**{**defaults, **changes})))
+    return randomized(MiniMaxM2ForCausalLM(MiniMaxM2Config(**{**defaults, **changes})))
 
 
 def tiny_gpt_oss(**changes: Any) -> GptOssForCausalLM:
@@ -209,12 +209,12 @@ def tiny_gpt_oss(**changes: Any) -> GptOssForCausalLM:
         "rope_theta": 150000.0,
     }
     defaults = {
-        **{**_COMMON, "rope_parameters": yarn, "attn_implementation": "eager"},
+        **{**COMMON, "rope_parameters": yarn, "attn_implementation": "eager"},
         **{"num_local_experts": 6, "num_experts_per_tok": 3, "num_hidden_layers": 4},
         **{"hidden_size": 96, "intermediate_size": 64, "sliding_window": 50},
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     }
-    model = _randomized(GptOssForCausalLM(GptOssConfig(**{**defaults, **changes})))
+    model = randomized(GptOssForCausalLM(GptOssConfig(**{**defaults, **changes})))
     generator = torch.Generator().manual_seed(21)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -230,28 +230,28 @@ def tiny_gpt_oss(**changes: Any) -> GptOssForCausalLM:
 
 
 def tiny_granite_moe(**changes: Any) -> GraniteMoeForCausalLM:
-    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16, **GRANITE_MULTIPLIERS}
+    defaults = {**COMMON, "hidden_size": 96, "head_dim": 16, **GRANITE_MULTIPLIERS}
     defaults |= {"num_local_experts": 6, "num_experts_per_tok": 2}
-    return _randomized(GraniteMoeForCausalLM(GraniteMoeConfig(**{**defaults, **changes})))
+    return randomized(GraniteMoeForCausalLM(GraniteMoeConfig(**{**defaults, **changes})))
 
 
 def tiny_mixtral(**changes: Any) -> MixtralForCausalLM:
-    defaults = {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}
-    return _randomized(MixtralForCausalLM(MixtralConfig(**{**defaults, **changes})))
+    defaults = {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return randomized(MixtralForCausalLM(MixtralConfig(**{**defaults, **changes})))
 
 
 def tiny_seed_oss(**changes: Any) -> SeedOssForCausalLM:
-    return _randomized(SeedOssForCausalLM(SeedOssConfig(**{**_COMMON, **changes})))
+    return randomized(SeedOssForCausalLM(SeedOssConfig(**{**COMMON, **changes})))
 
 
 def tiny_phi3(**changes: Any) -> Phi3ForCausalLM:
-    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16}
-    return _randomized(Phi3ForCausalLM(Phi3Config(**{**defaults, **changes})))
+    defaults = {**COMMON, "hidden_size": 96, "head_dim": 16}
+    return randomized(Phi3ForCausalLM(Phi3Config(**{**defaults, **changes})))
 
 
 def tiny_gemma2(**changes: Any) -> Gemma2ForCausalLM:
     defaults = {
-        **_COMMON,
+        **COMMON,
         "num_hidden_layers": 4,
         "sliding_window": 40,
         "query_pre_attn_scalar": 24,
@@ -259,7 +259,7 @@ def tiny_gemma2(**changes: Any) -> Gemma2ForCausalLM:
         "final_logit_softcapping": 1.5,
         "attn_implementation": "eager",  # the other implementations ignore the soft-cap of scores
     }
-    return _randomized(Gemma2ForCausalLM(Gemma2Config(**{**defaults, **changes})))
+    return randomized(Gemma2ForCausalLM(Gemma2Config(**{**defaults, **changes})))
 
 
 def tiny_phi3_longrope(**changes: Any) -> Phi3ForCausalLM:
@@ -283,30 +283,30 @@ def tiny_phi3_longrope(**changes: Any) -> Phi3ForCausalLM:
 
 
 def tiny_gemma(**changes: Any) -> GemmaForCausalLM:
-    return _randomized(GemmaForCausalLM(GemmaConfig(**{**_COMMON, **changes})))
+    return randomized(GemmaForCausalLM(GemmaConfig(**{**COMMON, **changes})))
 
 
 def tiny_ernie(**changes: Any) -> Ernie4_5ForCausalLM:
-    return _randomized(Ernie4_5ForCausalLM(Ernie4_5Config(**{**_COMMON, **changes})))
+    return randomized(Ernie4_5ForCausalLM(Ernie4_5Config(**{**COMMON, **changes})))
 
 
 def tiny_glm4(**changes: Any) -> Glm4ForCausalLM:
-    defaults = {**_COMMON, "head_dim": 24, "tie_word_embeddings": False}
-    return _randomized(Glm4ForCausalLM(Glm4Config(**{**defaults, **changes})))
+    defaults = {**COMMON, "head_dim": 24, "tie_word_embeddings": False}
+    return randomized(Glm4ForCausalLM(Glm4Config(**{**defaults, **changes})))
 
 
 def tiny_pixtral(**changes: Any) -> LlavaForConditionalGeneration:
     vision = PixtralVisionConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
-    text = MistralConfig(**{**_COMMON, "sliding_window": None, **changes})
+    text = MistralConfig(**{**COMMON, "sliding_window": None, **changes})
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=299)
-    return _randomized(LlavaForConditionalGeneration(config))
+    return randomized(LlavaForConditionalGeneration(config))
 
 
 def tiny_qwen2_5_vl(**changes: Any) -> Qwen2_5_VLForConditionalGeneration:
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
-    text = {**_COMMON, "hidden_size": 96, "head_dim": 16, "rope_parameters": rope, **changes}
+    text = {**COMMON, "hidden_size": 96, "head_dim": 16, "rope_parameters": rope, **changes}
     vision: dict[str, Any] = {
         "hidden_size": 16,
         "intermediate_size": 16,
@@ -315,24 +315,24 @@ def tiny_qwen2_5_vl(**changes: Any) -> Qwen2_5_VLForConditionalGeneration:
     }
     vision |= {"out_hidden_size": 96, "fullatt_block_indexes": [0]}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
-    return _randomized(Qwen2_5_VLForConditionalGeneration(config))
+    return randomized(Qwen2_5_VLForConditionalGeneration(config))
 
 
 def tiny_qwen3_vl(**changes: Any) -> Qwen3VLForConditionalGeneration:
     config = Qwen3VLConfig(**_qwen3_vl_parts(changes))
-    return _randomized(Qwen3VLForConditionalGeneration(config))
+    return randomized(Qwen3VLForConditionalGeneration(config))
 
 
 def tiny_qwen3_vl_moe(**changes: Any) -> Qwen3VLMoeForConditionalGeneration:
     """Layer 1 is dense."""
-    text = {**_EXPERTS, "num_experts": 8, "mlp_only_layers": [1], **changes}
+    text = {**EXPERTS, "num_experts": 8, "mlp_only_layers": [1], **changes}
     config = Qwen3VLMoeConfig(**_qwen3_vl_parts(text))
-    return _randomized(Qwen3VLMoeForConditionalGeneration(config))
+    return randomized(Qwen3VLMoeForConditionalGeneration(config))
 
 
 def _qwen3_vl_parts(changes: dict[str, Any]) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 3, 3]}
-    text = {**_COMMON, "rope_parameters": {**rope, "mrope_interleaved": True}, **changes}
+    text = {**COMMON, "rope_parameters": {**rope, "mrope_interleaved": True}, **changes}
     vision: dict[str, Any] = {
         "hidden_size": 16,
         "intermediate_size": 16,
@@ -345,31 +345,31 @@ def _qwen3_vl_parts(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def tiny_smollm3(**changes: Any) -> SmolLM3ForCausalLM:
-    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16, "num_hidden_layers": 5}
-    return _randomized(SmolLM3ForCausalLM(SmolLM3Config(**{**defaults, **changes})))
+    defaults = {**COMMON, "hidden_size": 96, "head_dim": 16, "num_hidden_layers": 5}
+    return randomized(SmolLM3ForCausalLM(SmolLM3Config(**{**defaults, **changes})))
 
 
 def tiny_olmo2(**changes: Any) -> Olmo2ForCausalLM:
-    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16}
-    return _randomized(Olmo2ForCausalLM(Olmo2Config(**{**defaults, **changes})))
+    defaults = {**COMMON, "hidden_size": 96, "head_dim": 16}
+    return randomized(Olmo2ForCausalLM(Olmo2Config(**{**defaults, **changes})))
 
 
 def tiny_olmo3(**changes: Any) -> Olmo3ForCausalLM:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     defaults = {
-        **_COMMON,
+        **COMMON,
         **{"hidden_size": 96, "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 50},
         "rope_parameters": {
             "full_attention": {**yarn, "rope_theta": 500000.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
         },
     }
-    return _randomized(Olmo3ForCausalLM(Olmo3Config(**{**defaults, **changes})))
+    return randomized(Olmo3ForCausalLM(Olmo3Config(**{**defaults, **changes})))
 
 
 def tiny_exaone4(**changes: Any) -> Exaone4ForCausalLM:
-    defaults = {**_COMMON, "num_hidden_layers": 4, "sliding_window": 50}
-    return _randomized(Exaone4ForCausalLM(Exaone4Config(**{**defaults, **changes})))
+    defaults = {**COMMON, "num_hidden_layers": 4, "sliding_window": 50}
+    return randomized(Exaone4ForCausalLM(Exaone4Config(**{**defaults, **changes})))
 
 
 def tiny_ministral3(**changes: Any) -> Ministral3ForCausalLM:
@@ -378,8 +378,8 @@ def tiny_ministral3(**changes: Any) -> Ministral3ForCausalLM:
         **{"original_max_position_embeddings": 32, "mscale_all_dim": 1.0},
         "llama_4_scaling_beta": 0.5,
     }
-    defaults = {**_COMMON, "rope_parameters": rope}
-    return _randomized(Ministral3ForCausalLM(Ministral3Config(**{**defaults, **changes})))
+    defaults = {**COMMON, "rope_parameters": rope}
+    return randomized(Ministral3ForCausalLM(Ministral3Config(**{**defaults, **changes})))
 
 
 GRANITE_MULTIPLIERS: dict[str, Any] = {
@@ -391,15 +391,15 @@ GRANITE_MULTIPLIERS: dict[str, Any] = {
 
 
 def tiny_granite(**changes: Any) -> GraniteForCausalLM:
-    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16, **GRANITE_MULTIPLIERS}
-    return _randomized(GraniteForCausalLM(GraniteConfig(**{**defaults, **changes})))
+    defaults = {**COMMON, "hidden_size": 96, "head_dim": 16, **GRANITE_MULTIPLIERS}
+    return randomized(GraniteForCausalLM(GraniteConfig(**{**defaults, **changes})))
 
 
 def tiny_gemma4(**changes: Any) -> Gemma4ForCausalLM:
     """Local layers with heads of 16 and global ones with heads of 32. The factors of the layers are
     buffers."""
     defaults = {
-        **_COMMON,
+        **COMMON,
         "num_hidden_layers": 4,
         "head_dim": 16,
         "global_head_dim": 32,
@@ -410,7 +410,7 @@ def tiny_gemma4(**changes: Any) -> Gemma4ForCausalLM:
         "sliding_window": 40,
         "final_logit_softcapping": 1.5,
     }
-    model = _randomized(Gemma4ForCausalLM(Gemma4TextConfig(**{**defaults, **changes})))
+    model = randomized(Gemma4ForCausalLM(Gemma4TextConfig(**{**defaults, **changes})))
     for index, layer in enumerate(model.model.layers):
         layer.layer_scalar.fill_(0.7 + 0.2 * index)
         # Scores are not scaled: with factors of about 1, softmax would amplify rounding errors.
@@ -428,85 +428,85 @@ def tiny_dbrx(**changes: Any) -> DbrxForCausalLM:
     """The clip changes a fifth of queries, keys and values."""
     attention = {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 10000.0}
     experts = {"ffn_hidden_size": 40, "moe_num_experts": 8, "moe_top_k": 3}
-    defaults = {key: _COMMON[key] for key in _COMMON if key.endswith("_id")}
+    defaults = {key: COMMON[key] for key in COMMON if key.endswith("_id")}
     defaults |= {"d_model": 96, "n_heads": 6, "n_layers": 3, "max_seq_len": 2048}
     defaults |= {"vocab_size": VOCAB_SIZE, "attn_config": attention, "ffn_config": experts}
-    return _randomized(DbrxForCausalLM(DbrxConfig(**{**defaults, **changes})))
+    return randomized(DbrxForCausalLM(DbrxConfig(**{**defaults, **changes})))
 
 
 def tiny_llama4(**changes: Any) -> Llama4ForCausalLM:
     """Layers 1 and 3 have experts, layer 3 has no RoPE. Chunks are one page long."""
     defaults = {
-        **{**_COMMON, "num_hidden_layers": 5, "num_local_experts": 6, "intermediate_size": 40},
+        **{**COMMON, "num_hidden_layers": 5, "num_local_experts": 6, "intermediate_size": 40},
         **{"interleave_moe_layer_step": 2, "intermediate_size_mlp": 112},
         **{"attention_chunk_size": 256, "floor_scale": 32, "attn_scale": 0.5},
     }
-    return _randomized(Llama4ForCausalLM(Llama4TextConfig(**{**defaults, **changes})))
+    return randomized(Llama4ForCausalLM(Llama4TextConfig(**{**defaults, **changes})))
 
 
 _GPT: dict[str, Any] = {
-    **{key: _COMMON[key] for key in _COMMON if key.endswith("_id")},
+    **{key: COMMON[key] for key in COMMON if key.endswith("_id")},
     **{"vocab_size": VOCAB_SIZE, "n_embd": 96, "n_head": 6, "n_layer": 3, "n_positions": 400},
 }
 
 
 def tiny_gpt2(**changes: Any) -> GPT2LMHeadModel:
-    return _randomized(GPT2LMHeadModel(GPT2Config(**{**_GPT, **changes})))
+    return randomized(GPT2LMHeadModel(GPT2Config(**{**_GPT, **changes})))
 
 
 def tiny_bigcode(**changes: Any) -> GPTBigCodeForCausalLM:
-    return _randomized(GPTBigCodeForCausalLM(GPTBigCodeConfig(**{**_GPT, **changes})))
+    return randomized(GPTBigCodeForCausalLM(GPTBigCodeConfig(**{**_GPT, **changes})))
 
 
 def tiny_granite4(**changes: Any) -> GraniteMoeHybridForCausalLM:
-    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16, **GRANITE_MULTIPLIERS}
+    defaults = {**COMMON, "hidden_size": 96, "head_dim": 16, **GRANITE_MULTIPLIERS}
     defaults |= {"shared_intermediate_size": 112, "num_local_experts": 0}
     defaults |= {"layer_types": ["attention"] * 3, "position_embedding_type": "rope"}
     defaults |= {"mamba_n_heads": 6, "mamba_d_head": 32}
     config = GraniteMoeHybridConfig(**{**defaults, **changes})
-    return _randomized(GraniteMoeHybridForCausalLM(config))
+    return randomized(GraniteMoeHybridForCausalLM(config))
 
 
 def tiny_hunyuan(**changes: Any) -> HunYuanDenseV1ForCausalLM:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
-    defaults = {**_COMMON, "rope_parameters": rope}
-    return _randomized(HunYuanDenseV1ForCausalLM(HunYuanDenseV1Config(**{**defaults, **changes})))
+    defaults = {**COMMON, "rope_parameters": rope}
+    return randomized(HunYuanDenseV1ForCausalLM(HunYuanDenseV1Config(**{**defaults, **changes})))
 
 
 def tiny_apertus(**changes: Any) -> ApertusForCausalLM:
-    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16}
-    return _randomized(ApertusForCausalLM(ApertusConfig(**{**defaults, **changes})))
+    defaults = {**COMMON, "hidden_size": 96, "head_dim": 16}
+    return randomized(ApertusForCausalLM(ApertusConfig(**{**defaults, **changes})))
 
 
 def tiny_cohere(**changes: Any) -> CohereForCausalLM:
-    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16, "logit_scale": 0.3}
-    return _randomized(CohereForCausalLM(CohereConfig(**{**defaults, **changes})))
+    defaults = {**COMMON, "hidden_size": 96, "head_dim": 16, "logit_scale": 0.3}
+    return randomized(CohereForCausalLM(CohereConfig(**{**defaults, **changes})))
 
 
 def tiny_cohere2(**changes: Any) -> Cohere2ForCausalLM:
-    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16, "logit_scale": 0.3}
+    defaults = {**COMMON, "hidden_size": 96, "head_dim": 16, "logit_scale": 0.3}
     defaults |= {"num_hidden_layers": 4, "sliding_window": 50}
-    return _randomized(Cohere2ForCausalLM(Cohere2Config(**{**defaults, **changes})))
+    return randomized(Cohere2ForCausalLM(Cohere2Config(**{**defaults, **changes})))
 
 
 def tiny_starcoder2(**changes: Any) -> Starcoder2ForCausalLM:
-    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16}
-    return _randomized(Starcoder2ForCausalLM(Starcoder2Config(**{**defaults, **changes})))
+    defaults = {**COMMON, "hidden_size": 96, "head_dim": 16}
+    return randomized(Starcoder2ForCausalLM(Starcoder2Config(**{**defaults, **changes})))
 
 
 def tiny_arcee(**changes: Any) -> ArceeForCausalLM:
-    return _randomized(ArceeForCausalLM(ArceeConfig(**{**_COMMON, **changes})))
+    return randomized(ArceeForCausalLM(ArceeConfig(**{**COMMON, **changes})))
 
 
 def tiny_orion(**changes: Any) -> LlamaForCausalLM:
     """A Llama whose norms are LayerNorms with a bias."""
-    model = LlamaForCausalLM(LlamaConfig(**{**_COMMON, **changes}))
+    model = LlamaForCausalLM(LlamaConfig(**{**COMMON, **changes}))
     for module in (*model.model.layers, model.model):
         for name, part in list(module.named_children()):
             if "norm" in name:
                 new = torch.nn.LayerNorm(part.weight.shape[0], eps=1e-6)
                 setattr(module, name, new)
-    return _randomized(model)
+    return randomized(model)
 
 
 class _NormedHead(torch.nn.Linear):
@@ -516,18 +516,20 @@ class _NormedHead(torch.nn.Linear):
 
 def tiny_index(**changes: Any) -> LlamaForCausalLM:
     """A Llama whose head is normalized by row."""
-    model = LlamaForCausalLM(LlamaConfig(**{**_COMMON, **changes}))
+    model = LlamaForCausalLM(LlamaConfig(**{**COMMON, **changes}))
     model.lm_head = _NormedHead(model.config.hidden_size, VOCAB_SIZE, bias=False)
-    return _randomized(model)
+    return randomized(model)
 
 
-def _randomized(model: Any) -> Any:
+def randomized(model: Any) -> Any:
     """Random weights, scaled so that logits have magnitude 1 and every part has an effect."""
     generator = torch.Generator().manual_seed(20)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
+            if "A_log" in name:  # transformers draws it from an unseeded generator
+                parameter.copy_(noise * 0.5)
+            elif parameter.dim() == 1:
                 parameter.copy_(noise * 0.2 if "bias" in name else parameter + noise * 0.2)
             else:
                 parameter.copy_(noise * 1.2 / parameter.shape[-1] ** 0.5)

@@ -28,6 +28,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from exl_core.arch.layers import attention_of
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat
 from exl_core.errors import RequestError
@@ -277,10 +278,9 @@ def _attention_line(call: _Call, this: _Pass) -> _Line:
     seen = [min(end, window) if window else end for end in ends]
     held = min(ends[-1], window + this.rows - 1) if window else ends[-1]
     spec = next(
-        layer.attention
-        for layer in this.config.layers
-        if (layer.attention.qkv_size, layer.attention.num_kv_heads)
-        == (qkv.shape[1], cache.keys.shape[1])
+        one
+        for one in attention_of(this.config.layers)
+        if (one.qkv_size, one.num_kv_heads) == (qkv.shape[1], cache.keys.shape[1])
     )
     per_position = spec.num_kv_heads * this.kv_format.bytes_per_head(spec.head_dim)
     queries = this.batch * this.rows * spec.q_size * qkv.element_size()

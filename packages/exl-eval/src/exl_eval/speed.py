@@ -183,10 +183,13 @@ class StepFloor:
 def kv_read_bytes(
     config: ModelConfig, options: SpeedOptions, layers: Sequence[LayerSpec] | None = None
 ) -> int:
-    """Bytes of keys and values that a decode step reads per sequence, averaged over the steps: in
-    all layers, or in some."""
+    """Bytes of keys and values that a decode step reads per sequence, averaged over the steps, and
+    of the states that it reads and writes: in all layers, or in some."""
     read = 0
     for layer in config.layers if layers is None else layers:
+        if layer.state_shape is not None:  # read and written by each step
+            read += 2 * options.decode * layer.state_shape.size_bytes
+            continue
         window = layer.attention.window or config.max_seq_len
         # Step i sees the `depth` cached tokens, i decoded tokens, and itself.
         seen = sum(min(options.depth + i + 1, window) for i in range(options.decode))

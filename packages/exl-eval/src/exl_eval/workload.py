@@ -13,6 +13,7 @@ from torch import Tensor
 
 from exl_core.cache.format import KVFormat, pages_for
 from exl_core.cache.page_pool import PageCopy
+from exl_core.cache.state import StateCopy
 from exl_core.engine.engine import PREFILL_CHUNK
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
@@ -31,16 +32,17 @@ def fixed_tokens(count: int, vocab_size: int) -> tuple[int, ...]:
 def prefill_passes(
     prompt: Sequence[int], pages: Sequence[tuple[int, ...]], pass_rows: int = PASS_ROWS
 ) -> Iterator[list[Segment]]:
-    """Splits one prompt for each entry of `pages` into passes of at most `pass_rows` tokens."""
+    """Splits one prompt for each entry of `pages` into passes of at most `pass_rows` tokens. Its
+    index is the slot of its recurrent state, if the model has one."""
     current: list[Segment] = []
     free = pass_rows
-    for page_ids in pages:
+    for slot, page_ids in enumerate(pages):
         start = 0
         while start < len(prompt):
             end = min(start + free, len(prompt))
             logit_rows = LogitRows.LAST if end == len(prompt) else LogitRows.NONE
             chunk, held = tuple(prompt[start:end]), page_ids[: pages_for(end)]
-            current.append(Segment(chunk, start, held, logit_rows))
+            current.append(Segment(chunk, start, held, logit_rows, state_slot=slot))
             free -= end - start
             start = end
             if free == 0:
@@ -64,7 +66,7 @@ class Workload:
     ) -> None:
         config, each = model.config, pages_for(tokens)
         self.batch = batch
-        self.store = store_for(model, kv_format, batch * each)
+        self.store = store_for(model, kv_format, batch * each, num_states=batch)
         self.pages = [tuple(range(owner * each, (owner + 1) * each)) for owner in range(batch)]
         self._runner = Runner(model, self.store)
         self._ops = model.ops
@@ -89,6 +91,8 @@ class Workload:
             for source, target in zip(self.pages[0][:held], page_ids[:held], strict=True):
                 copies.append(PageCopy(source, target, self.store.page_size))
         self.store.copy_pages(copies)
+        if self.store.states is not None:
+            self.store.states.copy([StateCopy(0, slot) for slot in range(1, self.batch)])
         return [self._tokens[depth]] * self.batch
 
     def step(self, newest: Sequence[int], past_len: int) -> list[int]:
@@ -117,19 +121,19 @@ class Workload:
         reads back the likeliest token after each."""
         held = self.pages[0][: pages_for(past_len + rows)]
         drafted = self._tokens[past_len : past_len + rows]
-        return self._next([Segment(drafted, past_len, held, LogitRows.ALL)])
+        return self._next([Segment(drafted, past_len, held, LogitRows.ALL, state_slot=0)])
 
     def decode_segments(self, newest: Sequence[int], past_len: int) -> list[Segment]:
         held = pages_for(past_len + 1)
         return [
-            Segment((token_id,), past_len, page_ids[:held], LogitRows.LAST)
-            for token_id, page_ids in zip(newest, self.pages, strict=True)
+            Segment((token_id,), past_len, page_ids[:held], LogitRows.LAST, state_slot=slot)
+            for slot, (token_id, page_ids) in enumerate(zip(newest, self.pages, strict=True))
         ]
 
     def prompt_segments(self, rows: int) -> list[Segment]:
         """One pass over the first `rows` tokens of the first sequence."""
         held = self.pages[0][: pages_for(rows)]
-        return [Segment(self._tokens[:rows], 0, held, LogitRows.LAST)]
+        return [Segment(self._tokens[:rows], 0, held, LogitRows.LAST, state_slot=0)]
 
     def _prefill(self, prompt_tokens: int, pages: Sequence[tuple[int, ...]]) -> None:
         for segments in prefill_passes(self._tokens[:prompt_tokens], pages, self._pass_rows):

@@ -13,7 +13,9 @@ import typer
 
 from exl_cli import options, output
 from exl_cli.interrupt import exits_at_once
-from exl_core.arch.layers import FeedForward, MoE
+from exl_core.arch.layers import FeedForward, LayerSpec, MoE, attention_of
+from exl_core.cache.format import PAGE_SIZE, pages_for
+from exl_core.cache.state import default_snapshots
 from exl_core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -95,7 +97,7 @@ def inspect_model(
 def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> dict[str, object]:
     """The object that `--json` prints."""
     config = model.config
-    attention = [layer.attention for layer in config.layers]
+    attention = attention_of(config.layers)
     at = ctx if ctx is not None else config.max_seq_len
     value: dict[str, object] = {
         "schema_version": SCHEMA_VERSION,
@@ -118,7 +120,8 @@ def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> 
             "vocab_size": config.vocab_size,
             "max_seq_len": config.max_seq_len,
             "sliding_window": _number(one.window for one in attention if one.window) or None,
-            "layer_windows": ["local" if one.window else "global" for one in attention],
+            "layer_windows": [_window_of(layer) for layer in config.layers],
+            "recurrent_layers": sum(layer.state_shape is not None for layer in config.layers),
             "has_tied_embeddings": config.has_tied_embeddings,
         },
         "tokenizer": {
@@ -129,12 +132,7 @@ def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> 
             "adds_bos": model.tokenizer.adds_bos,
             "has_chat_template": model.has_template,
         },
-        "memory": {
-            "weights_bytes": model.weights_bytes_in_memory,
-            "kv_bytes_per_token": model.kv_bytes_per_token(),
-            "ctx": at,
-            "total_bytes": model.memory_bytes(at),
-        },
+        "memory": _memory_as_dict(model, at),
         "backends": dict(model.backends),
         "layers": [
             {
@@ -226,14 +224,21 @@ def _facts(model: ModelDescription) -> Table:
     c = model.config
     kinds = {
         f"{a.num_q_heads} query heads, {a.num_kv_heads} key-value heads of {a.head_dim}": None
-        for a in (layer.attention for layer in c.layers)
+        for a in attention_of(c.layers)
     }
     attention = " or ".join(kinds)
-    windows = [layer.attention.window for layer in c.layers if layer.attention.window]
+    windows = [one.window for one in attention_of(c.layers) if one.window]
     if windows:
         seen = " or ".join(map(str, dict.fromkeys(windows)))
         attention += f"; {len(windows)} of {c.num_layers} layers see the last {seen} tokens"
-    chunks = [layer.attention.chunk for layer in c.layers if layer.attention.chunk]
+    recurrent = sum(layer.state_shape is not None for layer in c.layers)
+    if recurrent:
+        attention += (
+            f"; {recurrent} of {c.num_layers} layers are recurrent, with a state of "
+            f"{format_bytes(c.state_bytes)} a sequence and at most "
+            f"{_most_snapshots(model, c.max_seq_len)} snapshots of it"
+        )
+    chunks = [one.chunk for one in attention_of(c.layers) if one.chunk]
     if chunks:
         attention += (
             f"; {len(chunks)} of {c.num_layers} layers see their chunk of {chunks[0]} tokens"
@@ -350,10 +355,37 @@ def _memory(model: ModelDescription, ctx: int | None) -> Table:
         table.add_row(
             str(size),
             format_bytes(model.weights_bytes_in_memory),
-            format_bytes(size * model.kv_bytes_per_token()),
+            format_bytes(size * model.kv_bytes_per_token() + model.config.state_bytes),
             format_bytes(model.memory_bytes(size)),
         )
     return table
+
+
+def _memory_as_dict(model: ModelDescription, ctx: int) -> dict[str, int]:
+    return {
+        "weights_bytes": model.weights_bytes_in_memory,
+        "kv_bytes_per_token": model.kv_bytes_per_token(),
+        "state_bytes_per_sequence": model.config.state_bytes,
+        "most_snapshots": _most_snapshots(model, ctx),
+        "ctx": ctx,
+        "total_bytes": model.memory_bytes(ctx),
+    }
+
+
+def _window_of(layer: LayerSpec) -> str:
+    if layer.state_shape is not None:
+        return "recurrent"
+    return "local" if layer.attention.window else "global"
+
+
+def _most_snapshots(model: ModelDescription, ctx: int) -> int:
+    """Snapshots of recurrent states that an engine keeps by default beside a cache of `ctx`
+    tokens."""
+    from exl_core.engine.engine import EngineOptions
+
+    pages = pages_for(ctx)
+    cache = pages * PAGE_SIZE * model.kv_bytes_per_token()
+    return default_snapshots(cache, model.config.state_bytes, pages, EngineOptions().max_batch)
 
 
 def _tensors(tensors: Sequence[TensorDescription]) -> Table:

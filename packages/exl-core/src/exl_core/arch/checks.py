@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from exl_core.arch.layers import Dense, MoE, unsupported
+from exl_core.arch.layers import Dense, MoE, attention_of, unsupported
 from exl_core.arch.rope import inverse_frequencies
 from exl_core.arch.spec import ModelConfig, RopeConfig, RopeMethod
 from exl_core.errors import ConfigError
@@ -17,16 +17,18 @@ def check_config(config: ModelConfig, where: object) -> None:
         if not holds:
             raise ConfigError(what, where=where, got=got)
 
-    for layer in dict.fromkeys(config.layers):
-        attention = layer.attention
+    layers = attention_of(config.layers)
+    require(bool(layers), "the model has no layer of attention", f"{len(config.layers)} others")
+    for attention in dict.fromkeys(layers):
         require(
             attention.num_q_heads % attention.num_kv_heads == 0,
             "the query heads cannot be shared out evenly among the key/value heads",
             f"{attention.num_q_heads} query heads, {attention.num_kv_heads} key/value heads",
         )
+    for layer in dict.fromkeys(config.layers):
         if not isinstance(layer.feed_forward, Dense | MoE):
             raise unsupported("feed-forward part", layer.feed_forward)
-    head_dims = [(layer.attention.rope, layer.attention.head_dim) for layer in config.layers]
+    head_dims = [(attention.rope, attention.head_dim) for attention in layers]
     for index, rope in enumerate(config.ropes):
         # A table that no layer uses must still fit the heads.
         sizes = [size for used, size in head_dims if used == index]

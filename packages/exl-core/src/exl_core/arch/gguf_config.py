@@ -23,6 +23,7 @@ from exl_core.arch.fields import (
     Fields,
 )
 from exl_core.arch.layers import XIELU_BETA, Activation, HeadNorm, NormKind, QueryTemperature
+from exl_core.arch.recurrent import gguf_recurrent
 from exl_core.arch.registry import find_by_gguf_name
 from exl_core.arch.rope import yarn_magnitude
 from exl_core.arch.spec import (
@@ -31,6 +32,7 @@ from exl_core.arch.spec import (
     ModelConfig,
     Multipliers,
     NoRope,
+    Recurrence,
     RopeConfig,
     RopeMethod,
     Window,
@@ -158,14 +160,16 @@ def _layer_numbers(
     hidden_size = own.integer("embedding_length", high=MAX_HIDDEN_SIZE)
     layers = _num_layers(own)
     heads = _by_layer(own, "attention.head_count", layers, MAX_HEADS)
-    kv_heads = _by_layer(own, "attention.head_count_kv", layers, MAX_HEADS, heads)
+    low = 1 if arch.recurrence is Recurrence.NONE else 0
+    kv_heads = _by_layer(own, "attention.head_count_kv", layers, MAX_HEADS, heads, low=low)
+    recurrent = gguf_recurrent(arch, own, kv_heads)
     widths = _by_layer(own, "feed_forward_length", layers, MAX_INTERMEDIATE_SIZE)
     scale = arch.attention_scale
     if scale is None:
         scale = _attention_scale(arch, layers, hidden_size, heads[0], head_dim)
     first = LayerNumbers(
         num_q_heads=heads[0],
-        num_kv_heads=kv_heads[0],
+        num_kv_heads=max(kv_heads),
         head_dim=head_dim,
         scale=own.number("attention.scale", scale),
         rope=0,
@@ -182,8 +186,15 @@ def _layer_numbers(
     )
     experts = gguf_experts(arch, own, tensor_names, layers)
     return [
-        replace(first, num_q_heads=q, num_kv_heads=kv, intermediate_size=width, experts=part)
-        for q, kv, width, part in zip(heads, kv_heads, widths, experts, strict=True)
+        replace(
+            replace(first, num_q_heads=q, num_kv_heads=kv or first.num_kv_heads),
+            intermediate_size=width,
+            experts=part,
+            recurrent=mixer,
+        )
+        for q, kv, width, part, mixer in zip(
+            heads, kv_heads, widths, experts, recurrent, strict=True
+        )
     ]
 
 
@@ -293,14 +304,20 @@ def _is_rotated(arch: ArchSpec, windows: Sequence[Window]) -> Sequence[bool]:
 
 
 def _by_layer(
-    own: Fields, key: str, layers: int, high: int, default: Sequence[int] | None = None
+    own: Fields,
+    key: str,
+    layers: int,
+    high: int,
+    default: Sequence[int] | None = None,
+    *,
+    low: int = 1,
 ) -> Sequence[int]:
     """Value of `key` for each layer. Files store one number for all layers, or a list."""
     value = own.values.get(key)
     if not isinstance(value, list):
         if value is None and default is not None:
             return default
-        return [own.integer(key, high=high)] * layers
+        return [own.integer(key, low=low, high=high)] * layers
     if len(value) not in (layers, own.integer("block_count")):
         raise ConfigError(
             f"{key!r} does not describe the layers",
@@ -308,7 +325,9 @@ def _by_layer(
             expected=f"{layers} numbers",
             got=len(value),
         )
-    return [Fields({key: item}, own.where).integer(key, high=high) for item in value[:layers]]
+    return [
+        Fields({key: item}, own.where).integer(key, low=low, high=high) for item in value[:layers]
+    ]
 
 
 def _windows(arch: ArchSpec, own: Fields) -> tuple[tuple[Window, ...], int | None]:

@@ -23,6 +23,7 @@ from exl_core.arch.fields import (
     Fields,
 )
 from exl_core.arch.layers import Activation, HeadNorm, QueryTemperature
+from exl_core.arch.recurrent import hf_recurrent, rounded_intermediate_size
 from exl_core.arch.registry import find_by_hf_name
 from exl_core.arch.rope import longrope_magnitude, ntk_base, yarn_magnitude
 from exl_core.arch.spec import (
@@ -164,7 +165,8 @@ def _intermediate_size(arch: ArchSpec, text: Fields, hidden_size: int) -> int:
     default, ratio = arch.intermediate_size_default, arch.intermediate_ratio
     if ratio is not None:
         default = ratio * hidden_size
-    return text.integer(arch.intermediate_size_key, default, high=MAX_INTERMEDIATE_SIZE)
+    size = text.integer(arch.intermediate_size_key, default, high=MAX_INTERMEDIATE_SIZE)
+    return rounded_intermediate_size(text, size) if arch.has_rounded_intermediate_size else size
 
 
 def _with_usual_keys(arch: ArchSpec, text: Fields) -> Fields:
@@ -262,9 +264,10 @@ def _numbers_by_layer(
     arch: ArchSpec, text: Fields, numbers: LayerNumbers, windows: Sequence[Window]
 ) -> list[LayerNumbers]:
     experts = hf_experts(arch, text, len(windows))
+    recurrent = hf_recurrent(arch, text, len(windows))
     return [
-        replace(_numbers_of(arch, text, numbers, one), experts=part)
-        for one, part in zip(windows, experts, strict=True)
+        replace(_numbers_of(arch, text, numbers, one), experts=part, recurrent=mixer)
+        for one, part, mixer in zip(windows, experts, recurrent, strict=True)
     ]
 
 

@@ -9,6 +9,8 @@ Invariant: two layers with equal specs have the same tensors, shapes and arithme
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -89,6 +91,23 @@ class KVShape(NamedTuple):
     head_dim: int
 
 
+class StateShape(NamedTuple):
+    """Numbers that one recurrent layer keeps of a sequence, whatever its length, in float32.
+
+    inputs  earlier inputs of the convolution: rows, and channels of each
+    matrix  matrix of each head: heads, rows, columns; None if there is none
+    """
+
+    inputs: tuple[int, int]
+    matrix: tuple[int, int, int] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one sequence."""
+        count = math.prod(self.inputs) + (0 if self.matrix is None else math.prod(self.matrix))
+        return 4 * count
+
+
 @dataclass(frozen=True, slots=True)
 class Mixer:
     """Part of a layer in which tokens exchange information. Each kind is a subclass."""
@@ -96,6 +115,11 @@ class Mixer:
     @property
     def kv_shape(self) -> KVShape | None:
         """Keys and values that the layer caches; None if it caches nothing per position."""
+        return None
+
+    @property
+    def state_shape(self) -> StateShape | None:
+        """State of fixed size that the layer keeps of a sequence; None if it keeps none."""
         return None
 
 
@@ -123,6 +147,7 @@ class Attention(Mixer):
     is_value_key  values are the projected keys, before norms and RoPE; there is no projection of v
     has_value_norm  values have an RMSNorm of each head, without factors
     has_sinks  each query head has a score of its own that takes weight from the keys
+    has_gate  outputs are multiplied by the sigmoid of a projection of the same width
     """
 
     num_q_heads: int
@@ -141,6 +166,7 @@ class Attention(Mixer):
     is_value_key: bool = False
     has_value_norm: bool = False
     has_sinks: bool = False
+    has_gate: bool = False
 
     @property
     def q_size(self) -> int:
@@ -162,12 +188,102 @@ class Attention(Mixer):
 
     @property
     def projected_size(self) -> int:
-        """Width of the packed projection of q, k and v."""
-        return self.qkv_size - (self.kv_size if self.is_value_key else 0)
+        """Width of the packed projection of q, k, v and the gate."""
+        width = self.qkv_size - (self.kv_size if self.is_value_key else 0)
+        return width + (self.q_size if self.has_gate else 0)
 
     @property
     def kv_shape(self) -> KVShape:
         return KVShape(self.num_kv_heads, self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConv(Mixer):
+    """out(c * conv(b * x)), where (b, c, x) is one projection of the states (LFM2).
+
+    The convolution is causal and runs over each channel by itself. It reads `taps` positions, the
+    current one included.
+    """
+
+    size: int
+    taps: int
+    has_bias: bool = False
+
+    @property
+    def state_shape(self) -> StateShape:
+        return StateShape((self.taps - 1, self.size))
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNet(Mixer):
+    """A linear attention whose state is corrected by each token (Qwen3-Next, Qwen3.5).
+
+    The projected queries, keys and values pass a causal convolution of `taps` positions and SiLU.
+    The outputs of each value head have an RMSNorm and are multiplied by SiLU of a gate.
+
+    is_tiled  value head h uses key head h % key_heads, rather than h // (value_heads / key_heads).
+              GGUF files of Qwen3.5 have their value heads in this order
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    is_tiled: bool = False
+
+    @property
+    def key_size(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Width of the convolution."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def state_shape(self) -> StateShape:
+        matrix = (self.value_heads, self.key_dim, self.value_dim)
+        return StateShape((self.taps - 1, self.channels), matrix)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2(Mixer):
+    """A state-space model (Mamba-2), whose heads share their input and output vectors in groups.
+
+    The projected inputs and vectors pass a causal convolution of `taps` positions and SiLU. The
+    outputs are multiplied by SiLU of a gate and have an RMSNorm, each group by itself.
+
+    steps  least and largest step of the state; None for no largest one
+    """
+
+    heads: int
+    head_dim: int
+    state_size: int
+    groups: int
+    taps: int
+    has_bias: bool = False
+    has_taps_bias: bool = True
+    steps: tuple[float, float | None] = (0.0, None)
+
+    @property
+    def size(self) -> int:
+        """Width of the inputs and outputs of the state."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Width of the convolution."""
+        return self.size + 2 * self.groups * self.state_size
+
+    @property
+    def state_shape(self) -> StateShape:
+        matrix = (self.heads, self.head_dim, self.state_size)
+        return StateShape((self.taps - 1, self.channels), matrix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +392,16 @@ class LayerSpec:
     @property
     def kv_shape(self) -> KVShape | None:
         return self.mixer.kv_shape
+
+    @property
+    def state_shape(self) -> StateShape | None:
+        return self.mixer.state_shape
+
+
+def attention_of(layers: Iterable[LayerSpec]) -> tuple[Attention, ...]:
+    """Mixers of the layers that are attention. Layers with a state instead are left out. Raises
+    UnsupportedModelError for other mixers."""
+    return tuple(layer.attention for layer in layers if layer.state_shape is None)
 
 
 def inner_width(layer: LayerSpec) -> int:

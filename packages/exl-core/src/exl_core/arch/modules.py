@@ -23,13 +23,16 @@ from exl_core.arch.layers import (
     Attention,
     Dense,
     FeedForward,
+    GatedDeltaNet,
     HeadNorm,
     LayerSpec,
+    Mamba2,
     Mixer,
     MoE,
     NormKind,
     NormPlacement,
     RouterBias,
+    ShortConv,
     unsupported,
 )
 from exl_core.arch.names import FileForm
@@ -49,6 +52,8 @@ class Kind(Enum):
     SCALAR = "scalar"
     SINKS = "sinks"
     ROUTER_VECTOR = "router vector"
+    TAPS = "taps"
+    VECTOR = "vector"
 
 
 class Shard(Enum):
@@ -61,6 +66,8 @@ class Shard(Enum):
 Packed = Literal[
     "qkv",
     "output",
+    "mixer_in",
+    "mixer_out",
     "gate_up",
     "down",
     "expert_gate_up",
@@ -327,6 +334,12 @@ def _mixer_parts(config: ModelConfig, mixer: Mixer) -> list[_Part]:
     match mixer:
         case Attention():
             return _attention_parts(config, mixer)
+        case ShortConv():
+            return _short_conv_parts(config.hidden_size, mixer)
+        case GatedDeltaNet():
+            return _delta_net_parts(config.hidden_size, mixer)
+        case Mamba2():
+            return _mamba2_parts(config.hidden_size, mixer)
         case _:
             raise unsupported("mixer", mixer)
 
@@ -347,15 +360,16 @@ def _attention_parts(config: ModelConfig, spec: Attention) -> list[_Part]:
             spec.has_qkv_bias,
             "qkv",
             Shard.OUT_FEATURES,
-            heads=heads(num_heads, is_rotated=role != "v"),
+            heads=heads(num_heads, is_rotated=role in ("q", "k")),
             is_converted=True,
         )
         for role, num_heads in (
             ("q", spec.num_q_heads),
             ("k", spec.num_kv_heads),
             ("v", spec.num_kv_heads),
+            ("q_gate", spec.num_q_heads if spec.has_gate else 0),
         )
-        if role != "v" or not spec.is_value_key
+        if num_heads and (role != "v" or not spec.is_value_key)
     ]
     parts.append(
         _Part(
@@ -381,6 +395,51 @@ def _attention_parts(config: ModelConfig, spec: Attention) -> list[_Part]:
             shape = (spec.head_dim,)
             parts.append(_Part(role, Kind.HEAD_NORM, shape, num_heads=num_heads, heads=heads(1)))
     return parts
+
+
+def _short_conv_parts(hidden: int, spec: ShortConv) -> list[_Part]:
+    wide = _Part("mixer_in", Kind.LINEAR, (3 * spec.size, hidden), spec.has_bias, "mixer_in")
+    narrow = _Part("mixer_out", Kind.LINEAR, (hidden, spec.size), spec.has_bias, "mixer_out")
+    taps = _Part("taps", Kind.TAPS, (spec.size, spec.taps), spec.has_bias)
+    return [wide._replace(is_converted=True), narrow._replace(is_converted=True), taps]
+
+
+def _delta_net_parts(hidden: int, spec: GatedDeltaNet) -> list[_Part]:
+    shared = spec.value_heads // spec.key_heads  # value heads of a key head
+    wide = []
+    for role, each, is_converted in (
+        ("delta_q", spec.key_dim, True),
+        ("delta_k", spec.key_dim, True),
+        ("delta_v", shared * spec.value_dim, True),
+        ("delta_z", shared * spec.value_dim, True),
+        ("delta_b", shared, False),
+        ("delta_a", shared, False),
+    ):
+        part = _Part(role, Kind.LINEAR, (spec.key_heads * each, hidden), packed="mixer_in")
+        heads = RowPermutation(spec.key_heads, each, 0)
+        wide.append(part._replace(heads=heads, is_converted=is_converted))
+    narrow = _Part("mixer_out", Kind.LINEAR, (hidden, spec.value_size), packed="mixer_out")
+    return [
+        *wide,
+        narrow._replace(is_converted=True),
+        _Part("taps", Kind.TAPS, (spec.channels, spec.taps)),
+        _Part("decay", Kind.VECTOR, (spec.value_heads,)),
+        _Part("step_bias", Kind.VECTOR, (spec.value_heads,)),
+        _Part("mixer_norm", Kind.VECTOR, (spec.value_dim,)),
+    ]
+
+
+def _mamba2_parts(hidden: int, spec: Mamba2) -> list[_Part]:
+    width = spec.size + spec.channels + spec.heads
+    wide = _Part("mixer_in", Kind.LINEAR, (width, hidden), spec.has_bias, "mixer_in")
+    narrow = _Part("mixer_out", Kind.LINEAR, (hidden, spec.size), spec.has_bias, "mixer_out")
+    return [
+        wide._replace(is_converted=True),
+        narrow._replace(is_converted=True),
+        _Part("taps", Kind.TAPS, (spec.channels, spec.taps), spec.has_taps_bias),
+        *(_Part(role, Kind.VECTOR, (spec.heads,)) for role in ("decay", "step_bias", "skip")),
+        _Part("mixer_norm", Kind.VECTOR, (spec.size,)),
+    ]
 
 
 def _feed_forward_parts(hidden: int, feed_forward: FeedForward) -> list[_Part]:

@@ -19,7 +19,7 @@ class Fused:
     If `is_grouped`, the roles are q, k and v, and the order repeats for each key head: the query
     heads that share it, the key head, the value head. If `is_bare`, the name has no `.weight`, and
     that of the biases ends in `_bias`. If `is_interleaved`, the first rows of all roles come first,
-    then the second ones.
+    then the second ones. If `is_by_head`, the rows of the first head of all roles come first.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Fused:
     is_grouped: bool = False
     is_bare: bool = False
     is_interleaved: bool = False
+    is_by_head: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +48,7 @@ class FileForm:
     transposable    names of matrices that some files store so
     bare            roles, or names of them, that have no `.weight` after the name, and `_bias`
                     instead of `.bias`
+    decays          roles that the file stores as -exp(value)
     """
 
     names: Mapping[str, str]
@@ -60,6 +62,7 @@ class FileForm:
     bare: tuple[str, ...] = ()
     transposed: tuple[str, ...] = ()
     transposable: tuple[str, ...] = ()
+    decays: tuple[str, ...] = ()
 
     def stems(self, role: str) -> list[str]:
         """Names of a tensor of its own, the canonical one first."""

@@ -57,6 +57,7 @@ def places_of(
         for prefix in _head_prefixes(form) if role == "head" else form.prefixes(layer):
             name = prefix + stem + ending(role, stem, suffix, form)
             place = Place(name, 0, wanted.num_rows, permutation, addend)
+            place = replace(place, is_decay=role in form.decays)
             places.append(_of_expert(_turned(place, stem, suffix, form), owner))
     return tuple(places)
 
@@ -116,6 +117,12 @@ def _fused_place(
     if fused.is_interleaved:
         turns = RowPermutation(rows[before], head_dim=1, rotary_dim=0, stride=len(rows))
         return Place(name, before, sum(rows), turns)
+    if fused.is_by_head:
+        assert wanted.heads is not None, "only heads are stored so"
+        step = sum(rows) // wanted.heads.num_heads
+        rotated = 0 if permutation is None else permutation.rotary_dim
+        by_head = replace(wanted.heads, rotary_dim=rotated, step=step)
+        return Place(name, sum(rows[:before]) // wanted.heads.num_heads, sum(rows), by_head)
     if not fused.is_grouped:
         return Place(name, sum(rows[:before]), sum(rows), permutation)
     assert wanted.heads is not None, "only heads are stored in groups"

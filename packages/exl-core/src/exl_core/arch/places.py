@@ -15,6 +15,7 @@ class RowPermutation:
                 pairs are rows (2i, 2i + 1), the model's pairs are (i, i + rotary_dim/2). 0: none.
     group       heads that the file stores one after the other
     stride      heads from the first one of a group to the first one of the next group
+    step        the same in rows, where it is not a whole number of heads; 0: as `stride` says
     """
 
     num_heads: int
@@ -22,6 +23,7 @@ class RowPermutation:
     rotary_dim: int
     group: int = 1
     stride: int = 1
+    step: int = 0
 
     def stored_rows(self) -> list[int]:
         """Row in the file of each of the model's rows."""
@@ -41,7 +43,8 @@ class RowPermutation:
         """First row of each head in the file."""
         for head in range(self.num_heads):
             group, place = divmod(head, self.group)
-            yield (group * self.stride + place) * self.head_dim
+            step = self.step or self.stride * self.head_dim
+            yield group * step + place * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,8 @@ class Place:
     several experts has three dimensions, of which the first is `experts`, or these matrices one
     below the other. Its rows are those of all experts. A bias of experts has two dimensions. A
     tensor that `is_transposed` stores its matrices as [in_features, out_features], and its rows are
-    the columns of these. One that `may_be_transposed` does if it does not have the other shape.
+    the columns of these. One that `may_be_transposed` does if it does not have the other shape. A
+    tensor that `is_decay` stores -exp(value).
     """
 
     name: str
@@ -64,6 +68,7 @@ class Place:
     experts: int = 0
     is_transposed: bool = False
     may_be_transposed: bool = False
+    is_decay: bool = False
 
     def columns(self, in_features: int) -> tuple[slice, int]:
         """The rows of the file that hold this part of a transposed tensor, and its first column in

@@ -21,6 +21,7 @@ from exl_core.arch.families.gpt_oss import GPT_OSS
 from exl_core.arch.families.granite import GRANITE, GRANITE4, GRANITE_MOE, MINICPM
 from exl_core.arch.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from exl_core.arch.families.internlm2 import INTERNLM2
+from exl_core.arch.families.lfm2 import LFM2
 from exl_core.arch.families.llama import ARCEE, INDEX, LLAMA, ORION, YI
 from exl_core.arch.families.llama4 import LLAMA4
 from exl_core.arch.families.minimax import MINIMAX_M2
@@ -28,6 +29,7 @@ from exl_core.arch.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from exl_core.arch.families.olmo import OLMO2
 from exl_core.arch.families.phi3 import PHI3
 from exl_core.arch.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL_MOE
+from exl_core.arch.families.qwen_hybrid import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from exl_core.arch.families.seed_oss import SEED_OSS
 from exl_core.arch.families.smollm3 import SMOLLM3
 from exl_core.arch.families.starcoder2 import STARCODER2
@@ -39,7 +41,8 @@ ARCHITECTURES = (
     *(ERNIE4_5, INTERNLM2, MINISTRAL3, SMOLLM3, OLMO2, EXAONE4, GRANITE, MINICPM),
     *(GRANITE4, HUNYUAN, APERTUS, GEMMA4, COHERE, COHERE2, STARCODER2, ARCEE, ORION, INDEX),
     *(GLM4, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, ERNIE4_5_MOE, HUNYUAN_MOE, MINIMAX_M2),
-    *(GRANITE_MOE, QWEN3_VL_MOE, DBRX, LLAMA4, GPT_OSS, GPT2, GPT_BIGCODE),
+    *(GRANITE_MOE, QWEN3_VL_MOE, DBRX, LLAMA4, GPT_OSS, GPT2, GPT_BIGCODE, LFM2),
+    *(QWEN35, QWEN35_MOE, QWEN3_NEXT),
 )
 
 

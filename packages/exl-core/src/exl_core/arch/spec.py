@@ -22,6 +22,7 @@ from exl_core.arch.layers import (
     HeadNorm,
     KVShape,
     LayerSpec,
+    Mixer,
     MoE,
     NormKind,
     NormPlacement,
@@ -29,6 +30,7 @@ from exl_core.arch.layers import (
     RouterBias,
     Scores,
     SharedExpert,
+    StateShape,
 )
 from exl_core.arch.names import GGUF, HF, FileForm
 
@@ -54,6 +56,15 @@ class Window(Enum):
 
     LOCAL = "local"
     GLOBAL = "global"
+
+
+class Recurrence(Enum):
+    """Kind of the layers that have a state of fixed size instead of attention."""
+
+    NONE = "none"
+    SHORT_CONV = "short_conv"
+    DELTA_NET = "delta_net"
+    MAMBA2 = "mamba2"
 
 
 class RopeMethod(Enum):
@@ -164,7 +175,8 @@ class ExpertForm:
 @dataclass(frozen=True, slots=True)
 class LayerNumbers:
     """Numbers of one layer as a checkpoint gives them; `ArchSpec.layers` adds the choices of the
-    family. The fields are those of `Attention` and `Dense`. `experts` replaces the dense MLP."""
+    family. The fields are those of `Attention` and `Dense`. `experts` replaces the dense MLP, and
+    `recurrent` replaces attention."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -185,6 +197,7 @@ class LayerNumbers:
     is_value_key: bool = False
     activation_numbers: tuple[float, float] | None = None
     experts: MoE | None = None
+    recurrent: Mixer | None = None
 
 
 def with_windows(
@@ -212,7 +225,7 @@ def without_rope(
 
 
 def decoder_layer(arch: ArchSpec, numbers: LayerNumbers) -> LayerSpec:
-    """A layer of attention and a dense MLP or experts."""
+    """A layer of attention or a recurrence, and a dense MLP or experts."""
     attention = Attention(
         num_q_heads=numbers.num_q_heads,
         num_kv_heads=numbers.num_kv_heads,
@@ -228,11 +241,13 @@ def decoder_layer(arch: ArchSpec, numbers: LayerNumbers) -> LayerSpec:
         clip=numbers.clip,
         has_value_norm=arch.has_value_norm,
         has_sinks=arch.has_sinks,
+        has_gate=arch.has_attention_gate,
         has_qkv_bias=numbers.has_qkv_bias,
         has_output_bias=numbers.has_output_bias,
     )
     part = _feed_forward(arch, numbers)
-    return LayerSpec(attention, part, arch.norm_placement, arch.norm_kind, arch.has_layer_scalar)
+    mixer = numbers.recurrent or attention
+    return LayerSpec(mixer, part, arch.norm_placement, arch.norm_kind, arch.has_layer_scalar)
 
 
 def _feed_forward(arch: ArchSpec, numbers: LayerNumbers) -> FeedForward:
@@ -267,10 +282,15 @@ class ArchSpec:
     has_gated_mlp: bool = True
     experts: ExpertForm | None = None
     """None: all layers have dense MLPs."""
+    recurrence: Recurrence = Recurrence.NONE
+    """Mixer of the layers without attention, which a checkpoint's `layer_types` names."""
+    has_tiled_gguf: bool = False
+    """GGUF files have the value heads of a `GatedDeltaNet` in tiled order."""
     head_norm: HeadNorm = HeadNorm.NONE
     has_value_norm: bool = False
     has_layer_scalar: bool = False
     has_sinks: bool = False
+    has_attention_gate: bool = False
     attention_scale: float | None = None
     """Factor of the scores; None: 1 / sqrt(head_dim), or as a checkpoint says."""
     global_head_dim_default: int | None = None
@@ -334,6 +354,8 @@ class ArchSpec:
     which writers leave at its default."""
     hidden_size_default: int | None = None
     intermediate_size_default: int | None = None
+    has_rounded_intermediate_size: bool = False
+    """The width of the MLP follows from a checkpoint's number by LFM2's rule."""
     intermediate_ratio: int | None = None
     """Width of the MLP as a multiple of the hidden size, if a checkpoint lacks it."""
     num_layers_default: int | None = None
@@ -414,3 +436,13 @@ class ModelConfig:
     def kv_shapes(self) -> tuple[KVShape | None, ...]:
         """Geometry of the cache, by layer; None for layers without keys and values."""
         return tuple(layer.kv_shape for layer in self.layers)
+
+    @property
+    def state_shapes(self) -> tuple[StateShape | None, ...]:
+        """State of fixed size that each layer keeps of a sequence; None for layers without."""
+        return tuple(layer.state_shape for layer in self.layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one sequence; 0 if no layer has a state."""
+        return sum(shape.size_bytes for shape in self.state_shapes if shape is not None)

@@ -117,6 +117,14 @@ def model_problems(
             next_step="Models that are quantized already can be used.",
         )
         return
+    if config.state_bytes:
+        yield UnsupportedModelError(
+            "models with recurrent layers cannot be converted yet",
+            where=path,
+            got=config.arch.name,
+            next_step="Models that are quantized already can be used.",
+        )
+        return
     has_experts = any(isinstance(layer.feed_forward, MoE) for layer in config.layers)
     if has_experts and config.arch.name not in FAMILIES_WITH_EXPERTS:
         yield UnsupportedModelError(

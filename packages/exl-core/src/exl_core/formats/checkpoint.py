@@ -336,11 +336,16 @@ class Checkpoint:
         return torch.cat([chunk.values for chunk in self.chunks(name, torch.float32)])
 
     def norm(self, name: str) -> Tensor:
-        """Factors of a norm, float32 [rows], with the 1 added where the file stores them minus
-        one."""
+        """Factors of a norm, float32 [rows], with the 1 added where the file stores them minus one,
+        or taps of a convolution [rows, taps]."""
         weight, place = self.vector(name), self._located[name].place
-        if weight.dim() == MATRIX and self.rows[name].kind in (Kind.NORM, Kind.ROUTER_VECTOR):
+        if self.rows[name].kind is Kind.TAPS:
+            return weight.view(self.rows[name].shape)
+        flat = (Kind.NORM, Kind.ROUTER_VECTOR, Kind.VECTOR)
+        if weight.dim() == MATRIX and self.rows[name].kind in flat:
             weight = weight.flatten()
+        if place.is_decay:
+            weight = torch.log(-weight)
         if weight.dim() == MATRIX:
             if not torch.equal(weight, weight[:1].expand_as(weight)):
                 raise UnsupportedModelError(

@@ -97,8 +97,13 @@ def _located_tensor(source: TensorSource, row: ModuleRow, place: Place) -> Locat
         whole = found.shape  # the matrices of all experts, one below the other
     if row.kind is Kind.HEAD_NORM and found.shape[1:] == row.shape:
         return Located(found, place)  # EXL2 files repeat the norm for every head
-    if row.kind in (Kind.NORM, Kind.ROUTER_VECTOR) and found.num_values == row.shape[0]:
+    if (
+        row.kind in (Kind.NORM, Kind.ROUTER_VECTOR, Kind.VECTOR)
+        and found.num_values == row.shape[0]
+    ):
         return Located(found, place)  # norms of all heads may be stored by head
+    if row.kind is Kind.TAPS and found.shape == (row.shape[0], 1, *row.shape[1:]):
+        return Located(replace(found, shape=row.shape), place)  # as torch's convolutions have it
     if row.shape[0] == 1 and found.shape == row.shape[1:]:
         whole = found.shape  # a matrix of one row may be stored as a vector
     if found.shape != whole and not _is_padded_bias(source, found, whole):

@@ -42,6 +42,7 @@ class Batch:
     logit_rows   int64 [n]           rows that get logits, ascending
     adapters     ranges of rows that use adapters, ascending
     embedded     rows with an embedded vector, whose token id is an arbitrary valid one; or None
+    states       int64 [seqs]        slot of the recurrent state of s; None: the model has none
     logits       buffer for the logits, float32 [n or more, vocab_size]; None: one is allocated
     """
 
@@ -55,3 +56,4 @@ class Batch:
     adapters: tuple[AdapterRows, ...] = ()
     embedded: EmbeddedRows | None = None
     logits: Tensor | None = None
+    states: Tensor | None = None

@@ -11,23 +11,36 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from threading import Lock
-from typing import Protocol, overload
+from typing import overload
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from exl_core.arch.layers import XIELU_BETA, Dense, HeadNorm, LayerSpec, MoE, NormKind
+from exl_core.arch.layers import (
+    XIELU_BETA,
+    Dense,
+    GatedDeltaNet,
+    HeadNorm,
+    LayerSpec,
+    Mamba2,
+    MoE,
+    NormKind,
+    ShortConv,
+)
 from exl_core.arch.modules import ModuleRow, ModuleTable, expert_matrices, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.formats.containers.source import Progress
 from exl_core.formats.tensors import WeightTensors
 from exl_core.model.layers.mlp import GATES
 from exl_core.model.packer import Packer
+from exl_core.model.recurrent_weights import recurrent_weights
+from exl_core.model.source import WeightSource
 from exl_core.model.stage import StageTable
 from exl_core.model.weights import (
     AttentionWeights,
     BlockWeights,
+    MixerWeights,
     MlpWeights,
     ModelWeights,
     MoeWeights,
@@ -36,7 +49,7 @@ from exl_core.model.weights import (
 from exl_core.ops.attention import NO_HEAD_NORMS, HeadNorms
 from exl_core.ops.elementwise import LayerNorm, Norm, RmsNorm, XIelu
 from exl_core.ops.linear import PackedLinear
-from exl_core.ops.moe import ExpertMlp, PackedExperts
+from exl_core.ops.moe import ExpertMlp
 from exl_core.ops.table import OpTable
 
 
@@ -165,29 +178,6 @@ class _StreamedBlocks(Sequence[BlockWeights]):
         return self._last[layer]
 
 
-class WeightSource(Protocol):
-    """Gives the weights of a layer, row by row of the module table; `Packer` is one."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def norm(self, row: ModuleRow) -> Tensor:
-        """Factors of a norm, or a number, float32."""
-        ...
-
-    def norm_bias(self, row: ModuleRow) -> Tensor | None:
-        """Bias of a norm, or None if it has none."""
-        ...
-
-    def packed(self, rows: Sequence[ModuleRow]) -> PackedLinear:
-        """The matrix into which these matrices are packed."""
-        ...
-
-    def stack(self, experts: Sequence[PackedLinear]) -> PackedExperts:
-        """The matrices of a layer's experts as one operand."""
-        ...
-
-
 def _norm(
     source: WeightSource, row: ModuleRow, kind: NormKind, eps: float, factor: float = 1.0
 ) -> Norm:
@@ -231,13 +221,39 @@ def _start_block(table: ModuleTable, packer: Packer, layer: int) -> None:
 
 def block_weights(config: ModelConfig, layer: int, source: WeightSource) -> BlockWeights:
     """Weights of one layer, put together by the module table."""
-    table, eps = module_table(config), config.norm_eps
+    table = module_table(config)
     rows, matrices = table.layers[layer], table.packed(layer)
 
     def norm_of(role: str) -> Norm | None:
         kind = config.layers[layer].norm_kind
         return _norm(source, rows[role], kind, config.state_eps) if role in rows else None
 
+    mixer: MixerWeights
+    match config.layers[layer].mixer:
+        case ShortConv() | GatedDeltaNet() | Mamba2():
+            mixer = recurrent_weights(config, layer, source, norm_of)
+        case _:
+            mixer = _attention(config, layer, source, norm_of)
+    mlp: MlpWeights | MoeWeights
+    if "router" in rows:
+        mlp = _moe(config, layer, source, norm_of)
+    else:
+        mlp = MlpWeights(
+            norm=norm_of("mlp_norm"),
+            gate_up=source.packed(matrices["gate_up"]),
+            down=source.packed(matrices["down"]),
+            post_norm=norm_of("mlp_post_norm"),
+            xielu=_xielu(config.layers[layer], rows, source),
+        )
+    scalar = float(source.norm(rows["scalar"])) if "scalar" in rows else None
+    return BlockWeights(mixer, mlp, scalar)
+
+
+def _attention(
+    config: ModelConfig, layer: int, source: WeightSource, norm_of: Callable[[str], Norm | None]
+) -> AttentionWeights:
+    table, eps = module_table(config), config.norm_eps
+    rows, matrices = table.layers[layer], table.packed(layer)
     head_norms: HeadNorms = NO_HEAD_NORMS
     whole_norms: tuple[Norm, Norm] | None = None
     if "q_norm" in rows:
@@ -251,7 +267,7 @@ def block_weights(config: ModelConfig, layer: int, source: WeightSource) -> Bloc
     elif config.layers[layer].attention.head_norm is HeadNorm.PLAIN_AFTER_ROPE:
         plain = _plain_head_norm(config, layer, source)
         whole_norms = plain, plain
-    attention = AttentionWeights(
+    return AttentionWeights(
         norm=norm_of("attention_norm"),
         qkv=source.packed(matrices["qkv"]),
         head_norms=head_norms,
@@ -261,19 +277,6 @@ def block_weights(config: ModelConfig, layer: int, source: WeightSource) -> Bloc
         post_norm=norm_of("attention_post_norm"),
         sinks=source.norm(rows["sinks"]) if "sinks" in rows else None,
     )
-    mlp: MlpWeights | MoeWeights
-    if "router" in rows:
-        mlp = _moe(config, layer, source, norm_of)
-    else:
-        mlp = MlpWeights(
-            norm=norm_of("mlp_norm"),
-            gate_up=source.packed(matrices["gate_up"]),
-            down=source.packed(matrices["down"]),
-            post_norm=norm_of("mlp_post_norm"),
-            xielu=_xielu(config.layers[layer], rows, source),
-        )
-    scalar = float(source.norm(rows["scalar"])) if "scalar" in rows else None
-    return BlockWeights(attention, mlp, scalar)
 
 
 def _moe(

@@ -58,7 +58,9 @@ class Context:
         self.batch_size = batch_size
         self._pages_each = pages_for(max_len)
         num_pages = batch_size * self._pages_each
-        self.store = store_for(model, kv_format, num_pages) if store is None else store
+        if store is None:
+            store = store_for(model, kv_format, num_pages, num_states=batch_size)
+        self.store = store
         self.kv_format = self.store.kv_format
         if self.store.num_pages < num_pages:
             raise RequestError(
@@ -83,6 +85,13 @@ class Context:
                     "a row can only be cut back",
                     where=f"row {row}",
                     expected=f"0 to {held} tokens",
+                    got=length,
+                )
+            if self.store.states is not None and length not in (0, held):
+                raise RequestError(
+                    "a row of a model with recurrent layers can only be emptied",
+                    where=f"row {row}",
+                    expected=f"0 or {held} tokens",
                     got=length,
                 )
         self._lengths = list(lengths)
@@ -141,6 +150,7 @@ class Context:
                 logits,
                 tuple(adapters),
                 tuple(embeddings),
+                None if self.store.states is None else row,
             )
             for row, ids in enumerate(token_ids)
             if ids
@@ -190,7 +200,16 @@ class Context:
                 expected=self.kv_format.value,
                 got=other.kv_format.value,
             )
+        ours, theirs = self.store.states, other.store.states
+        if ours is not None and length != held:
+            raise RequestError(
+                "a row of a model with recurrent layers can only be copied whole",
+                expected=held,
+                got=length,
+            )
         for target in targets:
+            if ours is not None and theirs is not None:
+                ours.transfer(theirs, source, target)
             self._copy_pages(other, self._pages(source, length), other._pages(target, length))
             other._lengths[target] = length
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from exl_core.arch.layers import KVShape
+from exl_core.arch.layers import KVShape, StateShape
 from exl_core.cache.store import KVStore
 from exl_core.model.batch import Batch
 from exl_core.ops.table import OpTable
@@ -20,6 +20,8 @@ class ModelShape(Protocol):
     def hidden_size(self) -> int: ...
     @property
     def kv_shapes(self) -> Sequence[KVShape | None]: ...
+    @property
+    def state_shapes(self) -> Sequence[StateShape | None]: ...
     @property
     def vocab_size(self) -> int: ...
     @property

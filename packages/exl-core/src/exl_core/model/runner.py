@@ -15,6 +15,8 @@ from torch import Tensor
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat
 from exl_core.cache.page_pool import PageCopy
+from exl_core.cache.state import StateCopy
+from exl_core.cache.state_store import StateStore
 from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
 from exl_core.model.batch import AdapterRows, Batch, EmbeddedRows
@@ -26,11 +28,26 @@ from exl_core.model.segment import LogitRows, Segment
 from exl_core.ops.open import device_failures
 
 
-def store_for(model: Model, kv_format: KVFormat, num_pages: int, *, grows: bool = False) -> KVStore:
-    """A store for the keys and values of `model`, each layer's on the device of the layer."""
+def store_for(
+    model: Model,
+    kv_format: KVFormat,
+    num_pages: int,
+    *,
+    grows: bool = False,
+    num_states: int = 1,
+) -> KVStore:
+    """A store for the keys and values of `model`, each layer's on the device of the layer.
+
+    `num_states`: slots for the states of sequences, if the model has recurrent layers.
+    """
     stages = model.stages
     devices = tuple(stage.ops.device for stage in stages for _ in stage.layers)
-    return KVStore(kv_format, model.config.kv_shapes, num_pages, device=devices, grows=grows)
+    shapes = model.config.state_shapes
+    has_states = any(shape is not None for shape in shapes)
+    states = StateStore(shapes, num_states, devices) if has_states else None
+    return KVStore(
+        kv_format, model.config.kv_shapes, num_pages, device=devices, grows=grows, states=states
+    )
 
 
 def make_batch(segments: Sequence[Segment], page_size: int = PAGE_SIZE) -> Batch:
@@ -70,7 +87,14 @@ def make_batch(segments: Sequence[Segment], page_size: int = PAGE_SIZE) -> Batch
         logit_rows=_integers(logit_rows),  # [n]
         adapters=tuple(adapters),
         embedded=embedded,
+        states=_state_slots(segments),  # [seqs]
     )
+
+
+def _state_slots(segments: Sequence[Segment]) -> Tensor | None:
+    """Slots of the sequences' states; None unless all segments have one."""
+    slots = [segment.state_slot for segment in segments if segment.state_slot is not None]
+    return _integers(slots) if len(slots) == len(segments) else None
 
 
 def _integers(numbers: Sequence[int]) -> Tensor:
@@ -119,7 +143,7 @@ class Runner:
         self.store = store
         self._graphs = tuple(
             CudaGraphs(model, store, index)
-            if stage.ops.device.type == "cuda" and not model.is_streamed
+            if stage.ops.device.type == "cuda" and not model.is_streamed and store.states is None
             else None
             for index, stage in enumerate(model.stages)
         )
@@ -130,17 +154,20 @@ class Runner:
         segments: Sequence[Segment],
         copies: Sequence[PageCopy] = (),
         out: Tensor | None = None,
+        state_copies: Sequence[StateCopy] = (),
     ) -> Tensor:
         """Logits of the rows that the segments want, in order: [n, vocab_size], valid until the
         next run.
 
-        `copies` between pages are made first. `out`, float32 [n or more, vocab_size], receives the
-        logits where the backend supports it. On a CPU, freshly allocated memory costs about as much
-        time as computing the logits.
+        `copies` between pages and `state_copies` are made first. `out`, float32 [n or more,
+        vocab_size], receives the logits where the backend supports it. On a CPU, freshly allocated
+        memory costs about as much time as computing the logits.
         """
         with device_failures(self.store.device, f"a pass of {len(segments)} sequences"):
             self.model.check_loaded()
             self.store.copy_pages(copies)
+            if state_copies and self.store.states is not None:
+                self.store.states.copy(state_copies)
             if len(self._graphs) > 1:
                 return self._run_split(segments, out)
             graphs = self._graphs[0]

@@ -29,7 +29,8 @@ class Segment:
 
     `page_ids` are the sequence's pages from its start, enough for the `past_len` cached tokens and
     this segment's. `adapters` apply to all rows of the segment. Ids from `EMBEDDED_FROM` on stand
-    for the vectors of `embeddings`.
+    for the vectors of `embeddings`. `state_slot` is that of the sequence's recurrent state, which
+    the pass changes.
     """
 
     token_ids: tuple[int, ...]
@@ -38,6 +39,7 @@ class Segment:
     logit_rows: LogitRows
     adapters: tuple[AdapterUse, ...] = ()
     embeddings: tuple[EmbeddedSpan, ...] = ()
+    state_slot: int | None = None
 
     def last_written_page(self, page_size: int) -> int:
         """Largest number of the pages that this segment writes."""

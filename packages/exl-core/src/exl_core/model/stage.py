@@ -16,9 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from exl_core.arch.layers import LayerSpec, QueryTemperature
+from exl_core.arch.layers import LayerSpec, QueryTemperature, attention_of
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.store import KVStore
+from exl_core.errors import UnsupportedModelError
 from exl_core.model.batch import Batch
 from exl_core.model.chunks import check_chunk, in_chunks
 from exl_core.model.layers.state import PassState, RowsKey, make_buffers
@@ -26,6 +27,7 @@ from exl_core.model.layers.steps import Steps
 from exl_core.model.rotation import RotationTable, query_factors
 from exl_core.model.weights import BlockWeights
 from exl_core.ops.attention import AttentionRows, KeySmoothing
+from exl_core.ops.recurrent import StateRows
 from exl_core.ops.table import OpTable
 
 PEER_TEST_VALUES = 1 << 21  # 8 MiB
@@ -52,12 +54,13 @@ class Stage:
             index: None if index is None else RotationTable(config.ropes[index], ops.device)
             for index in _ropes_of(self._specs.values())
         }
-        layers_attention = [spec.attention for spec in self._specs.values()]
+        layers_attention = attention_of(self._specs.values())
+        self._has_states = any(spec.state_shape is not None for spec in self._specs.values())
         keys = (RowsKey(one.attend_rope, one.chunk) for one in layers_attention)
         self._row_keys = tuple(dict.fromkeys(keys))
         for key in self._row_keys:
             check_chunk(key.chunk)
-        settings = (spec.attention.temperature for spec in self._specs.values())
+        settings = (one.temperature for one in layers_attention)
         self._temperatures = tuple(dict.fromkeys(one for one in settings if one is not None))
 
     def receive(self, x: Tensor) -> Tensor:
@@ -93,7 +96,18 @@ class Stage:
         }
         buffers = make_buffers(self.ops, self._specs, batch.token_ids.shape[0])
         factors = self._factors(batch.positions)
-        return PassState(store, bound, smoothing, buffers, factors, angles)
+        held = (store.states, self._state_rows(batch, store)) if self._has_states else (None, None)
+        return PassState(store, bound, smoothing, buffers, factors, angles, *held)
+
+    @staticmethod
+    def _state_rows(batch: Batch, store: KVStore) -> StateRows:
+        """Slots of the sequences' states. Raises UnsupportedModelError for a caller without any."""
+        if batch.states is None or store.states is None:
+            raise UnsupportedModelError(
+                "a model with recurrent layers is not supported here",
+                expected="attention in every layer",
+            )
+        return StateRows(batch.row_starts, batch.past_lens, batch.states)
 
     def run(
         self, x: Tensor, steps: Steps, blocks: Sequence[BlockWeights], state: PassState
@@ -139,5 +153,5 @@ def peer_copies_work(source: torch.device, target: torch.device) -> bool:
 
 def _ropes_of(specs: Iterable[LayerSpec]) -> dict[int | None, None]:
     """RoPE tables of the layers, and those that `attend_` applies; None for no RoPE."""
-    layers = [spec.attention for spec in specs]
+    layers = attention_of(specs)
     return dict.fromkeys(rope for spec in layers for rope in (spec.rope, spec.attend_rope))

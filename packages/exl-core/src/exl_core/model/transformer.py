@@ -297,38 +297,44 @@ class Transformer:
         return (None,) * self.config.num_layers
 
     @cached_property
-    def _key_smoothing(self) -> tuple[KeySmoothing, ...]:
+    def _key_smoothing(self) -> tuple[KeySmoothing | None, ...]:
         """Measured by the first pass that needs it, and constant from then on."""
         config, ids = self.config, self._sample_ids
         num_pages = pages_for(len(ids))
         text = Segment(
-            token_ids=ids, past_len=0, page_ids=tuple(range(num_pages)), logit_rows=LogitRows.LAST
+            token_ids=ids,
+            past_len=0,
+            page_ids=tuple(range(num_pages)),
+            logit_rows=LogitRows.LAST,
+            state_slot=0,
         )
         store = store_for(self, KVFormat.FP32, num_pages)
         batch = make_batch((text,), store.page_size)
         end = min(SAMPLE_POSITION_RANGE, config.max_seq_len) - 1
         positions = torch.linspace(0, end, len(ids), dtype=torch.float64).long()
-        found: list[KeySmoothing] = []
+        found: dict[int, KeySmoothing] = {}
 
         x = self._embedding(batch)
         for stage in self.stages:
             steps = with_ops(self._steps, partial(self._smoothing_ops, stage, positions, found))
             state = stage.bind(batch, store, (None,) * config.num_layers)
             x = stage.run(stage.receive(x), steps, self._weights.blocks, state)
-        return tuple(found)
+        return tuple(found.get(layer) for layer in range(config.num_layers))
 
     def _smoothing_ops(
         self,
         stage: Stage,
         positions: Tensor,
-        found: list[KeySmoothing],
+        found: dict[int, KeySmoothing],
         ops: LayerOps,
         layer: int,
         _: BlockWeights,
     ) -> LayerOps:
-        """Ops of a layer that append its key smoothing to `found`."""
+        """Ops of a layer that put its key smoothing into `found`."""
+        if self.config.layers[layer].kv_shape is None:
+            return ops
         angles = stage.angles(self.config.layers[layer].attention.attend_rope, positions)
-        return KeySmoothingOps(ops, stage.ops, angles, found.append)
+        return KeySmoothingOps(ops, stage.ops, angles, partial(found.__setitem__, layer))
 
 
 def _unread_bytes(layer: LayerSpec, block: BlockWeights, rows: int) -> float:

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from exl_core.arch.layers import unsupported
 from exl_core.arch.modules import Packed
 from exl_core.ops.attention import HeadNorms
-from exl_core.ops.elementwise import LayerNorm, Norm, XIelu
+from exl_core.ops.elementwise import LayerNorm, Norm, RmsNorm, XIelu
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import ExpertMlp
+from exl_core.ops.recurrent import DeltaRule, StateScan, Taps
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,87 @@ class AttentionWeights:
         heads = (self.head_norms.q, self.head_norms.k, self.sinks)
         norms = (self.norm, self.post_norm, self.value_norm, *(self.whole_norms or ()))
         return (*_norm_weights(*norms), *(x for x in heads if x is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvWeights:
+    """wide [3 * channels, hidden], the taps of the convolution, narrow [hidden, channels].
+
+    `norm` comes before wide, `post_norm` after narrow; None where the layer has no such norm.
+    """
+
+    norm: Norm | None
+    wide: PackedLinear
+    taps: Taps
+    narrow: PackedLinear
+    post_norm: Norm | None
+
+    @property
+    def matrices(self) -> dict[Packed, PackedLinear]:
+        return {"mixer_in": self.wide, "mixer_out": self.narrow}
+
+    @property
+    def vectors(self) -> tuple[Tensor, ...]:
+        bias = () if self.taps.bias is None else (self.taps.bias,)
+        return (*_norm_weights(self.norm, self.post_norm), self.taps.weight, *bias)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetWeights:
+    """wide [channels + value_size + 2 * value_heads, hidden]: queries, keys, values, gates, b, a;
+    the taps of the convolution, the numbers of the delta rule, the norm of each output head, and
+    narrow [hidden, value_size].
+
+    `norm` comes before wide, `post_norm` after narrow; None where the layer has no such norm.
+    """
+
+    norm: Norm | None
+    wide: PackedLinear
+    taps: Taps
+    rule: DeltaRule
+    head_norm: RmsNorm
+    narrow: PackedLinear
+    post_norm: Norm | None
+
+    @property
+    def matrices(self) -> dict[Packed, PackedLinear]:
+        return {"mixer_in": self.wide, "mixer_out": self.narrow}
+
+    @property
+    def vectors(self) -> tuple[Tensor, ...]:
+        norms = _norm_weights(self.norm, self.post_norm, self.head_norm)
+        return (*norms, self.taps.weight, self.rule.decay, self.rule.dt_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Weights:
+    """wide [size + channels + heads, hidden]: gates, inputs with the vectors of the groups, steps;
+    the taps of the convolution, the numbers of the scan, the norm of the outputs, and narrow
+    [hidden, size].
+
+    `norm` comes before wide, `post_norm` after narrow; None where the layer has no such norm.
+    """
+
+    norm: Norm | None
+    wide: PackedLinear
+    taps: Taps
+    scan: StateScan
+    out_norm: RmsNorm
+    narrow: PackedLinear
+    post_norm: Norm | None
+
+    @property
+    def matrices(self) -> dict[Packed, PackedLinear]:
+        return {"mixer_in": self.wide, "mixer_out": self.narrow}
+
+    @property
+    def vectors(self) -> tuple[Tensor, ...]:
+        norms = _norm_weights(self.norm, self.post_norm, self.out_norm)
+        bias = () if self.taps.bias is None else (self.taps.bias,)
+        return (*norms, self.taps.weight, *bias, self.scan.decay, self.scan.dt_bias, self.scan.skip)
+
+
+MixerWeights = AttentionWeights | ShortConvWeights | DeltaNetWeights | Mamba2Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +212,26 @@ class BlockWeights:
     `scalar` multiplies the states after the layer; None: there is no such factor.
     """
 
-    attention: AttentionWeights
+    mixer: MixerWeights
     mlp: MlpWeights | MoeWeights
     scalar: float | None = None
 
     @property
+    def attention(self) -> AttentionWeights:
+        """The mixer, for code that handles attention only. Raises UnsupportedModelError for other
+        mixers."""
+        if isinstance(self.mixer, AttentionWeights):
+            return self.mixer
+        raise unsupported("mixer", self.mixer)
+
+    @property
     def matrices(self) -> dict[Packed, PackedLinear]:
         """Packed matrices by their names in the module table, without those of experts."""
-        return self.attention.matrices | self.mlp.matrices
+        return self.mixer.matrices | self.mlp.matrices
 
     @property
     def size_bytes(self) -> int:
-        vectors = (*self.attention.vectors, *self.mlp.vectors)
+        vectors = (*self.mixer.vectors, *self.mlp.vectors)
         size = sum(matrix.size_bytes for matrix in self.matrices.values())
         if isinstance(self.mlp, MoeWeights):
             size += self.mlp.other_bytes

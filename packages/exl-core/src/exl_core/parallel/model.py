@@ -163,7 +163,7 @@ def _divided(config: ModelConfig, weights: ModelWeights, rank: Rank) -> ModelWei
             mlp = replace(block.mlp, shared=None if shared is None else _partial_mlp(shared))
         else:
             mlp = _partial_mlp(block.mlp)
-        blocks.append(replace(block, attention=attention, mlp=mlp))
+        blocks.append(replace(block, mixer=attention, mlp=mlp))
     return replace(weights, blocks=tuple(blocks))
 
 

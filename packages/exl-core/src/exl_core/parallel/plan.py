@@ -90,6 +90,12 @@ def share_config(config: ModelConfig, rank: Rank) -> ModelConfig:
     """
     if rank.count < 2:
         return config
+    if config.state_bytes:
+        raise UnsupportedModelError(
+            "a model with recurrent layers cannot be divided among ranks",
+            expected="attention in every layer",
+            next_step="Give whole layers to each GPU with --split instead.",
+        )
     share(config.vocab_size, rank)
     return replace(config, layers=tuple(_layer(layer, rank) for layer in config.layers))
 

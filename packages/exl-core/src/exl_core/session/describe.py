@@ -99,8 +99,10 @@ class ModelDescription:
         return kv_bytes_per_token(self.config.kv_shapes, kv_format)
 
     def memory_bytes(self, context: int, kv_format: KVFormat = KVFormat.FP16) -> int:
-        """Bytes of the weights and of the cache of one sequence of `context` tokens."""
-        return self.weights_bytes_in_memory + context * self.kv_bytes_per_token(kv_format)
+        """Bytes of the weights and of the cache of one sequence of `context` tokens, its recurrent
+        state included."""
+        cache = context * self.kv_bytes_per_token(kv_format) + self.config.state_bytes
+        return self.weights_bytes_in_memory + cache
 
 
 def describe_model(spec: str | None = None) -> ModelDescription:

@@ -23,7 +23,7 @@ from torch import Tensor
 from exl_core.cache.format import KVFormat, pages_for
 from exl_core.cache.page_pool import PageKey
 from exl_core.cache.store import KVStore
-from exl_core.errors import RequestError
+from exl_core.errors import RequestError, UnsupportedModelError
 from exl_core.model.protocol import Model
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
@@ -72,6 +72,12 @@ class ModelDrafter:
                 where="drafter",
                 expected="max_tokens of at least 1, min_probability of 0 to 1",
                 got=f"max_tokens {max_tokens}, min_probability {min_probability}",
+            )
+        if any(shape is not None for shape in model.config.state_shapes):
+            raise UnsupportedModelError(
+                "a draft model with recurrent layers is not supported",
+                where="drafter",
+                expected="attention in every layer",
             )
         self.max_tokens = max_tokens
         self.min_probability = min_probability

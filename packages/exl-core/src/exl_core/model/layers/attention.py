@@ -5,7 +5,7 @@ Dimensions: R rows, H query heads, K key/value heads, D head dimension.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class AttentionStep(NamedTuple):
     is_value_key: bool
     own_rope: int | None
     clip: float | None
+    has_gate: bool
 
     @classmethod
     def of(cls, layer: int, spec: Attention) -> AttentionStep:
@@ -48,6 +49,7 @@ class AttentionStep(NamedTuple):
             spec.is_value_key,
             None if spec.attend_rope == spec.rope else spec.rope,
             spec.clip,
+            spec.has_gate,
         )
 
 
@@ -80,6 +82,9 @@ def attended(
     out: Inputs | None = inputs_buffer(ops, weights.output, buffers.queries, weights.post_norm)
 
     qkv = read_linear(ops, x, norm, weights.qkv, buffers.qkv)  # [R, (H + 2K) * D]
+    gate: Tensor | None = None
+    if step.has_gate:
+        qkv, gate = qkv.split_with_sizes([qkv.shape[-1] - step.q_size, step.q_size], -1)
     if step.clip is not None:
         qkv = qkv.clamp(-step.clip, step.clip)
     factors = state.temperatures.get(step.temperature)
@@ -89,7 +94,9 @@ def attended(
         qkv = _changed(step, ops, qkv, weights, factors)
     if qkv is not buffers.qkv and isinstance(out, Tensor):
         out = None  # the result replaces the queries in qkv
-    return ops.attend_(
+    if gate is not None:
+        out = None  # the result is multiplied first
+    h = ops.attend_(
         qkv,
         state.rows[step.rows],
         state.caches.layer(layer),
@@ -99,6 +106,7 @@ def attended(
         sinks=weights.sinks,
         out=out,
     )
+    return h if gate is None else cast(Tensor, h) * torch.sigmoid(gate)
 
 
 def has_norms(weights: AttentionWeights) -> bool:

@@ -11,8 +11,10 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from exl_core.arch.layers import LayerSpec, QueryTemperature
+from exl_core.arch.layers import Attention, LayerSpec, QueryTemperature
+from exl_core.cache.state_store import LayerState
 from exl_core.ops.attention import AttentionBatch, CacheLayer, KeySmoothing
+from exl_core.ops.recurrent import StateRows
 
 
 class Activations(Protocol):
@@ -27,11 +29,17 @@ class LayerCaches(Protocol):
     def layer(self, layer: int) -> CacheLayer: ...
 
 
+class LayerStates(Protocol):
+    """States of sequences by layer; `StateStore.layer`."""
+
+    def layer(self, layer: int) -> LayerState: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Buffers:
     """Memory that all layers of the same sizes use, one after the other."""
 
-    qkv: Tensor  # [R, (H + 2K) * D]
+    qkv: Tensor  # [R, (H + 2K) * D]; [R, 0] for layers without attention
     queries: Tensor  # [R, H * D], a view of qkv: attention's result overwrites the queries
     gated: Tensor  # [R, inner_size of the feed-forward part]
 
@@ -56,6 +64,20 @@ class PassState:
     """Factors on the queries [R]; no entry where all are 1."""
     angles: Mapping[int | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """cos and sin [R, rotary_dim / 2] by RoPE table, for layers that rotate by themselves."""
+    held_states: LayerStates | None = None
+    held_rows: StateRows | None = None
+
+    @property
+    def recurrent(self) -> LayerStates:
+        """States of the sequences. Only models with recurrent layers have some."""
+        assert self.held_states is not None, "`Stage.bind` checks it"
+        return self.held_states
+
+    @property
+    def state_rows(self) -> StateRows:
+        """Rows of the sequences and their slots."""
+        assert self.held_rows is not None, "`Stage.bind` checks it"
+        return self.held_rows
 
 
 def make_buffers(
@@ -65,11 +87,18 @@ def make_buffers(
     made: dict[tuple[int, int, int], Buffers] = {}
     found = {}
     for index, layer in layers.items():
-        attention = layer.attention
-        sizes = attention.projected_size, attention.q_size, layer.feed_forward.inner_size
+        widths = _attention_widths(layer)
+        sizes = *widths, layer.feed_forward.inner_size
         if sizes not in made:
-            qkv = ops.activations(rows, attention.projected_size)
+            qkv = ops.activations(rows, widths[0])
             gated = ops.activations(rows, layer.feed_forward.inner_size)
-            made[sizes] = Buffers(qkv, qkv[:, : attention.q_size], gated)
+            made[sizes] = Buffers(qkv, qkv[:, : widths[1]], gated)
         found[index] = made[sizes]
     return found
+
+
+def _attention_widths(layer: LayerSpec) -> tuple[int, int]:
+    """Widths of the packed projection and of the queries; 0 for a layer without attention."""
+    if not isinstance(layer.mixer, Attention):
+        return 0, 0
+    return layer.mixer.projected_size, layer.mixer.q_size

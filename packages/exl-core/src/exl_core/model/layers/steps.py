@@ -13,11 +13,24 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from exl_core.arch.layers import Attention, Dense, LayerSpec, MoE, NormPlacement, unsupported
+from exl_core.arch.layers import (
+    Attention,
+    Dense,
+    GatedDeltaNet,
+    LayerSpec,
+    Mamba2,
+    MoE,
+    NormPlacement,
+    ShortConv,
+    unsupported,
+)
 from exl_core.model.layers.attention import AttentionStep, add_attended, attention
+from exl_core.model.layers.delta_net import DeltaNetStep, add_delta, delta_net
+from exl_core.model.layers.mamba2 import Mamba2Step, add_scanned, mamba2
 from exl_core.model.layers.mlp import MlpStep, add_widened, mlp
 from exl_core.model.layers.moe import MoeStep, moe
 from exl_core.model.layers.parallel import parallel
+from exl_core.model.layers.short_conv import ShortConvStep, add_convolved, short_conv
 from exl_core.model.layers.state import PassState
 from exl_core.model.observe import Observer, Part, checked_states
 from exl_core.model.weights import BlockWeights
@@ -85,6 +98,15 @@ def _mixer_step(index: int, layer: LayerSpec) -> Step:
         case Attention() as spec:
             run = partial(attention, AttentionStep.of(index, spec))
             return Step(part, part, run, Finish("output", add_attended))
+        case ShortConv() as spec:
+            run = partial(short_conv, ShortConvStep.of(index, spec))
+            return Step(part, part, run, Finish("mixer_out", add_convolved))
+        case GatedDeltaNet() as spec:
+            run = partial(delta_net, DeltaNetStep.of(index, spec))
+            return Step(part, part, run, Finish("mixer_out", add_delta))
+        case Mamba2() as spec:
+            run = partial(mamba2, Mamba2Step.of(index, spec))
+            return Step(part, part, run, Finish("mixer_out", add_scanned))
         case other:
             raise unsupported("mixer", other)
 

@@ -1,0 +1,127 @@
+"""Reads the recurrent layers of a model, from `config.json` or from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from exl_core.arch.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN_SIZE, Fields
+from exl_core.arch.layers import GatedDeltaNet, Mixer, ShortConv
+from exl_core.arch.spec import ArchSpec, Recurrence
+from exl_core.errors import ConfigError
+
+MAX_TAPS = 64
+ATTENTION_TYPES = ("full_attention", "attention")
+RECURRENT_TYPES = {
+    Recurrence.SHORT_CONV: ("conv",),
+    Recurrence.DELTA_NET: ("linear_attention",),
+    Recurrence.MAMBA2: ("linear_attention", "mamba"),
+}
+"""Entries of `layer_types` for recurrent layers."""
+ATTENTION_INTERVAL = 4  # default of Qwen3-Next and Qwen3.5
+INTERMEDIATE_STEP = 256  # LFM2's default of `block_multiple_of`
+
+
+def hf_recurrent(arch: ArchSpec, text: Fields, layers: int) -> Sequence[Mixer | None]:
+    """Mixer of each recurrent layer; None for a layer of attention."""
+    if arch.recurrence is Recurrence.NONE:
+        return [None] * layers
+    mixer = _hf_mixer(arch, text)
+    return [mixer if found else None for found in _is_recurrent(arch, text, layers)]
+
+
+def _is_recurrent(arch: ArchSpec, text: Fields, layers: int) -> list[bool]:
+    if not text.has("layer_types") and arch.recurrence is Recurrence.DELTA_NET:
+        return _between_attention(text, layers)
+    if not text.has("layer_types"):
+        if not text.has("full_attn_idxs"):
+            return [False] * layers
+        full = text.integers("full_attn_idxs")
+        return [layer not in full for layer in range(layers)]
+    names, known = text.strings("layer_types"), RECURRENT_TYPES[arch.recurrence]
+    unknown = sorted(set(names) - {*known, *ATTENTION_TYPES})
+    if unknown or len(names) != layers:
+        raise ConfigError(
+            "'layer_types' does not describe the layers",
+            where=text.where,
+            expected=f"{layers} of {', '.join((*known, *ATTENTION_TYPES))}",
+            got=f"{len(names)}, {', '.join(unknown) or 'all known'}",
+        )
+    return [name in known for name in names]
+
+
+def _hf_mixer(arch: ArchSpec, text: Fields) -> Mixer:
+    if arch.recurrence is Recurrence.DELTA_NET:
+        return _checked_delta_net(
+            GatedDeltaNet(
+                key_heads=text.integer("linear_num_key_heads", 16, high=MAX_HEADS),
+                value_heads=text.integer("linear_num_value_heads", 32, high=MAX_HEADS),
+                key_dim=text.integer("linear_key_head_dim", 128, high=MAX_HEAD_DIM),
+                value_dim=text.integer("linear_value_head_dim", 128, high=MAX_HEAD_DIM),
+                taps=text.integer("linear_conv_kernel_dim", 4, low=2, high=MAX_TAPS),
+            ),
+            text.where,
+        )
+    size = text.integer("hidden_size", arch.hidden_size_default, high=MAX_HIDDEN_SIZE)
+    taps = text.integer("conv_L_cache", 3, low=2, high=MAX_TAPS)
+    return ShortConv(size, taps, text.flag("conv_bias", False))
+
+
+def _between_attention(fields: Fields, layers: int) -> list[bool]:
+    """Layers between those of attention, which come at an interval."""
+    interval = fields.integer("full_attention_interval", ATTENTION_INTERVAL)
+    return [(layer + 1) % interval != 0 for layer in range(layers)]
+
+
+def _checked_delta_net(mixer: GatedDeltaNet, where: object) -> GatedDeltaNet:
+    if mixer.value_heads % mixer.key_heads:
+        raise ConfigError(
+            "the value heads of a gated delta net cannot be shared out among its key heads",
+            where=where,
+            got=f"{mixer.value_heads} value heads, {mixer.key_heads} key heads",
+        )
+    return mixer
+
+
+def rounded_intermediate_size(text: Fields, size: int) -> int:
+    """Width of LFM2's MLP: two thirds of the number in the checkpoint, times a factor, rounded up
+    to a multiple."""
+    if not text.flag("block_auto_adjust_ff_dim", True):
+        return size
+    size = int(2 * size / 3)
+    if text.has("block_ffn_dim_multiplier"):
+        size = int(text.number("block_ffn_dim_multiplier") * size)
+    step = text.integer("block_multiple_of", INTERMEDIATE_STEP)
+    return -(-size // step) * step
+
+
+def gguf_recurrent(arch: ArchSpec, own: Fields, kv_heads: Sequence[int]) -> Sequence[Mixer | None]:
+    """Mixer of each recurrent layer, which files give no key heads; None for one of attention."""
+    if arch.recurrence is Recurrence.NONE:
+        return [None] * len(kv_heads)
+    if arch.recurrence is Recurrence.DELTA_NET:
+        mixer = _gguf_delta_net(arch, own)
+        between = _between_attention(own, len(kv_heads))
+        return [mixer if is_recurrent else None for is_recurrent in between]
+    size = own.integer("embedding_length", high=MAX_HIDDEN_SIZE)
+    conv = ShortConv(size, own.integer("shortconv.l_cache", low=2, high=MAX_TAPS))
+    return [None if heads else conv for heads in kv_heads]
+
+
+def _gguf_delta_net(arch: ArchSpec, own: Fields) -> GatedDeltaNet:
+    value_heads = own.integer("ssm.time_step_rank", high=MAX_HEADS)
+    inner = own.integer("ssm.inner_size", high=MAX_HEADS * MAX_HEAD_DIM)
+    if inner % value_heads:
+        raise ConfigError(
+            "the values of a gated delta net cannot be shared out among its heads",
+            where=own.where,
+            got=f"{inner} values, {value_heads} heads",
+        )
+    mixer = GatedDeltaNet(
+        key_heads=own.integer("ssm.group_count", high=MAX_HEADS),
+        value_heads=value_heads,
+        key_dim=own.integer("ssm.state_size", high=MAX_HEAD_DIM),
+        value_dim=inner // value_heads,
+        taps=own.integer("ssm.conv_kernel", low=2, high=MAX_TAPS),
+        is_tiled=arch.has_tiled_gguf,
+    )
+    return _checked_delta_net(mixer, own.where)

@@ -1,0 +1,53 @@
+"""Gated delta net (Qwen3-Next, Qwen3.5): projections, convolution, delta rule, gated norm.
+
+Dimensions: R rows, C channels of the convolution, H value heads, V elements of each.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from exl_core.arch.layers import GatedDeltaNet
+from exl_core.model.layers.residual import add_output, read_linear
+from exl_core.model.layers.state import PassState
+from exl_core.model.weights import BlockWeights, DeltaNetWeights
+from exl_core.ops.linear import Inputs
+from exl_core.ops.table import LayerOps
+
+
+class DeltaNetStep(NamedTuple):
+    """Numbers of one layer's delta net, the same in every pass. `widths` are those of the packed
+    projection: channels, gate, and the two numbers of each head."""
+
+    layer: int
+    widths: tuple[int, int, int]
+    value_dim: int
+
+    @classmethod
+    def of(cls, layer: int, spec: GatedDeltaNet) -> DeltaNetStep:
+        widths = spec.channels, spec.value_size, 2 * spec.value_heads
+        return cls(layer, widths, spec.value_dim)
+
+
+def delta_net(
+    step: DeltaNetStep, ops: LayerOps, x: Tensor, block: BlockWeights, state: PassState
+) -> Tensor:
+    """x [R, hidden] plus the output of the delta net for each row's own sequence."""
+    weights = cast(DeltaNetWeights, block.mixer)
+    held, rows = state.recurrent.layer(step.layer), state.state_rows
+    wide = read_linear(ops, x, weights.norm, weights.wide)  # [R, C + H * V + 2 * H]
+    qkv, gate, ba = wide.split_with_sizes(step.widths, -1)
+    qkv = ops.causal_conv(qkv, weights.taps, held.inputs, rows)  # [R, C]
+    y = ops.delta_rule(qkv, ba, weights.rule, held.states, rows)  # [R, H * V]
+    heads = y.reshape(-1, step.value_dim)  # [R * H, V]
+    y = ops.rms_norm(heads, weights.head_norm).view(y.shape)
+    return add_delta(ops, x, y * torch.nn.functional.silu(gate.to(y.dtype)), block)
+
+
+def add_delta(ops: LayerOps, x: Tensor, h: Inputs, block: BlockWeights) -> Tensor:
+    """x [R, hidden] plus the output of the mixer, for inputs h [R, H * V] of its last matrix."""
+    weights = cast(DeltaNetWeights, block.mixer)
+    return add_output(ops, x, h, weights.narrow, weights.post_norm)

@@ -1,0 +1,57 @@
+"""Mamba-2: projections, convolution, state scan, gated norm.
+
+Dimensions: R rows, C channels of the convolution, I inputs of the state, H heads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from exl_core.arch.layers import Mamba2
+from exl_core.model.layers.residual import add_output, read_linear
+from exl_core.model.layers.state import PassState
+from exl_core.model.weights import BlockWeights, Mamba2Weights
+from exl_core.ops.elementwise import RmsNorm
+from exl_core.ops.linear import Inputs
+from exl_core.ops.table import LayerOps
+
+
+class Mamba2Step(NamedTuple):
+    """Numbers of one layer's Mamba-2, the same in every pass. `widths` are those of the packed
+    projection: gate, channels, steps."""
+
+    layer: int
+    widths: tuple[int, int, int]
+    groups: int
+
+    @classmethod
+    def of(cls, layer: int, spec: Mamba2) -> Mamba2Step:
+        return cls(layer, (spec.size, spec.channels, spec.heads), spec.groups)
+
+
+def mamba2(
+    step: Mamba2Step, ops: LayerOps, x: Tensor, block: BlockWeights, state: PassState
+) -> Tensor:
+    """x [R, hidden] plus the output of Mamba-2 for each row's own sequence."""
+    weights = cast(Mamba2Weights, block.mixer)
+    held, rows = state.recurrent.layer(step.layer), state.state_rows
+    wide = read_linear(ops, x, weights.norm, weights.wide)  # [R, I + C + H]
+    gate, xbc, dt = wide.split_with_sizes(step.widths, -1)
+    xbc = ops.causal_conv(xbc, weights.taps, held.inputs, rows)  # [R, C]
+    y = ops.state_scan(xbc, dt, weights.scan, held.states, rows)  # [R, I]
+    y = y * torch.nn.functional.silu(gate.to(y.dtype))
+    parts = y.reshape(-1, y.shape[-1] // step.groups)  # [R * groups, I / groups]
+    plain = RmsNorm(
+        torch.ones_like(weights.out_norm.weight[: parts.shape[-1]]), weights.out_norm.eps
+    )
+    y = ops.rms_norm(parts, plain).view(y.shape) * weights.out_norm.weight
+    return add_scanned(ops, x, y, block)
+
+
+def add_scanned(ops: LayerOps, x: Tensor, h: Inputs, block: BlockWeights) -> Tensor:
+    """x [R, hidden] plus the output of Mamba-2, for inputs h [R, I] of its last matrix."""
+    weights = cast(Mamba2Weights, block.mixer)
+    return add_output(ops, x, h, weights.narrow, weights.post_norm)

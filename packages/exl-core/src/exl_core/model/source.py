@@ -1,0 +1,36 @@
+"""Interface through which the weights of a layer are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from exl_core.arch.modules import ModuleRow
+from exl_core.ops.linear import PackedLinear
+from exl_core.ops.moe import PackedExperts
+
+
+class WeightSource(Protocol):
+    """Gives the weights of a layer, row by row of the module table; `Packer` is one."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def norm(self, row: ModuleRow) -> Tensor:
+        """Factors of a norm, or a number, float32."""
+        ...
+
+    def norm_bias(self, row: ModuleRow) -> Tensor | None:
+        """Bias of a norm, or None if it has none."""
+        ...
+
+    def packed(self, rows: Sequence[ModuleRow]) -> PackedLinear:
+        """The matrix into which these matrices are packed."""
+        ...
+
+    def stack(self, experts: Sequence[PackedLinear]) -> PackedExperts:
+        """The matrices of a layer's experts as one operand."""
+        ...

@@ -1,0 +1,149 @@
+"""Hybrids: recurrent layers from published `config.json` files and from metadata of GGUF files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exl_core.arch.gguf_config import read_gguf_config
+from exl_core.arch.hf_config import read_hf_config
+from exl_core.arch.layers import GatedDeltaNet, ShortConv
+from exl_core.arch.spec import ModelConfig
+from exl_core.errors import ConfigError
+
+LFM2 = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "block_auto_adjust_ff_dim": True,
+    "block_ff_dim": 12288,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "hidden_size": 2048,
+    "max_position_embeddings": 128000,
+    "norm_eps": 1e-05,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "tie_embedding": True,
+    "vocab_size": 65536,
+}
+QWEN35_MOE = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "text_config": {
+        "model_type": "qwen3_5_moe_text",
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "shared_expert_intermediate_size": 512,
+        "vocab_size": 248320,
+    },
+    "tie_word_embeddings": False,
+}
+
+
+def read(folder: Path, values: dict[str, Any]) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(values))
+    return read_hf_config(folder)
+
+
+def test_lfm2_has_convolutions_between_layers_of_attention(tmp_path: Path) -> None:
+    config = read(tmp_path, LFM2)
+    attention = [i for i, layer in enumerate(config.layers) if layer.state_shape is None]
+    assert attention == [2, 5, 8, 10, 12, 14]
+    assert config.layers[0].mixer == ShortConv(2048, 3)
+    assert config.layers[0].feed_forward.inner_size == 8192
+    assert config.has_tied_embeddings
+    assert config.state_bytes == 10 * 2 * 2048 * 4
+
+
+def test_qwen35_has_delta_nets_between_layers_of_attention(tmp_path: Path) -> None:
+    config = read(tmp_path, QWEN35_MOE)
+    attention = [i for i, layer in enumerate(config.layers) if layer.state_shape is None]
+    assert attention == list(range(3, 40, 4))
+    assert config.layers[0].mixer == GatedDeltaNet(16, 32, 128, 128, 4)
+    assert config.layers[3].attention.has_gate
+    assert config.ropes[0].rotary_dim == 64
+    assert config.state_bytes == 30 * 4 * (32 * 128 * 128 + 3 * 8192)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["conv"] * 15},
+        {"layer_types": ["conv"] * 15 + ["mamba"]},
+        {"layer_types": ["conv"] * 16},  # no attention at all
+        {"conv_L_cache": 1},
+    ],
+)
+def test_layers_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        read(tmp_path, {**LFM2, **changes})
+
+
+def test_heads_of_a_delta_net_must_fit_each_other(tmp_path: Path) -> None:
+    text = {**QWEN35_MOE["text_config"], "linear_num_value_heads": 24}  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="value heads"):
+        read(tmp_path, {**QWEN35_MOE, "text_config": text})
+
+
+def metadata(name: str, **own: Any) -> dict[str, Any]:
+    usual = {
+        "block_count": 4,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "context_length": 512,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "vocab_size": 100,
+    }
+    values = usual | {key.replace("__", "."): value for key, value in own.items()}
+    return {"general.architecture": name} | {f"{name}.{key}": v for key, v in values.items()}
+
+
+def test_gguf_files_mark_convolutions_by_layers_without_key_heads() -> None:
+    own = {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 2, 0, 2]}
+    config = read_gguf_config(metadata("lfm2", **own), {"output.weight"}, "file")
+    assert [layer.state_shape is not None for layer in config.layers] == [True, False, True, False]
+
+
+def test_gguf_files_of_qwen35_have_tiled_value_heads() -> None:
+    own = {
+        "attention.head_count_kv": 2,
+        "attention.key_length": 32,
+        "rope.dimension_count": 8,
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 16,
+        "ssm.group_count": 2,
+        "ssm.time_step_rank": 6,
+        "ssm.inner_size": 120,
+    }
+    config = read_gguf_config(metadata("qwen35", **own), {"output.weight"}, "file")
+    assert config.layers[0].mixer == GatedDeltaNet(2, 6, 16, 20, 4, is_tiled=True)
+    assert config.layers[3].state_shape is None

@@ -1,0 +1,58 @@
+"""Tiny checkpoints of hybrids, whose layers are recurrent or attention, with random weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from support.tiny_models import COMMON, EXPERTS, randomized
+
+
+def tiny_lfm2(**changes: Any) -> Lfm2ForCausalLM:
+    defaults = {
+        **COMMON,
+        "num_hidden_layers": 5,
+        "hidden_size": 120,  # heads share it
+        "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+        "block_multiple_of": 24,
+        "block_ffn_dim_multiplier": 1.3,
+    }
+    return randomized(Lfm2ForCausalLM(Lfm2Config(**{**defaults, **changes})))
+
+
+_DELTA_NET: dict[str, Any] = {
+    **COMMON,
+    "num_hidden_layers": 4,
+    "head_dim": 32,  # a quarter of it is rotated
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 20,
+    "full_attention_interval": 3,
+}
+
+
+def tiny_qwen35(**changes: Any) -> Qwen3_5ForCausalLM:
+    return randomized(Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**_DELTA_NET, **changes})))
+
+
+def tiny_qwen35_moe(**changes: Any) -> Qwen3_5MoeForCausalLM:
+    experts = {**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 40}
+    defaults = {**_DELTA_NET, **experts, "moe_intermediate_size": 24}
+    return randomized(Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**{**defaults, **changes})))
+
+
+def tiny_qwen3_next(**changes: Any) -> Qwen3NextForCausalLM:
+    experts = {**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 40}
+    defaults = {**_DELTA_NET, **experts, "mlp_only_layers": [1]}
+    return randomized(Qwen3NextForCausalLM(Qwen3NextConfig(**{**defaults, **changes})))
