@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+import exl_exllamav2.config
+import exl_exllamav2.model
+from exl_core.cache.format import KVFormat
 from exl_core.errors import ExlError
 from exl_core.sampling.params import SamplerParams
+from exl_core.session.load import LoadOptions, load_model
 from exl_exllamav2.settings import Settings, SettingsReader, sampler_params
 
 
@@ -184,15 +188,54 @@ def test_a_full_context_is_no_end_of_the_stream(parts: tuple[Any, Any, Any]) -> 
         generator.stream_ex()
 
 
-def test_a_split_that_needs_a_second_device_is_refused(old: Any) -> None:
+def test_sizes_of_gpus_mean_nothing_on_the_cpu(
+    old: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = old.ExLlamaV2(old.ExLlamaV2Config("/mnt/models/some-model"))
-    with pytest.raises(NotImplementedError, match=r"gpu_split=\[1e-06, 20\] is not available"):
-        model.load([1e-6, 20])
-    with pytest.raises(NotImplementedError, match="gpu_split"):
-        model.load_tp([1e-6, 20])
-    assert not model.loaded
-    model.load([0, 20])
+    model.load([1e-6, 20])
     assert model.loaded
+    assert capsys.readouterr().err.count("gpu_split: is not used") == 1
+
+
+def test_parallel_loading_divides_the_model_among_processes(
+    old: Any, parts: tuple[Any, Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = old.ExLlamaV2(parts[0].config)
+    model.load_tp([12, 12], expect_cache_tokens=512)
+    assert model.tp_context.num_devices == 2
+    ids = torch.tensor([[5, 80, 90, 100, 33]])
+    cache = old.ExLlamaV2Cache_TP(model, max_seq_len=512)
+    difference = model.forward(ids, cache) - parts[0].forward(ids, parts[1])
+    assert difference[..., :320].abs().max() < 0.01
+    processes = model.weights
+    model.unload()
+    with pytest.raises(ExlError, match="unloaded"):
+        processes.check_loaded()
+    assert not capsys.readouterr().err
+
+
+def test_splits_become_those_of_exl(old: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the load methods ask of exl on a machine with GPUs."""
+    asked: list[LoadOptions] = []
+
+    def load(files: Any, options: LoadOptions, report: Any) -> Any:
+        asked.append(options)
+        return load_model(files, LoadOptions(device="cpu"), report)
+
+    monkeypatch.setattr(exl_exllamav2.model, "load_model", load)
+    monkeypatch.setattr(exl_exllamav2.config.ExLlamaV2Config, "is_on_gpu", lambda _: True)
+    config = old.ExLlamaV2Config("/mnt/models/some-model")
+    old.ExLlamaV2(config).load()
+    old.ExLlamaV2(config).load([0, 20, 24.5])
+    old.ExLlamaV2(config).load_tp([1, 1])
+    model = old.ExLlamaV2(config)
+    cache = old.ExLlamaV2Cache_8bit(model, max_seq_len=2048, lazy=True)
+    model.load_autosplit(cache, reserve_vram=[1 << 20, 0])
+    assert [one.split for one in asked[:2]] == ["auto", "0.000000,21.474836,26.306675"]
+    assert asked[2].split == "1.073742,1.073742"
+    last = asked[3]
+    assert (last.split, last.cache_tokens, last.kv_format) == ("auto", 2048, KVFormat.FP8)
+    assert last.reserved_bytes == 1 << 20
 
 
 def test_a_batch_shares_the_memory_of_a_smaller_cache(

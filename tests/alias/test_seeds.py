@@ -132,4 +132,4 @@ def test_text_generation(run_program: Run, capsys: pytest.CaptureFixture[str]) -
     assert found["several"] == found["again"]
     assert len(found["several"]) == 4
     err = capsys.readouterr().err
-    assert err.count("gpu_split") == err.count("load_tp") == 1
+    assert err.count("gpu_split:") == err.count("load_tp:") == 1

@@ -65,7 +65,7 @@ class ExLlamaV2Config:
             self.files = open_model(_resolved(self.model_dir))
         self._read_numbers(self.files)
         self._read_json(self.files.path)
-        if environment.device() != "cuda" and not self._is_on_gpu():
+        if environment.device() != "cuda" and not self.is_on_gpu():
             self.no_flash_attn = True
 
     def set_low_mem(self) -> None:
@@ -101,7 +101,8 @@ class ExLlamaV2Config:
             load_in_4bit=bool(self.load_in_q4),
         )
 
-    def _is_on_gpu(self) -> bool:
+    def is_on_gpu(self) -> bool:
+        """Whether a GPU will run the model."""
         try:
             return resolve_device(environment.device()).startswith("cuda")
         except ExlError:

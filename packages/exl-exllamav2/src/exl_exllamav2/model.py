@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from threading import Thread
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from exl_core.arch.modules import module_table
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.model.transformer import Transformer
-from exl_core.session.load import LoadedModel, load_model
+from exl_core.session.load import LoadedModel, LoadFields, load_model
 from exl_exllamav2 import forward as passes
 from exl_exllamav2.cache import ExLlamaV2CacheBase
 from exl_exllamav2.config import ExLlamaV2Config
@@ -77,10 +78,10 @@ class ExLlamaV2:
         callback_gen: Progress | None = None,
         progress: bool = False,
     ) -> None:
-        """Load all weights on one device.
+        """Load all weights: on the first GPUs that hold them, or on the CPU.
 
-        A `gpu_split` [GB by device] over several devices prints a warning. It is refused if its
-        first device has no room for the weights, because the program counts on a second one then.
+        `gpu_split` [GiB of weights by device] divides the layers over GPUs. Without GPUs it prints
+        a warning.
         """
         self._drain(self.load_gen(gpu_split, lazy, False, callback, callback_gen), progress)
 
@@ -98,8 +99,7 @@ class ExLlamaV2:
                 "layers are not loaded one by one",
                 "LoadOptions.held_bytes of exl_core keeps a part of the weights in memory.",
             )
-        self._check_split(gpu_split)
-        yield from self._load(callback, callback_gen)
+        yield from self._load(callback, callback_gen, **self._split_fields(gpu_split))
 
     def load_autosplit(
         self,
@@ -110,7 +110,11 @@ class ExLlamaV2:
         callback_gen: Progress | None = None,
         progress: bool = False,
     ) -> None:
-        """Load the weights and allocate `cache`."""
+        """Load the weights and allocate `cache`.
+
+        Layers are divided over as many GPUs as weights and cache need. `reserve_vram` bytes of the
+        first one stay free.
+        """
         steps = self.load_autosplit_gen(cache, reserve_vram, last_id_only, callback, callback_gen)
         self._drain(steps, progress)
 
@@ -122,7 +126,13 @@ class ExLlamaV2:
         callback: Progress | None = None,
         callback_gen: Progress | None = None,
     ) -> Iterator[Any]:
-        yield from self._load(callback, callback_gen)
+        reserved = reserve_vram[0] if isinstance(reserve_vram, Sequence) else reserve_vram
+        fields: LoadFields = {
+            "cache_tokens": cache.num_tokens,
+            "kv_format": cache.kv_format,
+            "reserved_bytes": reserved or 0,
+        }
+        yield from self._load(callback, callback_gen, **fields)
         cache.allocate()
 
     def load_tp(
@@ -134,7 +144,11 @@ class ExLlamaV2:
         expect_cache_tokens: int = 0,
         expect_cache_base: type[ExLlamaV2CacheBase] | None = None,
     ) -> None:
-        """Load all weights on one device, with a warning: there is no tensor parallelism yet."""
+        """Load a model that computes on several devices at once.
+
+        On the CPU, `gpu_split` of n devices means n processes with a part of every matrix each. On
+        GPUs, layers are divided instead, with a warning.
+        """
         steps = self.load_tp_gen(
             gpu_split, callback, callback_gen, expect_cache_tokens, expect_cache_base
         )
@@ -148,28 +162,40 @@ class ExLlamaV2:
         expect_cache_tokens: int = 0,
         expect_cache_base: type[ExLlamaV2CacheBase] | None = None,
     ) -> Iterator[Any]:
-        self._check_split(gpu_split)
-        warn_once("load_tp", "runs on one device: tensor parallelism is not available")
+        fields = self._parallel_fields(gpu_split)
         self.config.no_graphs = True
-        yield from self._load(callback, callback_gen)
-        self.tp_context = SimpleNamespace(device=str(self.weights.ops.device), num_devices=1)
+        yield from self._load(callback, callback_gen, **fields)
+        count = fields.get("tensor_parallel", len(self.weights.stages))
+        self.tp_context = SimpleNamespace(device=self._torch_device(), num_devices=count)
 
-    def _check_split(self, gpu_split: Sequence[float] | None) -> None:
-        sizes = [size for size in gpu_split or () if size > 0]
-        if len(sizes) < 2:
-            return
-        tensors = self.config.opened().source.tensors.values()
-        needed = sum(tensor.size_bytes for tensor in tensors) / 2**30
-        if needed > sizes[0]:
-            refuse(
-                f"gpu_split={list(gpu_split or ())}",
-                f"the weights need {needed:.3g} GB, more than its first device has, and exl runs "
-                "a model on one device",
-                "Leave out gpu_split, or take a model of fewer bits.",
-            )
-        warn_once("gpu_split", "is not used: the model runs on one device")
+    def _split_fields(self, gpu_split: Sequence[float] | None) -> LoadFields:
+        """Options for a division of the layers. GiB in old programs, GB in exl."""
+        sizes = [float(size) for size in gpu_split or ()]
+        if not any(size > 0 for size in sizes):
+            return {}
+        if self.config.is_on_gpu():
+            return {"split": ",".join(f"{max(0.0, size) * 2**30 / 1e9:.6f}" for size in sizes)}
+        if sum(size > 0 for size in sizes) > 1:
+            warn_once("gpu_split", "is not used: the model runs on the CPU")
+        return {}
 
-    def _load(self, callback: Progress | None, callback_gen: Progress | None) -> Iterator[Any]:
+    def _parallel_fields(self, gpu_split: Sequence[float] | None) -> LoadFields:
+        """Options for `load_tp`."""
+        if self.config.is_on_gpu():
+            warn_once("load_tp", "divides layers over the GPUs, not matrices")
+            return self._split_fields(gpu_split)
+        count = sum(float(size) > 0 for size in gpu_split or ())
+        if count > 1:
+            return {"tensor_parallel": count}
+        warn_once("load_tp", "runs in one process: no sizes of several devices were given")
+        return {}
+
+    def _load(
+        self,
+        callback: Progress | None,
+        callback_gen: Progress | None,
+        **fields: Unpack[LoadFields],
+    ) -> Iterator[Any]:
         """Read the weights on a thread, and report progress in steps of one module."""
         if self.exl is not None:
             raise OldAssertionError("the model is loaded already")
@@ -179,7 +205,7 @@ class ExLlamaV2:
         def read() -> None:
             try:
                 with old_types():
-                    options = self.config.load_options()
+                    options = replace(self.config.load_options(), **fields)
                     queue.put(load_model(self.config.opened(), options, report))
             except BaseException as error:  # noqa: BLE001 - raised by the loading thread below
                 queue.put(error)
@@ -203,7 +229,7 @@ class ExLlamaV2:
             if isinstance(got, LoadedModel):
                 self.exl = got
                 self.cache_map = {
-                    i: str(got.model.ops.device) for i in range(got.config.num_layers)
+                    i: str(stage.ops.device) for stage in got.model.stages for i in stage.layers
                 }
                 return
 
@@ -217,7 +243,9 @@ class ExLlamaV2:
             print(file=sys.stderr)
 
     def unload(self) -> None:
-        """Free the weights. May be called again."""
+        """Free the weights and end other processes of the model. May be called again."""
+        if self.exl is not None:
+            self.exl.unload()
         self.exl = None
 
     def forward(
@@ -267,11 +295,11 @@ class ExLlamaV2:
 
     def set_device_map(self, allocation: Sequence[float], embed_cpu: bool = True) -> list[float]:
         """Unused memory by device; the map itself has no effect."""
-        warn_once("set_device_map", "is not used: the model runs on one device")
+        warn_once("set_device_map", "is not used: give the sizes to load")
         return list(allocation)
 
     def set_cache_map(self) -> None:
-        """Does nothing: the cache is on the device of the model."""
+        """Does nothing: each layer's cache is on the device of the layer."""
 
     def get_cache_devices(self) -> list[str]:
         return sorted(set(self.cache_map.values()))

@@ -30,7 +30,10 @@ class Module:
 
     def device(self) -> str:
         loaded: LoadedModel | None = self.model.exl
-        return "cpu" if loaded is None else str(loaded.model.ops.device)
+        if loaded is None:
+            return "cpu"
+        last = str(loaded.model.ops.device)
+        return last if self.layer_idx is None else self.model.cache_map.get(self.layer_idx, last)
 
     def is_quant(self) -> bool:
         return any(name.startswith(self.key + ".") for name in self.model.quantized_names)
