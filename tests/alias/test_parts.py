@@ -215,7 +215,7 @@ def test_parallel_loading_divides_the_model_among_processes(
 
 
 def test_splits_become_those_of_exl(old: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the load methods ask of exl on a machine with GPUs."""
+    """The options that the load methods give to exl on a machine with GPUs."""
     asked: list[LoadOptions] = []
 
     def load(files: Any, options: LoadOptions, report: Any) -> Any:
