@@ -13,8 +13,8 @@
 extern "C" {
 #endif
 
-#define EXL_CUDA_MAX_EXPERTS 1024
-#define EXL_CUDA_ROUTER_ROWS 8  // rows of a chunk, with one counter each
+#define EXL_CUDA_MAX_EXPERTS 768  // their scores fit into 48 KiB of shared memory
+#define EXL_CUDA_ROUTER_ROWS 8    // rows of a chunk, with one counter each
 
 enum { EXL_SCORES_SOFTMAX = 0, EXL_SCORES_SIGMOID = 1 };  // same numbers as exl::Scores
 
