@@ -176,7 +176,7 @@ def write_gguf(
         extra_tensors = {**(extra_tensors or {}), **_add_gemma4(writer, model)}
     if arch == "apertus":
         _add_xielu(writer, model)
-    _add_vocabulary(writer)
+    add_vocabulary(writer)
     for name, weight in _tensors(model):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -195,11 +195,11 @@ def write_gguf(
     for packed_kind, blocks in (packed or {}).items():
         for name, raw_blocks in blocks.items():
             writer.add_tensor(name, np.ascontiguousarray(raw_blocks), raw_dtype=packed_kind)
-    _write(writer)
+    write_file(writer)
     return path
 
 
-def _write(writer: GGUFWriter) -> None:
+def write_file(writer: GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -425,7 +425,7 @@ def random_blocks(
     return raw.reshape(rows, -1)
 
 
-def _add_vocabulary(writer: GGUFWriter) -> None:
+def add_vocabulary(writer: GGUFWriter) -> None:
     vocabulary = byte_tokenizer().get_vocab()
     tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
     tokens += ["ab", *(f"<unused{i}>" for i in range(VOCAB_SIZE - len(tokens) - 1))]

@@ -1,0 +1,175 @@
+"""Tiny hybrids written as GGUF files in the layout of llama.cpp's converter.
+
+It splits the fused projections of Qwen3-Next by kind, stores the decay as -exp(A_log), adds the one
+to the norms of Qwen's models, and orders the value heads of Qwen3.5 by their place within a key
+head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGUFWriter
+from torch import Tensor
+
+from support.gguf_models import add_vocabulary, write_file
+
+_COMMON = {
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+}
+_LFM2 = {
+    **_COMMON,
+    "operator_norm.weight": "attn_norm.weight",
+    "ffn_norm.weight": "ffn_norm.weight",
+    "self_attn.out_proj.weight": "attn_output.weight",
+    "self_attn.q_layernorm.weight": "attn_q_norm.weight",
+    "self_attn.k_layernorm.weight": "attn_k_norm.weight",
+    "conv.in_proj.weight": "shortconv.in_proj.weight",
+    "conv.conv.weight": "shortconv.conv.weight",
+    "conv.out_proj.weight": "shortconv.out_proj.weight",
+    "feed_forward.w1.weight": "ffn_gate.weight",
+    "feed_forward.w3.weight": "ffn_up.weight",
+    "feed_forward.w2.weight": "ffn_down.weight",
+}
+_QWEN = {
+    **_COMMON,
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
+    "linear_attn.in_proj_z.weight": "attn_gate.weight",
+    "linear_attn.in_proj_b.weight": "ssm_beta.weight",
+    "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
+    "linear_attn.in_proj_ba.weight": "ssm_ba.weight",
+    "linear_attn.conv1d.weight": "ssm_conv1d.weight",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.norm.weight": "ssm_norm.weight",
+    "linear_attn.out_proj.weight": "ssm_out.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.shared_expert_gate.weight": "ffn_gate_inp_shexp.weight",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+    **{
+        f"mlp.{shared}{part}_proj.weight": f"ffn_{part}{ending}.weight"
+        for shared, ending in (("", ""), ("shared_expert.", "_shexp"))
+        for part in ("gate", "up", "down")
+    },
+}
+_TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.embedding_norm.weight": "token_embd_norm.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def write_hybrid(model: Any, path: Path, arch: str) -> Path:
+    """Writes all tensors as float32. `arch`: lfm2, qwen35, qwen35moe or qwen3next."""
+    config, writer = model.config, GGUFWriter(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if arch == "lfm2":
+        kinds = config.layer_types
+        heads = [config.num_key_value_heads * (kind == "full_attention") for kind in kinds]
+        writer.add_head_count_kv(heads)
+        writer.add_feed_forward_length(model.model.layers[0].feed_forward.w1.out_features)
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        writer.add_key_length(config.head_dim)
+    else:
+        _add_delta_net(writer, config)
+    add_vocabulary(writer)
+    for name, weight in _stored(model, arch):
+        if name != "output.weight" or not config.tie_word_embeddings:
+            writer.add_tensor(name, weight.contiguous().numpy())
+    write_file(writer)
+    return path
+
+
+def _add_delta_net(writer: GGUFWriter, config: Any) -> None:
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(config.head_dim)
+    writer.add_rope_dimension_count(int(config.head_dim * 0.25))
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+    interval = config.layer_types.index("full_attention") + 1
+    writer.add_uint32(f"{writer.arch}.full_attention_interval", interval)
+    if hasattr(config, "num_experts"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _stored(model: Any, arch: str) -> Iterator[tuple[str, Tensor]]:
+    names = _LFM2 if arch == "lfm2" else _QWEN
+    for name, weight in model.state_dict().items():
+        if name in _TOP:
+            is_norm = arch != "lfm2" and name.endswith("norm.weight")
+            yield _TOP[name], weight + 1 if is_norm else weight
+            continue
+        _, _, layer, part = name.split(".", 3)
+        prefix = f"blk.{layer}."
+        if arch != "lfm2":
+            for own, values in _qwen_parts(model.config, arch, part, weight):
+                yield prefix + (names.get(own) or own), values
+        else:
+            yield prefix + names[part], weight.squeeze(1) if weight.dim() > 2 else weight
+
+
+def _qwen_parts(config: Any, arch: str, part: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    shared = values // keys
+    sizes = [key_dim, key_dim, shared * value_dim, shared * value_dim]
+
+    def tiled(x: Tensor, each: int) -> Tensor:
+        """Rows of value heads, each of `each`, in the order of Qwen3.5's files."""
+        if arch == "qwen3next":
+            return x
+        heads = x.view(keys, shared, each, *x.shape[1:])
+        return heads.transpose(0, 1).reshape(x.shape)
+
+    match part:
+        case "linear_attn.in_proj_qkvz.weight":
+            groups = weight.view(keys, sum(sizes), -1).split(sizes, 1)
+            q, k, v, z = (x.reshape(-1, weight.shape[1]) for x in groups)
+            yield "attn_qkv.weight", torch.cat([q, k, v])
+            yield "attn_gate.weight", z
+        case "linear_attn.in_proj_qkv.weight" | "linear_attn.conv1d.weight":
+            before = 2 * keys * key_dim
+            flat = weight.squeeze(1) if weight.dim() > 2 else weight
+            yield part, torch.cat([flat[:before], tiled(flat[before:], value_dim)])
+        case "linear_attn.in_proj_z.weight":
+            yield part, tiled(weight, value_dim)
+        case "linear_attn.in_proj_b.weight" | "linear_attn.in_proj_a.weight":
+            yield part, tiled(weight, 1)
+        case "linear_attn.dt_bias":
+            yield part, tiled(weight, 1)
+        case "linear_attn.A_log":
+            yield part, -torch.exp(tiled(weight, 1))
+        case "linear_attn.out_proj.weight":
+            yield part, tiled(weight.T, value_dim).T
+        case "mlp.experts.gate_up_proj":
+            gate, up = weight.chunk(2, 1)
+            yield "ffn_gate_exps.weight", gate
+            yield "ffn_up_exps.weight", up
+        case _ if part.endswith("norm.weight") and part != "linear_attn.norm.weight":
+            yield part, weight + 1
+        case _:
+            yield part, weight
