@@ -13,7 +13,13 @@ from exl_core.session.load import LoadOptions, load_model
 from support.families import save_family
 from support.paged import PagedRun, logits_of
 from support.profiles import first_by_default
-from support.tiny_hybrids import tiny_lfm2, tiny_qwen3_next, tiny_qwen35, tiny_qwen35_moe
+from support.tiny_hybrids import (
+    tiny_granite_hybrid,
+    tiny_lfm2,
+    tiny_qwen3_next,
+    tiny_qwen35,
+    tiny_qwen35_moe,
+)
 from support.tiny_models import (
     VOCAB_SIZE,
     converted,
@@ -192,6 +198,16 @@ VARIANTS: dict[str, Any] = {
     "lfm2": tiny_lfm2,
     "lfm2-bias": lambda: tiny_lfm2(
         conv_bias=True, conv_L_cache=5, tie_word_embeddings=False, block_auto_adjust_ff_dim=False
+    ),
+    "granite4-hybrid": tiny_granite_hybrid,
+    "granite4-hybrid-moe": lambda: tiny_granite_hybrid(
+        num_local_experts=4,
+        intermediate_size=40,
+        mamba_n_groups=1,
+        position_embedding_type="rope",
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+        time_step_limit=[0.0, float("inf")],
     ),
     "qwen3.5": tiny_qwen35,
     "qwen3.5-equal-heads": lambda: tiny_qwen35(

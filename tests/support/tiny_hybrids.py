@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Qwen3_5ForCausalLM,
@@ -15,7 +17,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from support.tiny_models import COMMON, EXPERTS, randomized
+from support.tiny_models import COMMON, EXPERTS, GRANITE_MULTIPLIERS, randomized
 
 
 def tiny_lfm2(**changes: Any) -> Lfm2ForCausalLM:
@@ -28,6 +30,30 @@ def tiny_lfm2(**changes: Any) -> Lfm2ForCausalLM:
         "block_ffn_dim_multiplier": 1.3,
     }
     return randomized(Lfm2ForCausalLM(Lfm2Config(**{**defaults, **changes})))
+
+
+def tiny_granite_hybrid(**changes: Any) -> GraniteMoeHybridForCausalLM:
+    defaults = {
+        **COMMON,
+        **GRANITE_MULTIPLIERS,
+        "head_dim": 12,
+        "num_hidden_layers": 4,
+        "layer_types": [
+            "linear_attention",
+            "full_attention",
+            "linear_attention",
+            "linear_attention",
+        ],
+        "mamba_n_heads": 6,
+        "mamba_d_head": 24,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 2,
+        "shared_intermediate_size": 112,
+        "num_local_experts": 0,
+        "time_step_limit": [0.01, 2.0],
+    }
+    config = GraniteMoeHybridConfig(**{**defaults, **changes})
+    return randomized(GraniteMoeHybridForCausalLM(config))
 
 
 _DELTA_NET: dict[str, Any] = {

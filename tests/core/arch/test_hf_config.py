@@ -116,13 +116,6 @@ REFUSED = {
         },
         "share keys and values",
     ),
-    "mamba-layers": (
-        {
-            "architectures": ["GraniteMoeHybridForCausalLM"],
-            "layer_types": ["mamba", "attention"],
-        },
-        "granite4 models with this 'layer_types'.*'attention'",
-    ),
     "chunks-without-rope": (
         {
             "architectures": ["Llama4ForCausalLM"],

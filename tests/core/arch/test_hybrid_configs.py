@@ -10,7 +10,7 @@ import pytest
 
 from exl_core.arch.gguf_config import read_gguf_config
 from exl_core.arch.hf_config import read_hf_config
-from exl_core.arch.layers import GatedDeltaNet, ShortConv
+from exl_core.arch.layers import GatedDeltaNet, Mamba2, MoE, SharedExpert, ShortConv
 from exl_core.arch.spec import ModelConfig
 from exl_core.errors import ConfigError
 
@@ -68,6 +68,37 @@ QWEN35_MOE = {
 }
 
 
+GRANITE4_H_TINY = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12,
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "intermediate_size": 512,
+    "layer_types": [*["mamba"] * 5, "attention", *["mamba"] * 4],
+    "logits_scaling": 6,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 48,
+    "mamba_proj_bias": False,
+    "num_attention_heads": 12,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 10,
+    "num_key_value_heads": 4,
+    "num_local_experts": 64,
+    "position_embedding_type": "nope",
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "shared_intermediate_size": 1024,
+    "tie_word_embeddings": True,
+    "vocab_size": 100352,
+}
+
+
 def read(folder: Path, values: dict[str, Any]) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(values))
     return read_hf_config(folder)
@@ -91,6 +122,31 @@ def test_qwen35_has_delta_nets_between_layers_of_attention(tmp_path: Path) -> No
     assert config.layers[3].attention.has_gate
     assert config.ropes[0].rotary_dim == 64
     assert config.state_bytes == 30 * 4 * (32 * 128 * 128 + 3 * 8192)
+
+
+def test_granite4_has_mamba_layers_and_attention_without_rope(tmp_path: Path) -> None:
+    config = read(tmp_path, GRANITE4_H_TINY)
+    attention = [i for i, layer in enumerate(config.layers) if layer.state_shape is None]
+    assert attention == [5]
+    assert config.layers[0].mixer == Mamba2(48, 64, 128, 1, 4)
+    assert config.layers[5].attention.rope is None
+    part = config.layers[5].feed_forward
+    assert isinstance(part, MoE)
+    assert (part.router.num_experts, part.router.top_k, part.intermediate_size) == (64, 6, 512)
+    assert part.shared == SharedExpert(1024)
+    limited = read(tmp_path, {**GRANITE4_H_TINY, "time_step_limit": [0.1, 2]}).layers[0].mixer
+    assert limited == Mamba2(48, 64, 128, 1, 4, steps=(0.1, 2.0))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"mamba_n_heads": 47}, {"mamba_n_groups": 5}, {"time_step_limit": [2, 1]}],
+)
+def test_sizes_of_mamba_that_do_not_fit_are_refused(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError):
+        read(tmp_path, {**GRANITE4_H_TINY, **changes})
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ def hf_experts(arch: ArchSpec, text: Fields, layers: int) -> Sequence[MoE | None
     if form is None or (form.flag_key is not None and not text.flag(form.flag_key, False)):
         return [None] * layers
     keys = form.num_experts_keys
+    if form.is_optional and any(text.values.get(key) == 0 for key in keys):
+        return [None] * layers
     count = text.integer(next((key for key in keys if text.has(key)), keys[0]), high=MAX_EXPERTS)
     router = Router(
         num_experts=count,

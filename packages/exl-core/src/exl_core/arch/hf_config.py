@@ -342,6 +342,10 @@ def _rotated_layers(arch: ArchSpec, text: Fields, windows: Sequence[Window]) -> 
         return [window is Window.LOCAL for window in windows]
     if arch.no_rope is NoRope.ALL:
         return [False] * len(windows)
+    if arch.no_rope is NoRope.STATED:
+        kind = "position_embedding_type"
+        is_rotated = text.has(kind) and text.text(kind) == "rope"
+        return [is_rotated] * len(windows)
     if arch.no_rope is not NoRope.INTERVAL:
         return [True] * len(windows)
     if text.has("no_rope_layers"):

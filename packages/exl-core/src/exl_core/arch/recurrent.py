@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from exl_core.arch.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN_SIZE, Fields
-from exl_core.arch.layers import GatedDeltaNet, Mixer, ShortConv
+from exl_core.arch.layers import GatedDeltaNet, Mamba2, Mixer, ShortConv
 from exl_core.arch.spec import ArchSpec, Recurrence
 from exl_core.errors import ConfigError
 
 MAX_TAPS = 64
+PAIR = 2
 ATTENTION_TYPES = ("full_attention", "attention")
 RECURRENT_TYPES = {
     Recurrence.SHORT_CONV: ("conv",),
@@ -62,8 +64,59 @@ def _hf_mixer(arch: ArchSpec, text: Fields) -> Mixer:
             text.where,
         )
     size = text.integer("hidden_size", arch.hidden_size_default, high=MAX_HIDDEN_SIZE)
+    if arch.recurrence is Recurrence.MAMBA2:
+        return _hf_mamba2(text, size)
     taps = text.integer("conv_L_cache", 3, low=2, high=MAX_TAPS)
     return ShortConv(size, taps, text.flag("conv_bias", False))
+
+
+def _hf_mamba2(text: Fields, hidden_size: int) -> Mamba2:
+    heads = text.integer("mamba_n_heads", 128, high=MAX_HEADS)
+    width = text.integer("mamba_expand", 2, high=MAX_TAPS) * hidden_size
+    key = "mamba_d_head"
+    is_stated = isinstance(text.values.get(key), int)
+    head_dim = text.integer(key, high=MAX_HEAD_DIM) if is_stated else width // heads
+    groups = text.integer("mamba_n_groups", 1, high=MAX_HEADS)
+    if heads * head_dim != width or heads % groups:
+        raise ConfigError(
+            "the heads of Mamba-2 do not fit its width, or cannot be divided into groups",
+            where=text.where,
+            got=f"{heads} heads of {head_dim}, width {width}, {groups} groups",
+        )
+    return Mamba2(
+        heads,
+        head_dim,
+        text.integer("mamba_d_state", 256, high=MAX_HEAD_DIM),
+        groups,
+        text.integer("mamba_d_conv", 4, low=2, high=MAX_TAPS),
+        has_bias=text.flag("mamba_proj_bias", False),
+        has_taps_bias=text.flag("mamba_conv_bias", True),
+        steps=_steps(text),
+    )
+
+
+def _steps(text: Fields) -> tuple[float, float | None]:
+    """Least and largest step of the state: `time_step_limit`."""
+    limits = text.values.get("time_step_limit")
+    if limits is None:
+        return 0.0, None
+    found = [_limit(value) for value in limits] if isinstance(limits, list) else []
+    if len(found) != PAIR or not 0.0 <= found[0] < found[1]:
+        raise ConfigError(
+            "'time_step_limit' has no usable value",
+            where=text.where,
+            expected="two numbers, the smaller one first",
+            got=str(limits)[:80],
+        )
+    least, largest = found
+    return least, None if math.isinf(largest) else largest
+
+
+def _limit(value: object) -> float:
+    """A number; transformers writes infinity as an object. NaN for anything else."""
+    if value == {"__float__": "Infinity"}:
+        return math.inf
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _between_attention(fields: Fields, layers: int) -> list[bool]:

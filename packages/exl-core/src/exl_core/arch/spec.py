@@ -43,12 +43,14 @@ class EmbedScale(Enum):
 class NoRope(Enum):
     """Layers without RoPE. GLOBAL: layers without a window, if others have one. INTERVAL: each
     fourth layer, or as a checkpoint's `no_rope_layers` says. ALL: all layers, as positions have
-    vectors that are added to the embedding."""
+    vectors that are added to the embedding. STATED: all layers, unless `position_embedding_type`
+    is `rope`."""
 
     NONE = "none"
     GLOBAL = "global"
     INTERVAL = "interval"
     ALL = "all"
+    STATED = "stated"
 
 
 class Window(Enum):
@@ -170,6 +172,8 @@ class ExpertForm:
     has_expert_factors: bool = False
     has_bias: bool = False
     """The matrices of the experts have biases."""
+    is_optional: bool = False
+    """A checkpoint may have 0 experts: then all layers are dense."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,14 @@
-"""Granite 3, dense and with experts, Granite 4 without Mamba layers and experts, MiniCPM 1 and 2:
-Llama's architecture with multipliers."""
+"""Granite 3, dense and with experts, MiniCPM 1 and 2: Llama's architecture with multipliers.
+
+Granite 4 is the same, with layers of Mamba-2 in the hybrids.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from exl_core.arch.names import GGUF, HF, Fused
-from exl_core.arch.spec import ArchSpec, ExpertForm
+from exl_core.arch.spec import ArchSpec, ExpertForm, NoRope, Recurrence
 
 GRANITE = ArchSpec(
     name="granite",
@@ -22,17 +24,40 @@ GRANITE4 = replace(
     hf_names=("GraniteMoeHybridForCausalLM",),
     gguf_names=(),
     intermediate_size_key="shared_intermediate_size",
-    required=(
-        ("layer_types", ("attention", "full_attention")),
-        ("num_local_experts", (0,)),
-        ("position_embedding_type", ("rope",)),
+    recurrence=Recurrence.MAMBA2,
+    no_rope=NoRope.STATED,
+    experts=ExpertForm(
+        num_experts_keys=("num_local_experts",),
+        size_key="intermediate_size",
+        top_k_default=2,
+        shared_size_key="shared_intermediate_size",
+        is_optional=True,
     ),
     safetensors=replace(
         HF,
-        names={**HF.names, "down": "shared_mlp.output_linear"},
-        fused=(Fused("shared_mlp.input_linear", ("gate", "up")),),
+        names={
+            **HF.names,
+            "down": "shared_mlp.output_linear",
+            "shared_down": "shared_mlp.output_linear",
+            "router": "block_sparse_moe.router.layer",
+            "mixer_in": "mamba.in_proj",
+            "taps": "mamba.conv1d",
+            "decay": "mamba.A_log",
+            "step_bias": "mamba.dt_bias",
+            "skip": "mamba.D",
+            "mixer_norm": "mamba.norm",
+            "mixer_out": "mamba.out_proj",
+        },
+        aliases={"expert_down": ("block_sparse_moe.output_linear",)},
+        fused=(
+            Fused("shared_mlp.input_linear", ("gate", "up")),
+            Fused("shared_mlp.input_linear", ("shared_gate", "shared_up")),
+            Fused("block_sparse_moe.input_linear", ("expert_gate", "expert_up")),
+        ),
+        bare=("router_bias", "decay", "step_bias", "skip"),
     ),
 )
+"""Layers of Mamba-2 have a shared MLP and, in the models with experts, those beside it."""
 
 GRANITE_MOE = replace(
     GRANITE,
