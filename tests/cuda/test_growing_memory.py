@@ -69,7 +69,8 @@ def test_memory_is_taken_as_used_and_returns(kv_format: KVFormat) -> None:
 
 def test_an_engine_replies_the_same_from_a_growing_cache(tmp_path: Path) -> None:
     """Long replies with captured graphs, which began when the memory was small."""
-    tiny_models.save(tiny_models.tiny_llama(max_position_embeddings=8192), tmp_path)
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
+    tiny_models.save(tiny_models.tiny_llama(max_position_embeddings=8192, **sizes), tmp_path)
     loaded = load_model(tmp_path, LoadOptions(device="cuda"))
     options = EngineOptions(cache_tokens=64 * PAGE_SIZE, max_batch=8)
 

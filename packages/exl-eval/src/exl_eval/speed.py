@@ -286,8 +286,8 @@ class _Bench:
             return
         taken = torch.cuda.max_memory_reserved(self._device)
         in_use = torch.cuda.max_memory_allocated(self._device)
-        working = in_use - self._weights_bytes - work.store.size_bytes
-        self.device_peak_bytes = max(taken, self.device_peak_bytes or 0)
+        working = in_use - self._weights_bytes - work.store.tensor_bytes
+        self.device_peak_bytes = max(taken + work.store.mapped_bytes, self.device_peak_bytes or 0)
         self.device_working_bytes = max(working, self.device_working_bytes or 0)
 
     def _repeated(self, once: Callable[[], float], what: str) -> Spread:

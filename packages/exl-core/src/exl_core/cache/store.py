@@ -41,6 +41,10 @@ _GROWTH = 1.25
 """Factor of a step in which a store grows. A step takes three calls of the driver for each tensor,
 some milliseconds in all, so there must be few of them."""
 
+_LEAST_GRANULES = 8
+"""Smallest tensor that takes memory in steps, in granules of the driver (2 MiB). Two granules, at
+the ends, are taken at once."""
+
 
 class PageMirror(Protocol):
     """Receives each copy between pages. Other processes repeat it in their part of the cache."""
@@ -123,10 +127,18 @@ class KVStore:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that the store has taken; for layers on a CPU their whole size."""
-        on_gpu = sum(buffer.size for buffer, _ in self._buffers)
-        held = sum(buffer.held_bytes for buffer, _ in self._buffers)
-        return sum(x.nbytes for x in self._bytes) - on_gpu + held
+        """Memory that the store has taken; for tensors on a CPU their whole size."""
+        return self.tensor_bytes + self.mapped_bytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Memory that the store has taken in steps, which torch's allocator does not count."""
+        return sum(buffer.held_bytes for buffer, _ in self._buffers)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Memory of the tensors whose memory was taken at once."""
+        return sum(x.nbytes for x in self._bytes) - sum(b.size for b, _ in self._buffers)
 
     def _grown_pages(self) -> int:
         grown = (buffer.grown // page_bytes for buffer, page_bytes in self._buffers)
@@ -203,9 +215,10 @@ class KVStore:
         row_size = rows.row_bytes(shape.head_dim) // dtype.itemsize
         page = (shape.num_kv_heads, self.page_size, row_size)
         memory = self._growing_memory(where)
-        if memory is not None:
-            page_bytes = math.prod(page) * dtype.itemsize
-            buffer = GrowingBuffer(memory, (self.num_pages + 1) * page_bytes, page_bytes)
+        page_bytes = math.prod(page) * dtype.itemsize
+        size = (self.num_pages + 1) * page_bytes
+        if memory is not None and size >= _LEAST_GRANULES * memory.granule:
+            buffer = GrowingBuffer(memory, size, page_bytes)
             self._buffers.append((buffer, page_bytes))
             return buffer.bytes.view(dtype).view(self.num_pages + 1, *page)
         if where.type == "cpu":
