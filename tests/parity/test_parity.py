@@ -16,6 +16,7 @@ from support.profiles import first_by_default
 from support.tiny_hybrids import (
     tiny_granite_hybrid,
     tiny_lfm2,
+    tiny_lfm2_moe,
     tiny_qwen3_next,
     tiny_qwen35,
     tiny_qwen35_moe,
@@ -199,6 +200,8 @@ VARIANTS: dict[str, Any] = {
     "lfm2-bias": lambda: tiny_lfm2(
         conv_bias=True, conv_L_cache=5, tie_word_embeddings=False, block_auto_adjust_ff_dim=False
     ),
+    "lfm2-moe": tiny_lfm2_moe,
+    "lfm2-moe-unnormalized": lambda: tiny_lfm2_moe(norm_topk_prob=False, num_dense_layers=2),
     "granite4-hybrid": tiny_granite_hybrid,
     "granite4-hybrid-moe": lambda: tiny_granite_hybrid(
         num_local_experts=4,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from exl_core.arch.layers import KVShape, StateShape
+from exl_core.cache.state_store import StateStore
 from exl_core.cache.store import KVStore
 from exl_core.model.batch import Batch
 from exl_core.ops.open import get_table
@@ -168,10 +169,30 @@ class ScriptedModel:
             positions = values[table, 0].flatten()[:length].long()
             expected = marks[first] * torch.arange(1, length + 1)
             assert torch.equal(positions, expected), "a page holds other positions or adapters"
+            if store.states is not None:
+                self._advance_state(batch, store.states, seq, history)
             for row in range(first, last):
                 if row in wanted:
                     logits.append(self.rule(history[: past_len + row - first + 1]))
         return torch.stack(logits) if logits else torch.empty(0, self.config.vocab_size)
+
+    @staticmethod
+    def _advance_state(batch: Batch, states: StateStore, seq: int, history: list[int]) -> None:
+        """Checks that the state of a sequence is that of its cached tokens, and adds the others."""
+        assert batch.states is not None, "a hybrid has a slot for each sequence"
+        slot, past_len = int(batch.states[seq]), int(batch.past_lens[seq])
+        held = states.layer(0).inputs  # [slots, 1, 1]
+        if past_len:
+            assert int(held[slot]) == state_of(history[:past_len]), "the state of another text"
+        held[slot] = state_of(history)
+
+
+def state_of(history: Sequence[int]) -> int:
+    """A number that depends on all tokens and fits a float32."""
+    value = 1
+    for token_id in history:
+        value = (value * 31 + token_id + 1) % 65521
+    return value
 
 
 class HashRule:

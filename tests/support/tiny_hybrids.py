@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import (
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
@@ -30,6 +33,25 @@ def tiny_lfm2(**changes: Any) -> Lfm2ForCausalLM:
         "block_ffn_dim_multiplier": 1.3,
     }
     return randomized(Lfm2ForCausalLM(Lfm2Config(**{**defaults, **changes})))
+
+
+def tiny_lfm2_moe(**changes: Any) -> Lfm2MoeForCausalLM:
+    defaults = {
+        **COMMON,
+        **EXPERTS,
+        "num_hidden_layers": 4,
+        "hidden_size": 120,  # heads share it
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "num_experts": 8,
+        "num_dense_layers": 1,
+        "routed_scaling_factor": 1.5,
+    }
+    model = randomized(Lfm2MoeForCausalLM(Lfm2MoeConfig(**{**defaults, **changes})))
+    generator = torch.Generator().manual_seed(21)
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
+    return model
 
 
 def tiny_granite_hybrid(**changes: Any) -> GraniteMoeHybridForCausalLM:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from exl_core.arch.layers import StateShape
 from exl_core.arch.spec import ModelConfig
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import (
@@ -156,9 +157,15 @@ class EngineMachine(RuleBasedStateMachine):
         max_batch=st.integers(2, 5),
         prefill_chunk=st.sampled_from([256, 61, 100, 2000]),
         drafter=st.sampled_from(["async steps", *sorted(DRAFTERS)]),
+        is_hybrid=st.booleans(),
     )
-    def start(self, pages: int, max_batch: int, prefill_chunk: int, drafter: str) -> None:
-        self.model = ScriptedModel(RULE, ScriptedShape(TOKENIZER.vocab_size, MAX_SEQ_LEN))
+    def start(
+        self, pages: int, max_batch: int, prefill_chunk: int, drafter: str, is_hybrid: bool
+    ) -> None:
+        shape = ScriptedShape(TOKENIZER.vocab_size, MAX_SEQ_LEN)
+        if is_hybrid:  # its layer has a state, too
+            shape = replace(shape, state_shapes=(StateShape((1, 1)),))
+        self.model = ScriptedModel(RULE, shape)
         self.drafter = DRAFTERS.get(drafter, lambda: None)()
         self.engine = Engine(
             self.model,
@@ -281,8 +288,10 @@ class EngineMachine(RuleBasedStateMachine):
         pool = self.engine.pool
         everywhere = [*pool.free_pages, *pool.cached_pages, *pool.held_pages]
         assert sorted(everywhere) == list(range(pool.num_pages))
+        states = self.engine.scheduler.memory.states
         if not self.engine.live_requests:
             assert not pool.held_pages
+            assert states is None or not states.lent_slots
         if isinstance(self.drafter, ScriptedDrafter):
             assert self.drafter.known <= self.engine.live_requests
 

@@ -21,7 +21,7 @@ from exl_core.arch.families.gpt_oss import GPT_OSS
 from exl_core.arch.families.granite import GRANITE, GRANITE4, GRANITE_MOE, MINICPM
 from exl_core.arch.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from exl_core.arch.families.internlm2 import INTERNLM2
-from exl_core.arch.families.lfm2 import LFM2
+from exl_core.arch.families.lfm2 import LFM2, LFM2_MOE
 from exl_core.arch.families.llama import ARCEE, INDEX, LLAMA, ORION, YI
 from exl_core.arch.families.llama4 import LLAMA4
 from exl_core.arch.families.minimax import MINIMAX_M2
@@ -42,7 +42,7 @@ ARCHITECTURES = (
     *(GRANITE4, HUNYUAN, APERTUS, GEMMA4, COHERE, COHERE2, STARCODER2, ARCEE, ORION, INDEX),
     *(GLM4, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, ERNIE4_5_MOE, HUNYUAN_MOE, MINIMAX_M2),
     *(GRANITE_MOE, QWEN3_VL_MOE, DBRX, LLAMA4, GPT_OSS, GPT2, GPT_BIGCODE, LFM2),
-    *(QWEN35, QWEN35_MOE, QWEN3_NEXT),
+    *(LFM2_MOE, QWEN35, QWEN35_MOE, QWEN3_NEXT),
 )
 
 

@@ -1,12 +1,12 @@
-"""LFM2: most layers are short convolutions, the others attention with head norms."""
+"""LFM2, dense and with experts: short convolutions, and attention with head norms in some layers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from exl_core.arch.layers import HeadNorm
+from exl_core.arch.layers import HeadNorm, RouterBias, Scores
 from exl_core.arch.names import GGUF, HF
-from exl_core.arch.spec import ArchSpec, Recurrence
+from exl_core.arch.spec import ArchSpec, ExpertForm, Recurrence
 
 LFM2 = ArchSpec(
     name="lfm2",
@@ -49,3 +49,35 @@ LFM2 = ArchSpec(
         },
     ),
 )
+
+LFM2_MOE = replace(
+    LFM2,
+    name="lfm2moe",
+    hf_names=("Lfm2MoeForCausalLM",),
+    gguf_names=(),
+    renamed_keys=(*LFM2.renamed_keys, ("first_k_dense_replace", "num_dense_layers")),
+    required=(("use_expert_bias", (None, True)),),
+    has_rounded_intermediate_size=False,
+    experts=ExpertForm(
+        num_experts_keys=("num_experts",),
+        scores=Scores.SIGMOID,
+        bias=RouterBias.CHOICE,
+        normalizes=None,
+        normalizes_default=True,
+        eps=1e-6,
+        factor_default=1.0,
+        first_sparse_default=2,
+    ),
+    safetensors=replace(
+        LFM2.safetensors,
+        names={
+            **LFM2.safetensors.names,
+            "router": "feed_forward.gate",
+            "router_bias": "feed_forward.expert_bias",
+            "expert_gate": "feed_forward.experts.{}.w1",
+            "expert_up": "feed_forward.experts.{}.w3",
+            "expert_down": "feed_forward.experts.{}.w2",
+        },
+    ),
+)
+"""Router: sigmoid scores, and numbers added to them for the choice. The first layers are dense."""
