@@ -1,4 +1,4 @@
-"""LFM2, dense and with experts: short convolutions, and attention with head norms in some layers."""
+"""LFM2, dense and with experts: short convolutions, and some layers of attention."""
 
 from __future__ import annotations
 
