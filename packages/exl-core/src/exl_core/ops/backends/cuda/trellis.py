@@ -22,7 +22,8 @@ from torch import Tensor
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.slices import Slices
 from exl_core.ops.backends.cuda.upload import upload
-from exl_core.ops.backends.reference.trellis import check_trellis_columns, check_trellis_layout
+from exl_core.ops.backends.reference.trellis import check_trellis_layout
+from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.weights import HADAMARD, TILE, TrellisColumns, TrellisLayout
 from exl_kernels import cuda
@@ -82,7 +83,7 @@ class CudaTrellis:
 
     def fill(self, first_column: int, columns: TrellisColumns) -> None:
         """Repacks all columns. The operands may be on the CPU or the GPU."""
-        check_trellis_columns(self.layout, first_column, columns)
+        _check_columns(self.layout, first_column, columns)
         device = self._gpu.device
         words = upload(columns.words, device)
         if words.stride()[1:] != (self.layout.tile_words, 1):
@@ -273,6 +274,26 @@ class Trellis:
                     x.w.unpack(first, last - first, dense)
                 torch.mm(halves, dense.T, out=sums[:, first:last])
         return sums
+
+
+def _check_columns(layout: TrellisLayout, first_column: int, columns: TrellisColumns) -> None:
+    """Raises OpInputError unless these are all columns of a matrix, on the CPU or the GPU."""
+    k, n = layout.stored_in, layout.stored_out
+    expected = {
+        "words": (columns.words, torch.int16, (k // TILE, n // TILE, layout.tile_words)),
+        "in_scales": (columns.in_scales, torch.float16, (k,)),
+        "out_scales": (columns.out_scales, torch.float16, (n,)),
+    }
+    if columns.bias is not None:
+        expected["bias"] = columns.bias, torch.float32, (layout.out_features,)
+    for name, (tensor, dtype, shape) in expected.items():
+        if tensor.dtype is not dtype or tensor.shape != shape:
+            raise OpInputError(
+                f"fill_linear: {name} (expected {dtype} {list(shape)}, got {tensor.dtype}"
+                f" {list(tensor.shape)})"
+            )
+    if first_column != 0 or (columns.bias is None) == layout.has_bias:
+        raise OpInputError("fill_linear: expected all columns, and a bias if the matrix has one")
 
 
 def is_pair(parts: Sequence[CudaTrellis]) -> bool:
