@@ -195,12 +195,14 @@ static AttendViews view_attend(
             "heads of at least " + std::to_string(2 * batch.pairs) + " values", describe(kc)
         );
     }
-    const int64_t q_heads = x.shape[1] / d - 2 * kv_heads;
+    // Rows of a shared cache are keys and values at once, and qkv has no values.
+    const bool is_shared = kc.data == vc.data;
+    const int64_t q_heads = x.shape[1] / d - (is_shared ? 1 : 2) * kv_heads;
     if (x.shape[1] % d != 0 || q_heads < 1 || q_heads % kv_heads != 0) {
         fail(
             qkv_operand,
-            "rows of query, " + std::to_string(kv_heads) + " key and as many value heads of " +
-                std::to_string(d),
+            "rows of query, " + std::to_string(kv_heads) + " key and " +
+                (is_shared ? "no" : "as many") + " value heads of " + std::to_string(d),
             describe(x)
         );
     }

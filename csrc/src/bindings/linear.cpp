@@ -1,5 +1,7 @@
 // Bindings of linear and embedding over any kind of weights, and of the ops fused to a linear: a
 // norm before it, an addition or a gated activation after it.
+#include <pybind11/stl.h>
+
 #include "bindings/convert.h"
 
 namespace exl {
@@ -125,6 +127,39 @@ static void norm_gated_linear(
     table.ops->gated_activation(table.pool, {gate_up, call.m, w.n, w.n / 2, gate, call.y});
 }
 
+// A dense matrix per head; rows and heads of x and y may be farther apart than their length.
+static void head_linear(
+    Table& table, py::handle x, const std::vector<std::shared_ptr<Linear>>& heads, py::handle y
+) {
+    const char* op = "head_linear";
+    const auto count = static_cast<int64_t>(heads.size());
+    if (count == 0) fail({op, "w"}, "at least one head", "none");
+    const int64_t n = heads[0]->n, k = heads[0]->k;
+    for (const auto& w : heads) {
+        const bool is_dense = w->parts.size() == 1 && w->parts[0].dense != nullptr;
+        if (!is_dense || w->n != n || w->k != k) {
+            fail({op, "w"}, "dense matrices of one size", "another kind or size");
+        }
+    }
+    const TensorView from = view_of({op, "x"}, x, {DType::f32}, {kAnySize, count, k}, 2);
+    const TensorView to = view_of({op, "out"}, y, {DType::f32}, {from.shape[0], count, n}, 2);
+    for (const auto* view : {&from, &to}) {
+        const bool apart = view->stride[1] >= view->shape[2] || count == 1;
+        const bool rows_apart = view->stride[0] >= view->shape[2] || view->shape[0] <= 1;
+        if (!apart || !rows_apart) {
+            fail({op, view == &from ? "x" : "out"}, "heads that do not overlap", describe(*view));
+        }
+    }
+    py::gil_scoped_release release;
+    for (int64_t head = 0; head < count; ++head) {
+        table.ops->linear(
+            table.pool,
+            {heads[head]->parts[0].dense, from.as<float>() + head * from.stride[1], from.shape[0],
+             from.stride[0], to.as<float>() + head * to.stride[1], to.stride[0], false}
+        );
+    }
+}
+
 static void embedding(Table& table, py::handle token_ids, const Linear& w, py::handle y) {
     const Operand ids_operand{"embedding", "token_ids"};
     if (w.parts.size() != 1) fail({"embedding", "w"}, "one matrix", "several joined ones");
@@ -160,6 +195,7 @@ void bind_linear(py::class_<Table>& table) {
         "norm_gated_linear", &norm_gated_linear, py::arg("x"), py::arg("norm"), py::arg("eps"),
         py::arg("w"), py::arg("kind"), py::arg("out")
     );
+    table.def("head_linear", &head_linear, py::arg("x"), py::arg("w"), py::arg("out"));
     table.def("embedding", &embedding, py::arg("token_ids"), py::arg("w"), py::arg("out"));
 }
 

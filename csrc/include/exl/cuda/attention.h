@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 // paged_attention of exl_core/ops/attention.py. q and out may be the same memory. The page size is a
-// power of two and at least 16. A kv head has at most 16 query heads.
+// power of two and at least 16. A kv head of at most 256 elements has at most 16 query heads.
 typedef struct {
     const void* q;
     int64_t q_stride;  // elements between rows; heads are contiguous

@@ -2,7 +2,8 @@
 //
 // Caches are [pages][kv_heads][page_size][row]. exl/formats/kv.h describes rows; codes are equal to
 // those of the CPU kernels bit for bit. head_dim is at most 512 and a multiple of 8, or of 32 if
-// keys or values are codes.
+// keys or values are codes. If value_cache is key_cache, the cache is shared: rows are keys and
+// values at once, of up to 576 elements.
 #pragma once
 
 #include "exl/cuda.h"
@@ -29,7 +30,8 @@ EXL_CUDA_API int exl_cuda_write_kv(
     const int64_t* slots, int32_t rows, void* stream
 );
 
-// Processes queries, keys and values [rows, (q_heads + 2 kv_heads) d] in place: head norms if
+// Processes queries, keys and values [rows, (q_heads + 2 kv_heads) d], or queries and keys alone
+// [rows, (q_heads + kv_heads) d] with a shared cache, in place: head norms if
 // given, RoPE of queries and keys, then key smoothing (x * scale + shift of each of their elements)
 // if given. Writes keys and values to the cache afterwards.
 typedef struct {

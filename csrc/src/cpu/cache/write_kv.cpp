@@ -41,6 +41,7 @@ static void write_rows(
     // Cache pages have not been touched since the previous forward pass, so a value takes longer to
     // write than in other elementwise ops and chunks are smaller.
     const int64_t per_item = larger(1, kValuesPerChunk / 4 / larger(1, args.heads * args.d));
+    const bool has_values = args.value_cache != args.key_cache;
     pool.parallel_for(ceil_div(args.rows, per_item), [&](int64_t item) {
         const int64_t last = smaller(args.rows, (item + 1) * per_item);
         for (int64_t row = item * per_item; row < last; ++row) {
@@ -49,6 +50,7 @@ static void write_rows(
             for (int64_t head = 0; head < args.heads; ++head) {
                 const int64_t to = (page * args.heads + head) * args.page_size + offset;
                 keys.put(args.key + row * args.key_stride + head * args.d, args.d, to);
+                if (!has_values) continue;
                 values.put(args.value + row * args.value_stride + head * args.d, args.d, to);
             }
         }

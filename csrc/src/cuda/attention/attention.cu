@@ -20,10 +20,12 @@ bool is_supported(const ExlAttention& args, const ExlCache& cache) {
         plain ? values == keys
               : (keys == kI8 && (values == kI8 || values == kU8)) || (keys == kU8 && values == kU8);
     const int d = cache.head_dim;
-    const bool head = d > 0 && d <= kWideHead && d % 8 == 0 && (plain || d % kScaleGroup == 0);
+    const bool shared = cache.key_cache == cache.value_cache;
+    const int most = shared ? kSharedRow : kWideHead;
+    const bool head = d > 0 && d <= most && d % 8 == 0 && (plain || d % kScaleGroup == 0);
     const bool pages = cache.page_size >= kChunk && (cache.page_size & (cache.page_size - 1)) == 0;
     const bool group = cache.kv_heads > 0 && args.q_heads % cache.kv_heads == 0 &&
-                       args.q_heads / cache.kv_heads <= 16;
+                       (args.q_heads / cache.kv_heads <= 16 || d > kMaxHead);
     const bool permuted = args.inverse_permutation == nullptr ||
                           (d <= kMaxHead && args.rows <= EXL_CUDA_TILE_ROWS && args.dtype == kF16);
     const bool sinks = args.sinks == nullptr || d <= kMaxHead;
@@ -74,10 +76,15 @@ extern "C" int exl_cuda_attention(const ExlAttention* args, const ExlCache* cach
     params.scale = kLog2e * args->scale * (is_capped ? 2.0f / args->softcap : 1.0f);
     params.cap = is_capped ? kLog2e * args->softcap : 0.0f;
     params.sinks = args->sinks;
+    params.is_shared = cache->key_cache == cache->value_cache;
+    params.first_value = params.d > kWideHead ? kSharedRow - kWideHead : 0;
     const AttentionSize size = {args->seqs,       args->max_rows,       args->max_keys,
                                 cache->key_dtype, cache->value_dtype,   params.is_invariant,
                                 args->workspace,  args->workspace_bytes};
-    if (cache->head_dim > kMaxHead) return attend_wide(params, size, stream);
+    if (cache->head_dim > kMaxHead) {
+        return params.is_shared ? attend_shared(params, size, stream)
+                                : attend_wide(params, size, stream);
+    }
     if (args->max_rows > kDecodeRows && !params.is_invariant) {
         const cudaError_t error = attend_prefill(params, size, stream);
         // A single long sequence leaves nothing for the decode kernel.

@@ -43,6 +43,8 @@ struct AttentionParams {
     float cap;           // soft-cap times log2(e); 0: none
     const float* sinks;  // [q_heads], or null: none
     bool is_invariant;
+    bool is_shared;   // each cache row is a key and a value
+    int first_value;  // first element of a row that has a result; not 0 in attention_wide.cuh only
     // Set by the decode kernel's launch only.
     int first_item;  // number of the tile of rows whose blockIdx.z is 0
     int row_tiles;   // of each sequence; 0: see sequence_tile
@@ -74,6 +76,8 @@ cudaError_t attend_decode(AttentionParams params, const AttentionSize& size, voi
 cudaError_t attend_prefill(const AttentionParams& params, const AttentionSize& size, void* stream);
 // Heads of more than kMaxHead elements; any number of rows.
 cudaError_t attend_wide(const AttentionParams& params, const AttentionSize& size, void* stream);
+// The same for rows of up to kSharedRow elements that are keys and values at once.
+cudaError_t attend_shared(const AttentionParams& params, const AttentionSize& size, void* stream);
 
 // True for the types whose rows are staged as float16.
 __host__ __device__ constexpr bool is_plain(int type) { return type == kF16 || type == kF32; }

@@ -1,6 +1,6 @@
 // Attention with heads of more than 256 elements, for a few or many query rows of a sequence.
 //
-// Used for   Head sizes 257 to 512 (global layers of Gemma 4). The other two kernels hold a whole
+// Used for   Head sizes 257 to 512 (global layers of Gemma 4), and shared rows. The other two kernels hold a whole
 //            head per warp in registers, which such heads do not fit in.
 // Floor      Keys and values are read once per block at memory bandwidth; 4 d operations for each
 //            pair of a query and a key that it sees.
@@ -8,6 +8,9 @@
 //            head, and its share of the keys. All warps share a tile of keys and values, which they
 //            convert to float16 while copying it to shared memory. For S = Q K^T each warp takes
 //            other keys, for O = P V each warp takes 64 elements of the head.
+// Shared     Rows of up to 576 elements that are keys and values at once (latent attention) are
+//            copied once. Of more than 512 elements, the first 64 are keys only: their results are
+//            not computed.
 // Codes      Keys and values stay in the space of the Hadamard transform: queries are transformed
 //            when they are loaded, results when they are stored.
 // Splits     Blocks with a part of the keys write partial results. The last block to arrive adds
@@ -21,26 +24,30 @@ namespace exl::cuda {
 
 constexpr int kWideWarps = 8;
 constexpr int kWideThreads = kWideWarps * kWarp;
-constexpr int kWideStride = 2 * kWideHead + 16;  // bytes between float16 rows
 constexpr int kWideUnits = kWideHead / kUnit;
 constexpr int kWideMostSplits = 64;
 static_assert(kWideHead / kWideWarps == kUnit, "a warp holds one unit of every result");
 
-template <int tiles, int keys>
+// `width`: elements of a key in shared memory. If it is kSharedRow, keys are values too, and there
+// is one tile of both.
+template <int tiles, int keys, int width>
 struct WideShape {
+    static constexpr bool kIsShared = width == kSharedRow;
+    static constexpr int kStride = 2 * width + 16;  // bytes between float16 rows
     static constexpr int kVectors = 16 * tiles;
     static constexpr int kScoreStride = keys + 4;        // floats
     static constexpr int kWeightStride = 2 * keys + 16;  // bytes
     static constexpr int kThreadsPerVector = kWideThreads / kVectors;
-    static constexpr int kQueryBytes = kVectors * kWideStride;
-    static constexpr int kTileBytes = keys * kWideStride;
+    static constexpr int kQueryBytes = kVectors * kStride;
+    static constexpr int kTileBytes = keys * kStride;
+    static constexpr int kAllTileBytes = (kIsShared ? 1 : 2) * kTileBytes;
     static constexpr int kScoreBytes = kVectors * kScoreStride * 4;
     static constexpr int kWeightBytes = kVectors * kWeightStride;
     static constexpr int kStatBytes = kVectors * 2 * 4;
     static constexpr int kBytes =
-        kQueryBytes + 2 * kTileBytes + kScoreBytes + kWeightBytes + kStatBytes;
+        kQueryBytes + kAllTileBytes + kScoreBytes + kWeightBytes + kStatBytes;
     // Results of 16 vectors as float32 take the place of keys and values at the end.
-    static_assert(16 * kWideHead * 4 <= 2 * kTileBytes, "results fit");
+    static_assert(16 * kWideHead * 4 <= kAllTileBytes, "results fit");
 };
 
 // Eight elements of a cache row as stored, with their scale.
@@ -114,13 +121,14 @@ __device__ __forceinline__ uint4 eight_halves(const WideRaw& raw) {
 
 // All threads copy `keys` rows from `first_key` on, as float16 rows. Rows outside of
 // [begin_key, end_key) and elements past d become zeros.
-template <int type, int keys>
+template <int type, int keys, int width>
 __device__ __forceinline__ void copy_wide_tile(
     uint8_t* to, const AttentionParams& params, const uint8_t* cache, const int32_t* pages,
     int kv_head, int first_key, int begin_key, int end_key
 ) {
-    constexpr int kParts = kWideHead / 8;
-    constexpr int kBatch = 4;  // loads in flight per thread
+    constexpr int kParts = width / 8;
+    constexpr int kBatch = width == kSharedRow ? 3 : 4;  // loads in flight per thread
+    constexpr int kStride = 2 * width + 16;
     static_assert(keys * kParts % (kWideThreads * kBatch) == 0);
 #pragma unroll 1
     for (int first = 0; first < keys * kParts; first += kWideThreads * kBatch) {
@@ -138,7 +146,7 @@ __device__ __forceinline__ void copy_wide_tile(
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
             const int i = first + j * kWideThreads + static_cast<int>(threadIdx.x);
-            *reinterpret_cast<uint4*>(to + i / kParts * kWideStride + i % kParts * 16) =
+            *reinterpret_cast<uint4*>(to + i / kParts * kStride + i % kParts * 16) =
                 seen[j] ? eight_halves<type>(raw[j]) : make_uint4(0, 0, 0, 0);
         }
     }
@@ -188,27 +196,29 @@ __device__ __forceinline__ void store_wide_result(
     const AttentionParams& params, const WideWork& work, int kv_head, int vector,
     HeadRow<kWideHead>& x, int lane
 ) {
-    if (is_codes(value_type)) hadamard_row(x, params.d, lane);
-    const int64_t at = vector_offset(params, work, kv_head, vector, params.out_stride);
+    const int first = params.first_value, d = params.d - first;
+    if (is_codes(value_type)) hadamard_row(x, d, lane);
+    const int64_t at = vector_offset(params, work, kv_head, vector, params.out_stride) + first;
     const int bytes = params.dtype == kF16 ? 2 : 4;
-    store_row(static_cast<uint8_t*>(params.out) + at * bytes, x, params.dtype, params.d, lane);
+    store_row(static_cast<uint8_t*>(params.out) + at * bytes, x, params.dtype, d, lane);
 }
 
 // Scores of all query vectors with the keys of a tile, as dot products: float [vectors, keys].
-template <int tiles, int keys>
+template <int tiles, int keys, int width>
 __device__ __forceinline__ void multiply_keys(
     float* scores, const uint8_t* queries, const uint8_t* key_rows, int warp, int lane
 ) {
-    constexpr int kStride = WideShape<tiles, keys>::kScoreStride;
+    using Shape = WideShape<tiles, keys, width>;
+    constexpr int kStride = Shape::kScoreStride;
     constexpr int kBlocks = tiles * (keys / 8);  // of 16 vectors and 8 keys
 #pragma unroll 1
     for (int block = warp; block < kBlocks; block += kWideWarps) {
         const int tile = block / (keys / 8), eight = block % (keys / 8);
-        const uint8_t* a_at = queries + (tile * 16 + lane % 16) * kWideStride + lane / 16 * 16;
-        const uint8_t* b_at = key_rows + (eight * 8 + lane % 8) * kWideStride + lane / 8 * 16;
+        const uint8_t* a_at = queries + (tile * 16 + lane % 16) * Shape::kStride + lane / 16 * 16;
+        const uint8_t* b_at = key_rows + (eight * 8 + lane % 8) * Shape::kStride + lane / 8 * 16;
         float even[4] = {}, odd[4] = {};
 #pragma unroll 4
-        for (int k = 0; k < kWideHead / 16; k += 2) {
+        for (int k = 0; k < width / 16; k += 2) {
             uint32_t a[2][4], b[4];
             load_matrices(a[0], a_at + 32 * k);
             load_matrices(a[1], a_at + 32 * k + 32);
@@ -226,9 +236,9 @@ __device__ __forceinline__ void multiply_keys(
 
 // One thread's part of the softmax of a query vector. The threads of a vector are adjacent lanes
 // and hold the same peak.
-template <int tiles, int keys>
+template <int tiles, int keys, int width>
 struct WideSoftmax {
-    using Shape = WideShape<tiles, keys>;
+    using Shape = WideShape<tiles, keys, width>;
     float peak = -INFINITY;
     float weight = 0.0f;  // over this thread's keys only
 
@@ -281,12 +291,13 @@ struct WideSoftmax {
 };
 
 // sums = sums * factors + weights * values, for this warp's 64 elements of every vector.
-template <int tiles, int keys>
+template <int tiles, int keys, int width>
 __device__ __forceinline__ void add_values(
     float (&sums)[tiles][8][4], const float* factors, const uint8_t* weights,
     const uint8_t* value_rows, int warp, int lane
 ) {
-    constexpr int kStride = WideShape<tiles, keys>::kWeightStride;
+    constexpr int kStride = WideShape<tiles, keys, width>::kWeightStride;
+    constexpr int kRowStride = WideShape<tiles, keys, width>::kStride;
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
         const float low = factors[t * 16 + lane / 4], high = factors[t * 16 + 8 + lane / 4];
@@ -296,7 +307,7 @@ __device__ __forceinline__ void add_values(
             sums[t][n][2] *= high, sums[t][n][3] *= high;
         }
     }
-    const uint8_t* v_at = value_rows + lane % 16 * kWideStride + lane / 16 * 16 + warp * kUnit * 2;
+    const uint8_t* v_at = value_rows + lane % 16 * kRowStride + lane / 16 * 16 + warp * kUnit * 2;
 #pragma unroll
     for (int k = 0; k < keys / 16; ++k) {
         uint32_t a[tiles][4];
@@ -307,7 +318,7 @@ __device__ __forceinline__ void add_values(
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
             uint32_t b[4];
-            load_transposed(b, v_at + k * 16 * kWideStride + 32 * n);
+            load_transposed(b, v_at + k * 16 * kRowStride + 32 * n);
 #pragma unroll
             for (int t = 0; t < tiles; ++t) {
                 multiply(sums[t][2 * n], a[t], b[0], b[1]);
@@ -332,9 +343,9 @@ __device__ __forceinline__ bool is_last_block(unsigned* counter, int count) {
     return is_last;
 }
 
-template <int key_type, int value_type, int tiles, int keys>
+template <int key_type, int value_type, int tiles, int keys, int width>
 __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const AttentionParams params) {
-    using Shape = WideShape<tiles, keys>;
+    using Shape = WideShape<tiles, keys, width>;
     constexpr int kVectors = Shape::kVectors;
     extern __shared__ __align__(16) uint8_t shared[];
     let_next_begin();
@@ -346,14 +357,15 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const AttentionPa
 
     uint8_t* queries = shared;
     uint8_t* key_rows = queries + Shape::kQueryBytes;
-    uint8_t* value_rows = key_rows + Shape::kTileBytes;
-    auto* scores = reinterpret_cast<float*>(value_rows + Shape::kTileBytes);
+    uint8_t* value_rows =
+        Shape::kIsShared ? key_rows + 2 * params.first_value : key_rows + Shape::kTileBytes;
+    auto* scores = reinterpret_cast<float*>(key_rows + Shape::kAllTileBytes);
     uint8_t* weights = reinterpret_cast<uint8_t*>(scores) + Shape::kScoreBytes;
     auto* factors = reinterpret_cast<float*>(weights + Shape::kWeightBytes);
     float* totals = factors + kVectors;
 
     for (int v = warp; v < kVectors; v += kWideWarps) {
-        HeadRow<kWideHead> x = {};
+        HeadRow<width> x = {};
         if (v < work.vectors) {
             const int64_t at = vector_offset(params, work, kv_head, v, params.q_stride);
             const int bytes = params.dtype == kF16 ? 2 : 4;
@@ -361,31 +373,33 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const AttentionPa
             load_row(x, from, params.dtype, params.d, lane);
             if (is_codes(key_type)) hadamard_row(x, params.d, lane);
         }
-        store_row(queries + v * kWideStride, x, kF16, kWideHead, lane);
+        store_row(queries + v * Shape::kStride, x, kF16, width, lane);
     }
     const int32_t* pages =
         params.page_table + static_cast<int64_t>(blockIdx.z) * params.table_stride;
     const int vector = threadIdx.x / Shape::kThreadsPerVector;
     const int part = threadIdx.x % Shape::kThreadsPerVector;
     const int position = work.past + (work.first_vector + vector) / params.group;
-    WideSoftmax<tiles, keys> softmax;
+    WideSoftmax<tiles, keys, width> softmax;
     float sums[tiles][8][4] = {};
     for (int tile = work.begin; tile < work.end; ++tile) {
         const int first_key = tile * keys;
-        copy_wide_tile<key_type, keys>(
+        copy_wide_tile<key_type, keys, width>(
             key_rows, params, params.key_cache, pages, kv_head, first_key, work.begin_key,
             work.end_key
         );
-        copy_wide_tile<value_type, keys>(
-            value_rows, params, params.value_cache, pages, kv_head, first_key, work.begin_key,
-            work.end_key
-        );
+        if constexpr (!Shape::kIsShared) {
+            copy_wide_tile<value_type, keys, width>(
+                value_rows, params, params.value_cache, pages, kv_head, first_key, work.begin_key,
+                work.end_key
+            );
+        }
         __syncthreads();
-        multiply_keys<tiles, keys>(scores, queries, key_rows, warp, lane);
+        multiply_keys<tiles, keys, width>(scores, queries, key_rows, warp, lane);
         __syncthreads();
         softmax.update(params, scores, weights, factors, first_key, position, vector, part);
         __syncthreads();
-        add_values<tiles, keys>(sums, factors, weights, value_rows, warp, lane);
+        add_values<tiles, keys, width>(sums, factors, weights, value_rows, warp, lane);
         __syncthreads();
     }
     const float total = softmax.total();
@@ -451,11 +465,11 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const AttentionPa
     }
 }
 
-template <int key_type, int value_type, int tiles, int keys>
+template <int key_type, int value_type, int tiles, int keys, int width>
 cudaError_t launch_wide(
     AttentionParams params, const AttentionSize& size, const DeviceInfo& info, void* stream
 ) {
-    using Shape = WideShape<tiles, keys>;
+    using Shape = WideShape<tiles, keys, width>;
     params.row_tiles = static_cast<int>(
         ceil_div(static_cast<int64_t>(size.max_rows) * params.group, Shape::kVectors)
     );
@@ -477,28 +491,32 @@ cudaError_t launch_wide(
         static_cast<unsigned>(size.seqs)
     );
     return launch(
-        wide_kernel<key_type, value_type, tiles, keys>, grid, dim3(kWideThreads), Shape::kBytes,
-        stream, params
+        wide_kernel<key_type, value_type, tiles, keys, width>, grid, dim3(kWideThreads),
+        Shape::kBytes, stream, params
     );
 }
 
 // Takes as many vectors and keys per block as fit in shared memory.
-template <int key_type, int value_type>
+template <int key_type, int value_type, int width = kWideHead>
 cudaError_t wide_with(const AttentionParams& params, const AttentionSize& size, void* stream) {
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
     const int most = info.shared_per_block;
     const bool is_many = params.group * size.max_rows > 16 && !size.is_invariant;
-    if (is_many && WideShape<4, 32>::kBytes <= most) {
-        return launch_wide<key_type, value_type, 4, 32>(params, size, info, stream);
+    if (is_many && WideShape<4, 32, width>::kBytes <= most) {
+        return launch_wide<key_type, value_type, 4, 32, width>(params, size, info, stream);
     }
-    if (WideShape<1, 64>::kBytes <= most) {
-        return launch_wide<key_type, value_type, 1, 64>(params, size, info, stream);
+    if (WideShape<1, 64, width>::kBytes <= most) {
+        return launch_wide<key_type, value_type, 1, 64, width>(params, size, info, stream);
     }
-    if (WideShape<1, 32>::kBytes <= most) {
-        return launch_wide<key_type, value_type, 1, 32>(params, size, info, stream);
+    if constexpr (width == kSharedRow) {
+        return launch_wide<key_type, value_type, 1, 32, width>(params, size, info, stream);
+    } else {
+        if (WideShape<1, 32, width>::kBytes <= most) {
+            return launch_wide<key_type, value_type, 1, 32, width>(params, size, info, stream);
+        }
+        return launch_wide<key_type, value_type, 1, 16, width>(params, size, info, stream);
     }
-    return launch_wide<key_type, value_type, 1, 16>(params, size, info, stream);
 }
 
 }  // namespace exl::cuda

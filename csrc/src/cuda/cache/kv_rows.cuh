@@ -13,6 +13,7 @@ namespace exl::cuda {
 
 constexpr int kMaxHead = 256;    // of the kernels that hold a head per warp
 constexpr int kWideHead = 512;   // of the others
+constexpr int kSharedRow = 576;  // of shared rows, which are keys and values at once
 constexpr int kUnit = 64;        // elements that are transformed together
 constexpr int kScaleGroup = 32;  // elements that share a scale
 

@@ -36,6 +36,7 @@ struct WriteArgs {
     const float* head_shift;
     float eps;
     bool is_in_place;  // keys are written back to their source, like queries
+    bool is_shared;    // cache rows are keys and values at once, and there are no value heads
     const int64_t* slots;
     ExlCache cache;
 };
@@ -168,7 +169,8 @@ __global__ void __launch_bounds__(kWarps* kWarp) write_kernel(const WriteArgs ar
     let_next_begin();
     const int warp = uniform(threadIdx.x / kWarp);
     const int lane = threadIdx.x % kWarp;
-    const int keys_end = args.q_heads + args.cache.kv_heads, heads = keys_end + args.cache.kv_heads;
+    const int keys_end = args.q_heads + args.cache.kv_heads;
+    const int heads = args.is_shared ? keys_end : keys_end + args.cache.kv_heads;
     const int row = blockIdx.x;
     const int first = (blockIdx.y * kWarps + warp) * kHeads;
     if (first >= heads) {
@@ -232,19 +234,24 @@ __global__ void __launch_bounds__(kWarps* kWarp) write_kernel(const WriteArgs ar
     }
 }
 
+bool is_shared(const ExlCache& cache) { return cache.key_cache == cache.value_cache; }
+
 bool is_supported(const ExlCache& cache, int dtype) {
     const int d = cache.head_dim;
     const bool has_codes = is_codes(cache.key_dtype) || is_codes(cache.value_dtype);
-    return (dtype == kF16 || dtype == kF32) && d > 0 && d <= kWideHead && d % 8 == 0 &&
+    const int most = is_shared(cache) ? kSharedRow : kWideHead;
+    return (dtype == kF16 || dtype == kF32) && d > 0 && d <= most && d % 8 == 0 &&
            (!has_codes || d % kScaleGroup == 0);
 }
 
-int write(const WriteArgs& args, void* stream) {
+int write(WriteArgs args, void* stream) {
+    args.is_shared = is_shared(args.cache);
     if (!is_supported(args.cache, args.dtype)) return cudaErrorInvalidValue;
     if (args.rows <= 0) return cudaSuccess;
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
-    const int64_t heads = args.q_heads + 2 * args.cache.kv_heads;
+    const int64_t heads = args.q_heads + (args.is_shared ? 1 : 2) * args.cache.kv_heads;
+    const int d = args.cache.head_dim;
     const auto launch_with = [&](auto kernel, int heads_per_warp) {
         const dim3 grid(
             static_cast<unsigned>(args.rows),
@@ -254,12 +261,12 @@ int write(const WriteArgs& args, void* stream) {
     };
     // One head per warp as long as all warps fit on the device at about the same time.
     if (args.rows * heads <= kResidentWarps * info.multiprocessors) {
-        return args.cache.head_dim <= kMaxHead ? launch_with(write_kernel<1, kMaxHead>, 1)
-                                               : launch_with(write_kernel<1, kWideHead>, 1);
+        return d <= kMaxHead    ? launch_with(write_kernel<1, kMaxHead>, 1)
+               : d <= kWideHead ? launch_with(write_kernel<1, kWideHead>, 1)
+                                : launch_with(write_kernel<1, kSharedRow>, 1);
     }
-    if (args.cache.head_dim > kMaxHead) {
-        return launch_with(write_kernel<2, kWideHead>, 2);
-    }
+    if (d > kWideHead) return launch_with(write_kernel<2, kSharedRow>, 2);
+    if (d > kMaxHead) return launch_with(write_kernel<2, kWideHead>, 2);
     return launch_with(write_kernel<kHeadsPerWarp, kMaxHead>, kHeadsPerWarp);
 }
 

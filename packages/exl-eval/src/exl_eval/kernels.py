@@ -28,7 +28,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from exl_core.arch.layers import attention_of
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat
 from exl_core.errors import RequestError
@@ -36,6 +35,7 @@ from exl_core.model.cuda_graphs import BUCKETS
 from exl_core.model.runner import make_batch
 from exl_core.model.segment import Segment
 from exl_core.model.transformer import Transformer
+from exl_core.ops.cache_rows import head_dim_of
 from exl_core.ops.elementwise import LayerNorm, RmsNorm
 from exl_core.ops.table import OpTable
 from exl_core.session.load import LoadedModel
@@ -277,16 +277,14 @@ def _attention_line(call: _Call, this: _Pass) -> _Line:
     ends = [this.past_len + row + 1 for row in range(this.rows)]
     seen = [min(end, window) if window else end for end in ends]
     held = min(ends[-1], window + this.rows - 1) if window else ends[-1]
-    spec = next(
-        one
-        for one in attention_of(this.config.layers)
-        if (one.qkv_size, one.num_kv_heads) == (qkv.shape[1], cache.keys.shape[1])
-    )
-    per_position = spec.num_kv_heads * this.kv_format.bytes_per_head(spec.head_dim)
-    queries = this.batch * this.rows * spec.q_size * qkv.element_size()
+    heads, head_dim = cache.keys.shape[1], head_dim_of(cache.keys)
+    width = qkv.shape[1] - cache.heads_per_row * head_dim  # of the queries
+    shared = cache.is_shared
+    per_position = heads * this.kv_format.bytes_per_head(head_dim, is_shared=shared)
+    queries = this.batch * this.rows * width * qkv.element_size()
     cached = this.batch * (held + this.rows) * per_position
-    operations = 4 * this.batch * sum(seen) * spec.q_size
-    shape = f"{spec.num_q_heads} heads of {spec.head_dim}, {held} keys"
+    operations = 4 * this.batch * sum(seen) * width
+    shape = f"{width // head_dim} heads of {head_dim}, {held} keys"
     return _Line(call.op, shape, _size(qkv) + queries + cached, operations)
 
 

@@ -31,7 +31,7 @@ from statistics import median
 
 import torch
 
-from exl_core.arch.layers import LayerSpec
+from exl_core.arch.layers import Attention, LayerSpec
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
 from exl_core.errors import RequestError
@@ -190,7 +190,8 @@ def kv_read_bytes(
         if layer.state_shape is not None:  # read and written by each step
             read += 2 * options.decode * layer.state_shape.size_bytes
             continue
-        window = layer.attention.window or config.max_seq_len
+        own = layer.mixer.window if isinstance(layer.mixer, Attention) else 0
+        window = own or config.max_seq_len
         # Step i sees the `depth` cached tokens, i decoded tokens, and itself.
         seen = sum(min(options.depth + i + 1, window) for i in range(options.decode))
         read += seen * kv_bytes_per_token([layer.kv_shape], options.kv_format)

@@ -13,7 +13,7 @@ import typer
 
 from exl_cli import options, output
 from exl_cli.interrupt import exits_at_once
-from exl_core.arch.layers import FeedForward, LayerSpec, MoE, attention_of
+from exl_core.arch.layers import MLA, Attention, FeedForward, LayerSpec, MoE
 from exl_core.cache.format import PAGE_SIZE, pages_for
 from exl_core.cache.state import default_snapshots
 from exl_core.errors import RequestError
@@ -97,7 +97,6 @@ def inspect_model(
 def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> dict[str, object]:
     """The object that `--json` prints."""
     config = model.config
-    attention = attention_of(config.layers)
     at = ctx if ctx is not None else config.max_seq_len
     value: dict[str, object] = {
         "schema_version": SCHEMA_VERSION,
@@ -114,12 +113,10 @@ def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> 
             "num_layers": config.num_layers,
             "hidden_size": config.hidden_size,
             **_feed_forward(config),
-            "num_q_heads": _number(one.num_q_heads for one in attention),
-            "num_kv_heads": _number(one.num_kv_heads for one in attention),
-            "head_dim": _number(one.head_dim for one in attention),
+            **_heads(config),
             "vocab_size": config.vocab_size,
             "max_seq_len": config.max_seq_len,
-            "sliding_window": _number(one.window for one in attention if one.window) or None,
+            "sliding_window": _number(filter(None, map(_window, config.layers))) or None,
             "layer_windows": [_window_of(layer) for layer in config.layers],
             "recurrent_layers": sum(layer.state_shape is not None for layer in config.layers),
             "has_tied_embeddings": config.has_tied_embeddings,
@@ -218,16 +215,50 @@ def _show(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> No
     print_answer(*parts)
 
 
+def _heads(config: ModelConfig) -> dict[str, object]:
+    """Heads of all layers, and the size of what they cache; a list where the layers differ."""
+    attending = [layer.attending for layer in config.layers if layer.attending is not None]
+    shapes = [shape for shape in config.kv_shapes if shape is not None]
+    return {
+        "num_q_heads": _number(one.num_q_heads for one in attending),
+        "num_kv_heads": _number(one.num_kv_heads for one in shapes),
+        "head_dim": _number(one.head_dim for one in shapes),
+    }
+
+
+def _windows(config: ModelConfig) -> dict[str, object]:
+    windows = [_window(layer) for layer in config.layers]
+    return {
+        "sliding_window": _number(window for window in windows if window) or None,
+        "layer_windows": ["local" if window else "global" for window in windows],
+    }
+
+
+def _window(layer: LayerSpec) -> int:
+    """Tokens that the layer sees; 0 for all."""
+    return layer.mixer.window if isinstance(layer.mixer, Attention) else 0
+
+
+def _mixer(layer: LayerSpec) -> str:
+    match layer.mixer:
+        case Attention() as a:
+            return f"{a.num_q_heads} query heads, {a.num_kv_heads} key-value heads of {a.head_dim}"
+        case MLA() as a:
+            return (
+                f"{a.num_q_heads} query heads of {a.head_dim}, latent vectors of {a.kv_rank} + "
+                f"{a.rope_dim}"
+            )
+        case other:
+            return type(other).__name__
+
+
 def _facts(model: ModelDescription) -> Table:
     from exl_cli.render import facts_table, format_bytes, format_count
 
     c = model.config
-    kinds = {
-        f"{a.num_q_heads} query heads, {a.num_kv_heads} key-value heads of {a.head_dim}": None
-        for a in attention_of(c.layers)
-    }
-    attention = " or ".join(kinds)
-    windows = [one.window for one in attention_of(c.layers) if one.window]
+    kinds = (_mixer(layer) for layer in c.layers if layer.attending is not None)
+    attention = " or ".join(dict.fromkeys(kinds))
+    windows = [window for layer in c.layers if (window := _window(layer))]
     if windows:
         seen = " or ".join(map(str, dict.fromkeys(windows)))
         attention += f"; {len(windows)} of {c.num_layers} layers see the last {seen} tokens"
@@ -238,7 +269,7 @@ def _facts(model: ModelDescription) -> Table:
             f"{format_bytes(c.state_bytes)} a sequence and at most "
             f"{_most_snapshots(model, c.max_seq_len)} snapshots of it"
         )
-    chunks = [one.chunk for one in attention_of(c.layers) if one.chunk]
+    chunks = [one.chunk for layer in c.layers if (one := layer.attending) and one.chunk]
     if chunks:
         attention += (
             f"; {len(chunks)} of {c.num_layers} layers see their chunk of {chunks[0]} tokens"

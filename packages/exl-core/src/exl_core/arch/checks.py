@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from exl_core.arch.layers import Dense, MoE, attention_of, unsupported
+from exl_core.arch.layers import Attention, Dense, MoE, unsupported
 from exl_core.arch.rope import inverse_frequencies
 from exl_core.arch.spec import ModelConfig, RopeConfig, RopeMethod
 from exl_core.errors import ConfigError
@@ -17,18 +17,22 @@ def check_config(config: ModelConfig, where: object) -> None:
         if not holds:
             raise ConfigError(what, where=where, got=got)
 
-    layers = attention_of(config.layers)
-    require(bool(layers), "the model has no layer of attention", f"{len(config.layers)} others")
-    for attention in dict.fromkeys(layers):
-        require(
-            attention.num_q_heads % attention.num_kv_heads == 0,
-            "the query heads cannot be shared out evenly among the key/value heads",
-            f"{attention.num_q_heads} query heads, {attention.num_kv_heads} key/value heads",
-        )
+    attending = [layer.attending for layer in config.layers if layer.attending is not None]
+    require(bool(attending), "the model has no layer of attention", f"{len(config.layers)} others")
+    for attention in dict.fromkeys(attending):
+        if isinstance(attention, Attention):
+            require(
+                attention.num_q_heads % attention.num_kv_heads == 0,
+                "the query heads cannot be shared out evenly among the key/value heads",
+                f"{attention.num_q_heads} query heads, {attention.num_kv_heads} key/value heads",
+            )
     for layer in dict.fromkeys(config.layers):
         if not isinstance(layer.feed_forward, Dense | MoE):
             raise unsupported("feed-forward part", layer.feed_forward)
-    head_dims = [(attention.rope, attention.head_dim) for attention in layers]
+    head_dims = [
+        (one.rope, one.head_dim if isinstance(one, Attention) else one.rope_dim)
+        for one in attending
+    ]
     for index, rope in enumerate(config.ropes):
         # A table that no layer uses must still fit the heads.
         sizes = [size for used, size in head_dims if used == index]

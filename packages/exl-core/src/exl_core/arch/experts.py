@@ -25,14 +25,16 @@ def hf_experts(arch: ArchSpec, text: Fields, layers: int) -> Sequence[MoE | None
     keys = form.num_experts_keys
     if form.is_optional and any(text.values.get(key) == 0 for key in keys):
         return [None] * layers
+    has_groups = form.has_groups and text.values.get("topk_method") != "greedy"
     count = text.integer(next((key for key in keys if text.has(key)), keys[0]), high=MAX_EXPERTS)
     router = Router(
         num_experts=count,
         top_k=text.integer(form.top_k_key, form.top_k_default, high=MAX_EXPERTS),
         scores=form.scores,
         bias=form.bias,
-        groups=text.integer("n_group", 1, high=MAX_EXPERTS) if form.has_groups else 1,
-        kept_groups=text.integer("topk_group", 1, high=MAX_EXPERTS) if form.has_groups else 1,
+        groups=text.integer("n_group", 1, high=MAX_EXPERTS) if has_groups else 1,
+        kept_groups=text.integer("topk_group", 1, high=MAX_EXPERTS) if has_groups else 1,
+        group_scores=form.group_scores,
         normalizes=_normalizes(form, text),
         eps=form.eps,
         factor=_factor(form, text),
@@ -135,6 +137,7 @@ def gguf_experts(
         bias=form.bias,
         groups=own.integer("expert_group_count", 1, high=MAX_EXPERTS),
         kept_groups=own.integer("expert_group_used_count", 1, high=MAX_EXPERTS),
+        group_scores=form.group_scores,
         normalizes=own.flag("expert_weights_norm", form.gguf_normalizes),
         eps=form.eps,
         factor=own.number("expert_weights_scale", form.factor_default or 1.0),

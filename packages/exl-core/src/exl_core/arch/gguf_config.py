@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from exl_core.arch.checks import check_config
-from exl_core.arch.experts import gguf_experts
+from exl_core.arch.experts import GATING_FUNCTIONS, gguf_experts
 from exl_core.arch.fields import (
     MAX_HEAD_DIM,
     MAX_HEADS,
@@ -22,6 +22,7 @@ from exl_core.arch.fields import (
     MAX_VOCAB_SIZE,
     Fields,
 )
+from exl_core.arch.latent import LOG_MULTIPLIER_KEY, gguf_latent
 from exl_core.arch.layers import XIELU_BETA, Activation, HeadNorm, NormKind, QueryTemperature
 from exl_core.arch.recurrent import gguf_recurrent
 from exl_core.arch.registry import find_by_gguf_name
@@ -45,11 +46,7 @@ EPS_KEYS = {True: "attention.layer_norm_rms_epsilon", False: "attention.layer_no
 """Key of the norms' epsilon, by whether they are RMSNorms."""
 NO_ROPE_INTERVAL = 4  # the format has no key for it
 TEMPERATURE_KEYS = frozenset(
-    {
-        "attention.temperature_scale",
-        "attention.temperature_length",
-        "rope.scaling.yarn_log_multiplier",
-    }
+    {"attention.temperature_scale", "attention.temperature_length", LOG_MULTIPLIER_KEY}
 )
 PATTERN_KEY = "attention.sliding_window_pattern"
 UNROTATED = 1e29
@@ -85,7 +82,8 @@ SCALING_KEYS = frozenset(
 def gguf_architecture(metadata: Mapping[str, object], where: object) -> ArchSpec:
     name = Fields(metadata, where).text("general.architecture")
     has_experts = metadata.get(f"{name}.expert_count") not in (None, 0)
-    return find_by_gguf_name(name, where=where, has_experts=has_experts)
+    scores = GATING_FUNCTIONS.get(metadata.get(f"{name}.expert_gating_func"))  # type: ignore[call-overload]
+    return find_by_gguf_name(name, where=where, has_experts=has_experts, scores=scores)
 
 
 def read_gguf_config(
@@ -112,6 +110,8 @@ def read_gguf_config(
     pattern, window = _windows(arch, own)
     windows = tuple(pattern[i % len(pattern)] for i in range(layers))
     numbers = _layer_numbers(arch, own, tensor_names, head_dim)
+    latent = gguf_latent(arch, own, tensor_names, ropes[0], numbers[0].temperature)
+    numbers = [replace(one, latent=latent) for one in numbers]
     if arch.global_head_dim_default is not None:
         numbers = _own_heads(arch, own, tensor_names, numbers, windows)
     numbers = _with_activations(arch, Fields(metadata, where), numbers)
@@ -362,6 +362,7 @@ def _refuse_unknown_scaling(arch: ArchSpec, own: Fields) -> None:
     for key in own.values:
         is_scaling = key.startswith(("rope.scaling.", "rope.scale_", "attention.temperature_"))
         known = SCALING_KEYS | (TEMPERATURE_KEYS if arch.has_query_temperature else frozenset())
+        known |= {LOG_MULTIPLIER_KEY} if arch.has_latent else frozenset()
         if is_scaling and key not in known:
             raise UnsupportedModelError(
                 f"RoPE setting {key!r} is not supported",
@@ -400,9 +401,10 @@ def _ropes(
     if rope.method is RopeMethod.YARN:
         # The stored factor multiplies the method's own one.
         own_factor = yarn_magnitude(rope.factor)
-        if own.has("rope.scaling.yarn_log_multiplier"):  # the configuration's 'mscale_all_dim'
-            below = own.number("rope.scaling.yarn_log_multiplier")
-            own_factor /= yarn_magnitude(rope.factor, below)
+        if arch.has_latent and own.has(LOG_MULTIPLIER_KEY):
+            own_factor = 1.0  # the factor of the scores contains the magnitude
+        elif own.has(LOG_MULTIPLIER_KEY):  # the configuration's 'mscale_all_dim'
+            own_factor /= yarn_magnitude(rope.factor, own.number(LOG_MULTIPLIER_KEY))
         rope = replace(
             rope,
             beta_fast=own.number("rope.scaling.yarn_beta_fast", 32.0),

@@ -22,6 +22,7 @@ from exl_core.arch.fields import (
     MAX_VOCAB_SIZE,
     Fields,
 )
+from exl_core.arch.latent import ROPE_DIM_KEY, hf_latent
 from exl_core.arch.layers import Activation, HeadNorm, QueryTemperature
 from exl_core.arch.recurrent import hf_recurrent, rounded_intermediate_size
 from exl_core.arch.registry import find_by_hf_name
@@ -108,9 +109,7 @@ def _architecture(top: Fields) -> ArchSpec:
 def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
     hidden_size = text.integer("hidden_size", arch.hidden_size_default, high=MAX_HIDDEN_SIZE)
     heads = text.integer("num_attention_heads", arch.num_q_heads_default, high=MAX_HEADS)
-    head_dim = text.integer(
-        "head_dim", arch.head_dim_default or hidden_size // heads, high=MAX_HEAD_DIM
-    )
+    head_dim = _head_dim(arch, text, hidden_size // heads)
     layers = text.integer("num_hidden_layers", arch.num_layers_default, high=MAX_LAYERS)
     if text.flag("use_bidirectional_attention", False):
         raise UnsupportedModelError("bidirectional attention is not supported", where=text.where)
@@ -139,6 +138,7 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         clip=text.optional_number("clip_qkv") if arch.has_qkv_clip else None,
         chunk=_chunk(arch, text),
     )
+    numbers = replace(numbers, latent=hf_latent(arch, text, ropes[0], numbers.temperature))
     of_layers = _numbers_by_layer(arch, text, numbers, windows)
     by_layer = with_windows(of_layers, windows, window, len(ropes))
     ids = text if text.has("eos_token_id") else top
@@ -159,6 +159,13 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         has_normalized_head=arch.may_normalize_head and text.integer("norm_head", 0, low=0) != 0,
         num_positions=_context(arch, text) if arch.no_rope is NoRope.ALL else 0,
     )
+
+
+def _head_dim(arch: ArchSpec, text: Fields, default: int) -> int:
+    """Elements of a head; of the rotated part of a head with latent attention."""
+    if arch.has_latent:
+        return text.integer(ROPE_DIM_KEY, high=MAX_HEAD_DIM)
+    return text.integer("head_dim", arch.head_dim_default or default, high=MAX_HEAD_DIM)
 
 
 def _intermediate_size(arch: ArchSpec, text: Fields, hidden_size: int) -> int:
@@ -522,6 +529,8 @@ def _scaled_rope(
 
 def _rotary_dim(arch: ArchSpec, text: Fields, scaling: Fields, head_dim: int) -> int:
     """Number of values of each head that are rotated."""
+    if arch.has_latent:
+        return head_dim
     if text.has("rotary_dim"):
         return text.integer("rotary_dim", high=head_dim)
     key = "partial_rotary_factor"

@@ -90,6 +90,21 @@ class KVShape(NamedTuple):
     num_kv_heads: int
     head_dim: int
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether keys and values are the same rows, which are cached once."""
+        return False
+
+
+class SharedKVShape(KVShape):
+    """Rows that are keys and values at once."""
+
+    __slots__ = ()
+
+    @property
+    def is_shared(self) -> bool:
+        return True
+
 
 class StateShape(NamedTuple):
     """Numbers that one recurrent layer keeps of a sequence, whatever its length, in float32.
@@ -179,6 +194,11 @@ class Attention(Mixer):
     @property
     def qkv_size(self) -> int:
         return self.q_size + 2 * self.kv_size
+
+    @property
+    def output_size(self) -> int:
+        """Width of the inputs of the last matrix."""
+        return self.q_size
 
     @property
     def attend_rope(self) -> int | None:
@@ -287,6 +307,75 @@ class Mamba2(Mixer):
 
 
 @dataclass(frozen=True, slots=True)
+class MLA(Mixer):
+    """Multi-head latent attention: the keys and values of all heads are computed from one latent
+    vector per position, which is cached together with one rotated key that all heads share.
+
+    q_rank     width of the latent vector of queries; 0 means that queries are projected directly
+    kv_rank    width of the latent vector of keys and values
+    nope_dim   elements of a query or key head without RoPE
+    rope_dim   elements of a query or key head with RoPE
+    value_dim  elements of a value head
+    rope       index of the RoPE table in `ModelConfig.ropes`; None means no RoPE
+    scale      factor of the scores
+    temperature  factor on the queries by position; None means 1
+    norm_eps   epsilon of the norms of latent vectors
+    has_bias   the projections from the hidden size, and the one back to it, have biases
+    has_split_up  files store the projections of keys and of values from latent vectors as separate
+               tensors, that of keys transposed for each head
+    """
+
+    num_q_heads: int
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float
+    rope: int | None = 0
+    temperature: QueryTemperature | None = None
+    norm_eps: float = 1e-6
+    has_bias: bool = False
+    has_split_up: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a query head."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def q_size(self) -> int:
+        return self.num_q_heads * self.head_dim
+
+    @property
+    def row_dim(self) -> int:
+        """Elements of a cached row: the rotated key, then the latent vector."""
+        return self.rope_dim + self.kv_rank
+
+    @property
+    def projected_size(self) -> int:
+        """Width of the packed projection from the hidden size."""
+        return (self.q_rank or self.q_size) + self.row_dim
+
+    @property
+    def output_size(self) -> int:
+        return self.num_q_heads * self.value_dim
+
+    @property
+    def attend_rope(self) -> int | None:
+        return self.rope
+
+    @property
+    def chunk(self) -> int:
+        """Positions of a chunk of attention: there are no chunks."""
+        return 0
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return SharedKVShape(1, self.row_dim)
+
+
+@dataclass(frozen=True, slots=True)
 class Dense(FeedForward):
     """down(activation(gate(x)) * up(x)); without a gate down(activation(up(x))).
 
@@ -380,6 +469,12 @@ class LayerSpec:
         if isinstance(self.mixer, Attention):
             return self.mixer
         raise unsupported("mixer", self.mixer)
+
+    @property
+    def attending(self) -> Attention | MLA | None:
+        """The mixer if it attends to cached rows, for code that handles either kind; None if it
+        does not."""
+        return self.mixer if isinstance(self.mixer, Attention | MLA) else None
 
     @property
     def dense(self) -> Dense:

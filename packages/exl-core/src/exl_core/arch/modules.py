@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from exl_core.arch.layers import (
+    MLA,
     Activation,
     Attention,
     Dense,
@@ -65,6 +66,7 @@ class Shard(Enum):
 
 Packed = Literal[
     "qkv",
+    "q_up",
     "output",
     "mixer_in",
     "mixer_out",
@@ -96,6 +98,7 @@ class ModuleRow:
     is_converted  whether the converter quantizes it
     is_normalized  whether files that do not quantize it store rows that have yet to be divided by
                    their length
+    is_dense   whether the loader dequantizes it, as no op reads its codes
     """
 
     name: str
@@ -113,6 +116,7 @@ class ModuleRow:
     is_converted: bool = False
     is_normalized: bool = False
     expert: int | None = None
+    is_dense: bool = False
 
     @property
     def is_norm(self) -> bool:
@@ -301,6 +305,8 @@ class _Part(NamedTuple):
     num_heads: int = 0
     heads: RowPermutation | None = None
     is_converted: bool = False
+    is_dense: bool = False
+    stacked: int = 0  # matrices in the stored tensor, which then has three dimensions
 
 
 def _layer_parts(config: ModelConfig, layer: LayerSpec) -> list[_Part]:
@@ -340,6 +346,8 @@ def _mixer_parts(config: ModelConfig, mixer: Mixer) -> list[_Part]:
             return _delta_net_parts(config.hidden_size, mixer)
         case Mamba2():
             return _mamba2_parts(config.hidden_size, mixer)
+        case MLA():
+            return _latent_parts(config, mixer)
         case _:
             raise unsupported("mixer", mixer)
 
@@ -442,6 +450,33 @@ def _mamba2_parts(hidden: int, spec: Mamba2) -> list[_Part]:
     ]
 
 
+def _latent_parts(config: ModelConfig, spec: MLA) -> list[_Part]:
+    """`attend_latent` multiplies with the dense matrices head by head."""
+    hidden, heads, rank = config.hidden_size, spec.num_q_heads, spec.kv_rank
+    rotated = 0 if spec.rope is None else spec.rope_dim
+
+    def linear(role: str, shape: tuple[int, int], packed: Packed, **more: Any) -> _Part:
+        return _Part(role, Kind.LINEAR, shape, packed=packed, is_converted=True, **more)
+
+    of_queries = RowPermutation(heads, spec.head_dim, rotated, before=spec.nope_dim)
+    of_row = RowPermutation(1, spec.row_dim, rotated, before=rank)
+    if spec.q_rank:
+        first = linear("q_a", (spec.q_rank, hidden), "qkv", has_bias=spec.has_bias)
+        queries = [linear("q_b", (spec.q_size, spec.q_rank), "q_up", heads=of_queries)]
+    else:
+        first, queries = linear("q", (spec.q_size, hidden), "qkv", heads=of_queries), []
+    row = linear("kv_a", (spec.row_dim, hidden), "qkv", has_bias=spec.has_bias, heads=of_row)
+    last = linear("output", (hidden, spec.output_size), "output", has_bias=spec.has_bias)
+    norms = [_Part("q_a_norm", Kind.NORM, (spec.q_rank,))] if spec.q_rank else []
+    norms.append(_Part("kv_a_norm", Kind.NORM, (rank,)))
+    shapes = [("kv_up", heads * (spec.nope_dim + spec.value_dim), rank)]
+    if spec.has_split_up:
+        shapes = [("k_up", heads * rank, spec.nope_dim), ("v_up", heads * spec.value_dim, rank)]
+    stacked = heads if spec.has_split_up else 0
+    up = [_Part(role, Kind.LINEAR, (n, k), is_dense=True, stacked=stacked) for role, n, k in shapes]
+    return [first, row, *queries, *up, last, *norms]
+
+
 def _feed_forward_parts(hidden: int, feed_forward: FeedForward) -> list[_Part]:
     match feed_forward:
         case Dense(intermediate_size=inner, has_bias=has_bias, is_gated=is_gated) as spec:
@@ -540,7 +575,7 @@ def _rows(
             if shape is None:
                 continue
             is_norm = part.kind in (Kind.NORM, Kind.HEAD_NORM)
-            wanted = Wanted(part.role, suffix, part.shape[0], part.heads, is_norm)
+            wanted = Wanted(part.role, suffix, part.shape[0], part.heads, is_norm, part.stacked)
             safetensors, gguf = (places_of(wanted, num_rows, form, owner) for form in forms)
             is_weight = suffix == "weight"
             name = canonical_name(part.role, forms[0], owner)
@@ -560,6 +595,7 @@ def _rows(
                     num_heads=part.num_heads,
                     is_converted=part.is_converted and is_weight,
                     expert=owner.expert,
+                    is_dense=part.is_dense,
                 )
             )
     return rows

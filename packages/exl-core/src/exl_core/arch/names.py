@@ -112,6 +112,14 @@ _HF_NAMES = {
     "shared_gate": "mlp.shared_experts.gate_proj",
     "shared_up": "mlp.shared_experts.up_proj",
     "shared_down": "mlp.shared_experts.down_proj",
+    "q_a": "self_attn.q_a_proj",
+    "q_a_norm": "self_attn.q_a_layernorm",
+    "q_b": "self_attn.q_b_proj",
+    "kv_a": "self_attn.kv_a_proj_with_mqa",
+    "kv_a_norm": "self_attn.kv_a_layernorm",
+    "kv_up": "self_attn.kv_b_proj",
+    "k_up": "self_attn.k_b_proj",
+    "v_up": "self_attn.v_b_proj",
 }
 _GGUF_NAMES = {
     "embed": "token_embd",
@@ -137,6 +145,14 @@ _GGUF_NAMES = {
     "shared_up": "ffn_up_shexp",
     "shared_down": "ffn_down_shexp",
     "shared_router": "ffn_gate_inp_shexp",
+    "q_a": "attn_q_a",
+    "q_a_norm": "attn_q_a_norm",
+    "q_b": "attn_q_b",
+    "kv_a": "attn_kv_a_mqa",
+    "kv_a_norm": "attn_kv_a_norm",
+    "kv_up": "attn_kv_b",
+    "k_up": "attn_k_b",
+    "v_up": "attn_v_b",
 }
 _FUSED = (
     Fused("self_attn.qkv_proj", ("q", "k", "v")),

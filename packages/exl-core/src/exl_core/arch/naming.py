@@ -27,13 +27,15 @@ NOWHERE = Owner()
 
 class Wanted(NamedTuple):
     """The weight or the bias of a role, as `suffix` says. `heads` are those of its rows, with the
-    rows of each that files may store as interleaved RoPE pairs."""
+    rows of each that files may store as interleaved RoPE pairs. `stacked`, if not 0, is the number
+    of matrices that the stored tensor has, one after the other."""
 
     role: str
     suffix: str
     num_rows: int
     heads: RowPermutation | None
     is_norm: bool
+    stacked: int = 0
 
 
 def places_of(
@@ -59,6 +61,8 @@ def places_of(
             place = Place(name, 0, wanted.num_rows, permutation, addend)
             place = replace(place, is_decay=role in form.decays)
             places.append(_of_expert(_turned(place, stem, suffix, form), owner))
+    if wanted.stacked:
+        places = [replace(place, experts=wanted.stacked) for place in places]
     return tuple(places)
 
 

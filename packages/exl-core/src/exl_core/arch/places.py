@@ -11,11 +11,13 @@ from itertools import chain
 class RowPermutation:
     """Rows of a matrix's heads in a file that stores them in another order than the model.
 
-    rotary_dim  rows at the start of each head that the file stores as interleaved RoPE pairs. Its
-                pairs are rows (2i, 2i + 1), the model's pairs are (i, i + rotary_dim/2). 0: none.
+    rotary_dim  rows of each head, from row `before` on, that the file stores as interleaved RoPE
+                pairs. Its pairs are rows (2i, 2i + 1), the model's are (i, i + rotary_dim/2) of
+                these. 0: none.
     group       heads that the file stores one after the other
     stride      heads from the first one of a group to the first one of the next group
     step        the same in rows, where it is not a whole number of heads; 0: as `stride` says
+    before      rows of each head before the rotated ones
     """
 
     num_heads: int
@@ -24,19 +26,22 @@ class RowPermutation:
     group: int = 1
     stride: int = 1
     step: int = 0
+    before: int = 0
 
     def stored_rows(self) -> list[int]:
         """Row in the file of each of the model's rows."""
-        rotated = range(self.rotary_dim)
-        head = [*rotated[::2], *rotated[1::2], *range(self.rotary_dim, self.head_dim)]
+        rows = range(self.head_dim)
+        rotated = rows[self.before : self.before + self.rotary_dim]
+        rest = rows[self.before + self.rotary_dim :]
+        head = [*rows[: self.before], *rotated[::2], *rotated[1::2], *rest]
         return [first + row for first in self._firsts() for row in head]
 
     def model_rows(self) -> list[int]:
         """The model's row of each row in the file: the inverse of `stored_rows`. The file must have
         nothing between the groups."""
-        half = self.rotary_dim // 2
-        pairs = chain.from_iterable((i, i + half) for i in range(half))
-        head = [*pairs, *range(self.rotary_dim, self.head_dim)]
+        first, half = self.before, self.rotary_dim // 2
+        pairs = chain.from_iterable((first + i, first + i + half) for i in range(half))
+        head = [*range(first), *pairs, *range(first + 2 * half, self.head_dim)]
         return [first + row for first in self._firsts() for row in head]
 
     def _firsts(self) -> Iterator[int]:

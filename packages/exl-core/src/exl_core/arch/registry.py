@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from exl_core.arch.families.apertus import APERTUS
 from exl_core.arch.families.cohere import COHERE, COHERE2
 from exl_core.arch.families.dbrx import DBRX
+from exl_core.arch.families.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE
 from exl_core.arch.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from exl_core.arch.families.exaone4 import EXAONE4
 from exl_core.arch.families.gemma import GEMMA
@@ -33,6 +34,7 @@ from exl_core.arch.families.qwen_hybrid import QWEN3_NEXT, QWEN35, QWEN35_MOE
 from exl_core.arch.families.seed_oss import SEED_OSS
 from exl_core.arch.families.smollm3 import SMOLLM3
 from exl_core.arch.families.starcoder2 import STARCODER2
+from exl_core.arch.layers import Scores
 from exl_core.arch.spec import ArchSpec
 from exl_core.errors import UnsupportedModelError
 
@@ -43,6 +45,7 @@ ARCHITECTURES = (
     *(GLM4, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, ERNIE4_5_MOE, HUNYUAN_MOE, MINIMAX_M2),
     *(GRANITE_MOE, QWEN3_VL_MOE, DBRX, LLAMA4, GPT_OSS, GPT2, GPT_BIGCODE, LFM2),
     *(LFM2_MOE, QWEN35, QWEN35_MOE, QWEN3_NEXT),
+    *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE),
 )
 
 
@@ -51,6 +54,10 @@ REFUSED = {
         "its layers have embeddings of their own, share keys and values, and mix four streams of "
         "states",
         "Gemma 3 and Gemma 4 12B, 26B-A4B and 31B are.",
+    ),
+    ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "deepseek32", "glm-dsa"): (
+        "each query attends to keys that an indexer chooses",
+        "DeepSeek V2, V3 and R1 and GLM-4.7-Flash are.",
     ),
     ("GemmoeForCausalLM",): (
         "GemMoE has no published implementation to compare with",
@@ -78,10 +85,17 @@ def find_by_hf_name(name: str, *, where: object, text_type: str | None = None) -
     return _find(name, ((spec, spec.hf_names) for spec in candidates or ARCHITECTURES), where)
 
 
-def find_by_gguf_name(name: str, *, where: object, has_experts: bool = False) -> ArchSpec:
-    """The family whose `general.architecture` in a GGUF file is `name`. `has_experts` decides where
-    a family with experts and one without have the same name."""
-    specs = sorted(ARCHITECTURES, key=lambda spec: (spec.experts is not None) is not has_experts)
+def find_by_gguf_name(
+    name: str, *, where: object, has_experts: bool = False, scores: Scores | None = None
+) -> ArchSpec:
+    """The family whose `general.architecture` in a GGUF file is `name`. Where several families have
+    the same name, `has_experts` and the experts' `scores` decide, if the file says them."""
+
+    def misfit(spec: ArchSpec) -> tuple[bool, bool]:
+        own = None if spec.experts is None else spec.experts.scores
+        return (own is not None) is not has_experts, scores is not None and own is not scores
+
+    specs = sorted(ARCHITECTURES, key=misfit)
     return _find(name, ((spec, spec.gguf_names) for spec in specs), where)
 
 

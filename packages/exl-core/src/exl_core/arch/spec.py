@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from exl_core.arch.layers import (
+    MLA,
     Activation,
     Attention,
     Dense,
@@ -153,7 +154,10 @@ class ExpertForm:
     factor_default: float | None = None
     """Factor of the weights if a checkpoint lacks `routed_scaling_factor`; None: there is none."""
     has_groups: bool = False
-    """A checkpoint may have `n_group` and `topk_group`."""
+    """A checkpoint may have `n_group` and `topk_group`, which count unless its `topk_method` is
+    `greedy`."""
+    group_scores: int = 2
+    """Best scores of a group whose sum is the score of the group."""
     first_sparse_default: int = 0
     """First layer with experts if a checkpoint lacks `first_k_dense_replace`."""
     shared_count_key: str | None = None
@@ -202,6 +206,8 @@ class LayerNumbers:
     activation_numbers: tuple[float, float] | None = None
     experts: MoE | None = None
     recurrent: Mixer | None = None
+    latent: MLA | None = None
+    """Replaces the attention. Its table is the one that `rope` says."""
 
 
 def with_windows(
@@ -229,7 +235,11 @@ def without_rope(
 
 
 def decoder_layer(arch: ArchSpec, numbers: LayerNumbers) -> LayerSpec:
-    """A layer of attention or a recurrence, and a dense MLP or experts."""
+    """A layer of attention, latent or not, or a recurrence, and a dense MLP or experts."""
+    part = _feed_forward(arch, numbers)
+    if numbers.latent is not None:
+        latent = replace(numbers.latent, rope=numbers.rope)
+        return LayerSpec(latent, part, arch.norm_placement, arch.norm_kind)
     attention = Attention(
         num_q_heads=numbers.num_q_heads,
         num_kv_heads=numbers.num_kv_heads,
@@ -249,7 +259,6 @@ def decoder_layer(arch: ArchSpec, numbers: LayerNumbers) -> LayerSpec:
         has_qkv_bias=numbers.has_qkv_bias,
         has_output_bias=numbers.has_output_bias,
     )
-    part = _feed_forward(arch, numbers)
     mixer = numbers.recurrent or attention
     return LayerSpec(mixer, part, arch.norm_placement, arch.norm_kind, arch.has_layer_scalar)
 
@@ -295,6 +304,8 @@ class ArchSpec:
     has_layer_scalar: bool = False
     has_sinks: bool = False
     has_attention_gate: bool = False
+    has_latent: bool = False
+    """Layers have latent attention (`MLA`)."""
     attention_scale: float | None = None
     """Factor of the scores; None: 1 / sqrt(head_dim), or as a checkpoint says."""
     global_head_dim_default: int | None = None
@@ -432,7 +443,7 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def rope_of(self, attention: Attention) -> RopeConfig | None:
+    def rope_of(self, attention: Attention | MLA) -> RopeConfig | None:
         """RoPE of a layer; None if it has none."""
         return None if attention.rope is None else self.ropes[attention.rope]
 

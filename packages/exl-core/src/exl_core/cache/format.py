@@ -75,9 +75,11 @@ class KVFormat(Enum):
     def value_rows(self) -> RowFormat:
         return _ROWS[self][1]
 
-    def bytes_per_head(self, head_dim: int) -> int:
-        """Bytes of one head's key and value at one position."""
-        return self.key_rows.row_bytes(head_dim) + self.value_rows.row_bytes(head_dim)
+    def bytes_per_head(self, head_dim: int, *, is_shared: bool = False) -> int:
+        """Bytes of one head's key and value at one position. If `is_shared`, they are one row,
+        stored like a key."""
+        key = self.key_rows.row_bytes(head_dim)
+        return key if is_shared else key + self.value_rows.row_bytes(head_dim)
 
 
 _ROWS = {
@@ -105,7 +107,10 @@ def parse_cache_type(name: str) -> KVFormat:
 def kv_bytes_per_token(kv_shapes: Iterable[KVShape | None], kv_format: KVFormat) -> int:
     """Bytes of all layers' keys and values at one position. None: a layer without any."""
     cached = (shape for shape in kv_shapes if shape is not None)
-    return sum(heads * kv_format.bytes_per_head(head_dim) for heads, head_dim in cached)
+    return sum(
+        one.num_kv_heads * kv_format.bytes_per_head(one.head_dim, is_shared=one.is_shared)
+        for one in cached
+    )
 
 
 def pages_for(num_tokens: int, page_size: int = PAGE_SIZE) -> int:

@@ -75,7 +75,7 @@ class KVStore:
         `states`: memory of the recurrent layers, if the model has some."""
         cached = [shape for shape in kv_shapes if shape is not None]
         if num_pages < 1 or not cached or any(min(shape) < 1 for shape in cached):
-            shapes = sorted({f"{heads} heads of {size}" for heads, size in cached})
+            shapes = sorted({f"{one.num_kv_heads} heads of {one.head_dim}" for one in cached})
             raise RequestError(
                 "a cache needs at least one page, layer, head and dimension",
                 got=f"{num_pages} pages, {len(kv_shapes)} layers, {', '.join(shapes)}",
@@ -95,10 +95,7 @@ class KVStore:
         self._grows = grows
         self._buffers: list[tuple[GrowingBuffer, int]] = []  # with the bytes of their pages
         self._layers = {
-            layer: CacheLayer(
-                self._pages(kv_format.key_rows, shape, where),
-                self._pages(kv_format.value_rows, shape, where),
-            )
+            layer: self._cache_layer(shape, where)
             for layer, (shape, where) in enumerate(zip(kv_shapes, self.devices, strict=True))
             if shape is not None
         }
@@ -106,7 +103,7 @@ class KVStore:
         self._bytes = tuple(
             x.view(torch.uint8)
             for layer in self._layers.values()
-            for x in (layer.keys, layer.values)
+            for x in ((layer.keys,) if layer.is_shared else (layer.keys, layer.values))
         )
         self._grown = self._grown_pages()
 
@@ -209,6 +206,12 @@ class KVStore:
             to.grow(target + 1)
             for ours, theirs in zip(self._bytes, to._bytes, strict=True):
                 theirs[target] = ours[source]
+
+    def _cache_layer(self, shape: KVShape, where: torch.device) -> CacheLayer:
+        keys = self._pages(self.kv_format.key_rows, shape, where)
+        if shape.is_shared:
+            return CacheLayer(keys, keys)
+        return CacheLayer(keys, self._pages(self.kv_format.value_rows, shape, where))
 
     def _pages(self, rows: RowFormat, shape: KVShape, where: torch.device) -> Tensor:
         dtype = _DTYPES[rows]

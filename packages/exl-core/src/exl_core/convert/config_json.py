@@ -37,6 +37,12 @@ def hf_config(config: ModelConfig, where: Path) -> dict[str, object]:
     """Content of a `config.json` for `config`. Raises UnsupportedModelError for layers or RoPE that
     it cannot state."""
     arch, layers = config.arch, config.layers
+    if any(not isinstance(layer.mixer, Attention) for layer in layers):
+        raise UnsupportedModelError(
+            f"config.json of {arch.name} models cannot be made from a GGUF file",
+            where=where,
+            next_step="Start from the model's safetensors files.",
+        )
     local = next((one for one in layers if one.attention.window), layers[0])
     wide = next((one for one in layers if not one.attention.window), local)
     dense = next((one.dense for one in layers if isinstance(one.feed_forward, Dense)), None)

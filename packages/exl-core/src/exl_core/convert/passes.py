@@ -14,7 +14,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from exl_core.arch.layers import LayerSpec, MoE, NormPlacement, QueryTemperature
+from exl_core.arch.layers import (
+    MLA,
+    LayerSpec,
+    MoE,
+    NormPlacement,
+    QueryTemperature,
+    unsupported,
+)
 from exl_core.arch.modules import ModuleRow, module_table
 from exl_core.arch.spec import ModelConfig, RopeConfig
 from exl_core.convert.layers import Vectors, bias_role, compute_type
@@ -29,6 +36,7 @@ from exl_core.model.rotation import RotationTable, query_factors
 from exl_core.model.weights import MoeWeights
 from exl_core.ops.attention import CacheLayer
 from exl_core.ops.backends.autograd.attention import WholeSequences, no_pages
+from exl_core.ops.backends.autograd.latent import RoleUp
 from exl_core.ops.backends.autograd.linear import Product, RoleMatrices
 from exl_core.ops.backends.autograd.moe import expert_inner
 from exl_core.ops.backends.autograd.table import AUTOGRAD
@@ -100,7 +108,9 @@ class LayerFunction:
 
     def _state(self, x: Tensor) -> PassState:
         count = self._layer + 1  # entries are by layer
-        attention = self._spec.attention
+        attention = self._spec.attending
+        if attention is None:
+            raise unsupported("mixer", self._spec.mixer)
         if 0 < attention.chunk < x.shape[1]:
             raise UnsupportedModelError(
                 "calibration rows are longer than a chunk of the model's attention",
@@ -149,6 +159,14 @@ class _Source:
         keys, sizes = tuple(row.key for row in rows), tuple(row.shape[0] for row in rows)
         return RoleMatrices(keys, sizes, rows[0].shape[1], self._product)
 
+    def latent_up(self, spec: MLA, rows: Sequence[ModuleRow]) -> RoleUp:
+        if len(rows) != 1:
+            raise UnsupportedModelError(
+                "keys and values are projected by separate matrices",
+                next_step="Start from the model's safetensors files, which have one matrix.",
+            )
+        return RoleUp(self.packed(rows), spec.nope_dim, spec.value_dim)
+
     @staticmethod
     def stack(experts: Sequence[PackedLinear]) -> PackedExperts:
         return StackedExperts.of(experts)
@@ -158,7 +176,10 @@ class _NoCache:
     """LayerCaches of one layer, with no pages."""
 
     def __init__(self, spec: LayerSpec) -> None:
-        self._layer = no_pages(spec.attention.num_kv_heads, spec.attention.head_dim)
+        shape = spec.kv_shape
+        if shape is None:
+            raise unsupported("mixer", spec.mixer)
+        self._layer = no_pages(shape.num_kv_heads, shape.head_dim)
 
     def layer(self, layer: int) -> CacheLayer:  # noqa: ARG002 - there is one layer
         return self._layer

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from exl_core.arch.layers import MoE
+from exl_core.arch.layers import MLA, MoE, unsupported
 from exl_core.arch.modules import module_table
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
@@ -159,7 +159,12 @@ def shape_problems(path: Path, config: ModelConfig) -> Iterator[ExlError]:
     """Sizes that EXL2 cannot store, each reported once for the model."""
     widths = [("the hidden size", config.hidden_size)]
     for layer in config.layers:
-        widths.append(("the width of the attention", layer.attention.q_size))
+        attending = layer.attending
+        if attending is None:
+            raise unsupported("mixer", layer.mixer)
+        widths.append(("the width of the attention", attending.output_size))
+        if isinstance(attending, MLA) and attending.q_rank:
+            widths.append(("the rank of the queries", attending.q_rank))
         part = layer.feed_forward
         if part.inner_size:
             widths.append(("the intermediate size", part.inner_size))

@@ -163,7 +163,7 @@ class Checkpoint:
         """Layout of the codes, without the bias; None if the matrix has none, or none that an op
         reads."""
         located = self._located[name]
-        if self._is_exact:
+        if self._is_exact or self.rows[name].is_dense:
             return None
         if self.is_rounded(name):
             return rounded.layout_of(*located.stored.shape)
@@ -180,6 +180,8 @@ class Checkpoint:
         """Whether this matrix is stored as floats and rounded to 4-bit codes."""
         row = self.rows[name]
         if not self._in_4bit or row.layer is None or not row.is_matrix or row.role == "router":
+            return False
+        if row.is_dense:
             return False
         return self._located[name].matrix is None and self.stored[name].storage in PLAIN_TYPES
 

@@ -117,10 +117,7 @@ def _sizes(config: ModelConfig) -> tuple[object, ...]:
         config.arch.name,
         config.hidden_size,
         config.vocab_size,
-        tuple(
-            (layer.attention.q_size, layer.attention.kv_size, layer.feed_forward.inner_size)
-            for layer in config.layers
-        ),
+        tuple((layer.mixer, layer.feed_forward.inner_size) for layer in config.layers),
     )
 
 

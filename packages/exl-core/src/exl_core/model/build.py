@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from exl_core.arch.layers import (
+    MLA,
     XIELU_BETA,
     Dense,
     GatedDeltaNet,
@@ -40,6 +41,7 @@ from exl_core.model.stage import StageTable
 from exl_core.model.weights import (
     AttentionWeights,
     BlockWeights,
+    LatentWeights,
     MixerWeights,
     MlpWeights,
     ModelWeights,
@@ -178,6 +180,10 @@ class _StreamedBlocks(Sequence[BlockWeights]):
         return self._last[layer]
 
 
+UP_ROLES = ("kv_up", "k_up", "v_up")
+"""Matrices from latent vectors to keys and values, of which a layer has the first or the others."""
+
+
 def _norm(
     source: WeightSource, row: ModuleRow, kind: NormKind, eps: float, factor: float = 1.0
 ) -> Norm:
@@ -232,6 +238,8 @@ def block_weights(config: ModelConfig, layer: int, source: WeightSource) -> Bloc
     match config.layers[layer].mixer:
         case ShortConv() | GatedDeltaNet() | Mamba2():
             mixer = recurrent_weights(config, layer, source, norm_of)
+        case MLA() as latent:
+            mixer = _latent(config, layer, source, latent, norm_of)
         case _:
             mixer = _attention(config, layer, source, norm_of)
     mlp: MlpWeights | MoeWeights
@@ -276,6 +284,28 @@ def _attention(
         output=source.packed(matrices["output"]),
         post_norm=norm_of("attention_post_norm"),
         sinks=source.norm(rows["sinks"]) if "sinks" in rows else None,
+    )
+
+
+def _latent(
+    config: ModelConfig,
+    layer: int,
+    source: WeightSource,
+    spec: MLA,
+    norm_of: Callable[[str], Norm | None],
+) -> LatentWeights:
+    table = module_table(config)
+    rows, matrices = table.layers[layer], table.packed(layer)
+    q_norm = RmsNorm(source.norm(rows["q_a_norm"]), spec.norm_eps) if spec.q_rank else None
+    return LatentWeights(
+        norm=norm_of("attention_norm"),
+        qkv=source.packed(matrices["qkv"]),
+        q_norm=q_norm,
+        q_up=source.packed(matrices["q_up"]) if spec.q_rank else None,
+        kv_norm=RmsNorm(source.norm(rows["kv_a_norm"]), spec.norm_eps),
+        up=source.latent_up(spec, [rows[role] for role in UP_ROLES if role in rows]),
+        output=source.packed(matrices["output"]),
+        post_norm=norm_of("attention_post_norm"),
     )
 
 

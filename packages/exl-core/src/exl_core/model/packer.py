@@ -14,6 +14,7 @@ from typing import ParamSpec
 import torch
 from torch import Tensor
 
+from exl_core.arch.layers import MLA
 from exl_core.arch.modules import ModuleRow
 from exl_core.errors import BackendError
 from exl_core.formats.checkpoint import row_ranges
@@ -21,6 +22,7 @@ from exl_core.formats.codecs.runtime import RuntimeMatrix
 from exl_core.formats.containers.source import Progress
 from exl_core.formats.locate import share
 from exl_core.formats.tensors import WeightTensors
+from exl_core.ops.latent import HeadUp, LatentUp
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import PackedExperts
 from exl_core.ops.table import OpTable
@@ -80,6 +82,20 @@ class Packer:
     def stack(self, experts: Sequence[PackedLinear]) -> PackedExperts:
         """The matrices of a layer's experts as one operand."""
         return self._ops.stack(experts)
+
+    def latent_up(self, spec: MLA, rows: Sequence[ModuleRow]) -> LatentUp:
+        """The matrices from latent vectors to keys and values, read in the calling thread."""
+        parts = [self._dense(row).view(spec.num_q_heads, -1, row.shape[1]) for row in rows]
+        if len(parts) == 1:
+            keys, values = parts[0].split_with_sizes([spec.nope_dim, spec.value_dim], 1)
+            parts = [keys.transpose(1, 2), values]  # [H, r, n], [H, v, r]
+        return HeadUp(*(self._ops.new_head_linear(part) for part in parts))
+
+    def _dense(self, row: ModuleRow) -> Tensor:
+        values = self._open(row.name).dense(0, row.shape[0]).clone()
+        self._checkpoint.release(row.name)
+        self._report(self._checkpoint.stored[row.name].size_bytes)
+        return values
 
     def norm(self, row: ModuleRow) -> Tensor:
         """Factors of a norm, read in the calling thread."""

@@ -8,7 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from exl_core.arch.layers import MLA
 from exl_core.arch.modules import ModuleRow
+from exl_core.ops.latent import LatentUp
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import PackedExperts
 
@@ -33,4 +35,9 @@ class WeightSource(Protocol):
 
     def stack(self, experts: Sequence[PackedLinear]) -> PackedExperts:
         """The matrices of a layer's experts as one operand."""
+        ...
+
+    def latent_up(self, spec: MLA, rows: Sequence[ModuleRow]) -> LatentUp:
+        """The matrices of latent attention from latent vectors to keys and values: one of both for
+        each head in turn, or that of keys, transposed for each head, and that of values."""
         ...

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from exl_core.arch.layers import LayerSpec, QueryTemperature, attention_of
+from exl_core.arch.layers import MLA, Attention, LayerSpec, QueryTemperature
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.store import KVStore
 from exl_core.errors import UnsupportedModelError
@@ -54,13 +54,13 @@ class Stage:
             index: None if index is None else RotationTable(config.ropes[index], ops.device)
             for index in _ropes_of(self._specs.values())
         }
-        layers_attention = attention_of(self._specs.values())
+        attending = _attending(self._specs.values())
         self._has_states = any(spec.state_shape is not None for spec in self._specs.values())
-        keys = (RowsKey(one.attend_rope, one.chunk) for one in layers_attention)
+        keys = (RowsKey(one.attend_rope, one.chunk) for one in attending)
         self._row_keys = tuple(dict.fromkeys(keys))
         for key in self._row_keys:
             check_chunk(key.chunk)
-        settings = (one.temperature for one in layers_attention)
+        settings = (one.temperature for one in attending)
         self._temperatures = tuple(dict.fromkeys(one for one in settings if one is not None))
 
     def receive(self, x: Tensor) -> Tensor:
@@ -153,5 +153,10 @@ def peer_copies_work(source: torch.device, target: torch.device) -> bool:
 
 def _ropes_of(specs: Iterable[LayerSpec]) -> dict[int | None, None]:
     """RoPE tables of the layers, and those that `attend_` applies; None for no RoPE."""
-    layers = attention_of(specs)
+    layers = _attending(specs)
     return dict.fromkeys(rope for spec in layers for rope in (spec.rope, spec.attend_rope))
+
+
+def _attending(specs: Iterable[LayerSpec]) -> list[Attention | MLA]:
+    """Mixers of the layers that attend to cached rows."""
+    return [spec.attending for spec in specs if spec.attending is not None]

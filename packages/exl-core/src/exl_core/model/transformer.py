@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from exl_core.arch.layers import LayerSpec, MoE
+from exl_core.arch.layers import Attention, LayerSpec, MoE
 from exl_core.arch.modules import LoraTarget
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, RowFormat, pages_for
@@ -292,13 +292,16 @@ class Transformer:
 
     def _smoothing_for(self, store: KVStore) -> tuple[KeySmoothing | None, ...]:
         """Key smoothing by layer; None for keys that are cached as they are."""
-        if store.kv_format.key_rows is RowFormat.CODES4 and len(self._sample_ids) > 1:
+        has_keys = any(isinstance(layer.mixer, Attention) for layer in self.config.layers)
+        is_coarse = store.kv_format.key_rows is RowFormat.CODES4
+        if has_keys and is_coarse and len(self._sample_ids) > 1:
             return self._key_smoothing
         return (None,) * self.config.num_layers
 
     @cached_property
     def _key_smoothing(self) -> tuple[KeySmoothing | None, ...]:
-        """Measured by the first pass that needs it, and constant from then on."""
+        """Measured by the first pass that needs it, and constant from then on. Keys that are values
+        too are not smoothed."""
         config, ids = self.config, self._sample_ids
         num_pages = pages_for(len(ids))
         text = Segment(
@@ -331,9 +334,10 @@ class Transformer:
         _: BlockWeights,
     ) -> LayerOps:
         """Ops of a layer that put its key smoothing into `found`."""
-        if self.config.layers[layer].kv_shape is None:
+        mixer = self.config.layers[layer].mixer
+        if not isinstance(mixer, Attention):
             return ops
-        angles = stage.angles(self.config.layers[layer].attention.attend_rope, positions)
+        angles = stage.angles(mixer.attend_rope, positions)
         return KeySmoothingOps(ops, stage.ops, angles, partial(found.__setitem__, layer))
 
 

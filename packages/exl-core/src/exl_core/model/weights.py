@@ -16,6 +16,7 @@ from exl_core.arch.layers import unsupported
 from exl_core.arch.modules import Packed
 from exl_core.ops.attention import HeadNorms
 from exl_core.ops.elementwise import LayerNorm, Norm, RmsNorm, XIelu
+from exl_core.ops.latent import LatentUp
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import ExpertMlp
 from exl_core.ops.recurrent import DeltaRule, StateScan, Taps
@@ -48,6 +49,32 @@ class AttentionWeights:
         heads = (self.head_norms.q, self.head_norms.k, self.sinks)
         norms = (self.norm, self.post_norm, self.value_norm, *(self.whole_norms or ()))
         return (*_norm_weights(*norms), *(x for x in heads if x is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """Weights of latent attention. qkv: the matrix of queries, or of their latent vectors, then
+    that of latent vectors with rotated keys. q_up: from latent vectors of queries to queries. `up`:
+    from latent vectors to keys and values. `q_norm` and `kv_norm` are the norms of latent vectors.
+    """
+
+    norm: Norm | None
+    qkv: PackedLinear
+    q_norm: RmsNorm | None
+    q_up: PackedLinear | None
+    kv_norm: RmsNorm
+    up: LatentUp
+    output: PackedLinear
+    post_norm: Norm | None
+
+    @property
+    def matrices(self) -> dict[Packed, PackedLinear]:
+        found: dict[Packed, PackedLinear] = {"qkv": self.qkv, "output": self.output}
+        return found if self.q_up is None else found | {"q_up": self.q_up}
+
+    @property
+    def vectors(self) -> tuple[Tensor, ...]:
+        return _norm_weights(self.norm, self.post_norm, self.q_norm, self.kv_norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +155,7 @@ class Mamba2Weights:
         return (*norms, self.taps.weight, *bias, self.scan.decay, self.scan.dt_bias, self.scan.skip)
 
 
-MixerWeights = AttentionWeights | ShortConvWeights | DeltaNetWeights | Mamba2Weights
+MixerWeights = AttentionWeights | LatentWeights | ShortConvWeights | DeltaNetWeights | Mamba2Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +262,8 @@ class BlockWeights:
         size = sum(matrix.size_bytes for matrix in self.matrices.values())
         if isinstance(self.mlp, MoeWeights):
             size += self.mlp.other_bytes
+        if isinstance(self.mixer, LatentWeights):
+            size += self.mixer.up.size_bytes
         return size + sum(vector.nbytes for vector in vectors)
 
 

@@ -23,10 +23,24 @@ class CacheLayer:
     values; int8 and uint8 as codes of 8 and 4 bits with their scales
     (csrc/include/exl/formats/kv.h). Both caches have the same type, except that 8-bit keys may be
     combined with 4-bit values.
+
+    If both are the same memory, each row is a key and a value. It is stored once, and qkv has no
+    values.
     """
 
     keys: Tensor
     values: Tensor
+
+    @property
+    def is_shared(self) -> bool:
+        if self.keys is self.values:
+            return True
+        return self.keys.numel() > 0 and self.keys.data_ptr() == self.values.data_ptr()
+
+    @property
+    def heads_per_row(self) -> int:
+        """Key and value heads in a row of qkv."""
+        return self.keys.shape[1] * (1 if self.is_shared else 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,10 +116,11 @@ class AttendOps(Protocol):
         The result replaces the queries in qkv, or goes to `out` if that is a `PreparedInputs`. A
         tensor as `out` is the view of the queries. Returns `out`, or else that view.
 
-        qkv [rows, (q_heads + 2 kv_heads) * d] strided rows: queries, keys, values. Steps, in this
-        order: rms_norm_heads_ of queries and of keys, where `norms` has one; rope_ of both;
-        `smoothing` of both, if given; write_kv; paged_attention with `sinks`. Leaves keys and
-        values in qkv undefined.
+        qkv [rows, (q_heads + 2 kv_heads) * d] strided rows: queries, keys, values. With a shared
+        cache it is [rows, (q_heads + kv_heads) * d], without values. Steps, in this order:
+        rms_norm_heads_ of queries and of keys, where `norms` has one; rope_ of both; `smoothing` of
+        both, if given; write_kv; paged_attention with `sinks`. Leaves keys and values in qkv
+        undefined.
         """
         ...
 

@@ -34,8 +34,9 @@ def head_dim_of(cache: Tensor) -> int:
 
 
 def queries_of(qkv: Tensor, cache: CacheLayer) -> Tensor:
-    """View of the queries in a fused projection [rows, (q_heads + 2 kv_heads) * d]."""
-    return qkv[:, : qkv.shape[1] - 2 * cache.keys.shape[1] * head_dim_of(cache.keys)]
+    """View of the queries in a fused projection [rows, (q_heads + 2 kv_heads) * d]; of keys alone
+    with a shared cache."""
+    return qkv[:, : qkv.shape[1] - cache.heads_per_row * head_dim_of(cache.keys)]
 
 
 def encode_rows(x: Tensor, cache_type: dtype) -> Tensor:

@@ -24,13 +24,14 @@ from torch import Tensor, device
 
 from exl_core.ops.attention import AttendOps, AttentionOps
 from exl_core.ops.elementwise import ElementwiseOps, RowOps
+from exl_core.ops.latent import HeadOps, LatentOps
 from exl_core.ops.linear import LinearOps, ProductOps
 from exl_core.ops.moe import MoeOps, RoutedOps
 from exl_core.ops.recurrent import RecurrentOps
 from exl_core.ops.sampling import SamplingOps
 
 
-class LayerOps(ProductOps, AttendOps, RowOps, RoutedOps, RecurrentOps, Protocol):
+class LayerOps(ProductOps, AttendOps, LatentOps, RowOps, RoutedOps, RecurrentOps, Protocol):
     """The functions that the layers of a model call, a part of `OpTable`.
 
     A backend, or a wrapper around one, may compute them out of place: then `out` and the operand
@@ -39,7 +40,17 @@ class LayerOps(ProductOps, AttendOps, RowOps, RoutedOps, RecurrentOps, Protocol)
     """
 
 
-class OpTable(LinearOps, AttentionOps, ElementwiseOps, MoeOps, RecurrentOps, SamplingOps, Protocol):
+class OpTable(
+    LinearOps,
+    AttentionOps,
+    LatentOps,
+    HeadOps,
+    ElementwiseOps,
+    MoeOps,
+    RecurrentOps,
+    SamplingOps,
+    Protocol,
+):
     """The functions that a backend provides. Ops ending in `_` work in place."""
 
     @property

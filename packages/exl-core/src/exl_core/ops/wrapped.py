@@ -16,6 +16,7 @@ from exl_core.ops.attention import (
     Scoring,
 )
 from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, Norm, RmsNorm
+from exl_core.ops.latent import LatentUp
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.moe import ExpertMlp, Routed, Routing
 from exl_core.ops.recurrent import DeltaRule, StateRows, StateScan, Taps
@@ -94,6 +95,21 @@ class WrappedOps:
     ) -> Inputs:
         return self.inner.attend_(
             qkv, batch, cache, scoring, norms=norms, smoothing=smoothing, sinks=sinks, out=out
+        )
+
+    def attend_latent(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        key: Tensor,
+        up: LatentUp,
+        *,
+        batch: AttentionBatch,
+        cache: CacheLayer,
+        scoring: Scoring,
+    ) -> Tensor:
+        return self.inner.attend_latent(
+            q, latent, key, up, batch=batch, cache=cache, scoring=scoring
         )
 
     def route(

@@ -20,7 +20,13 @@ from exl_core.model.adapted import HeadRows
 from exl_core.model.layers.residual import read_linear
 from exl_core.model.layers.steps import with_ops
 from exl_core.model.transformer import Transformer
-from exl_core.model.weights import BlockWeights, MlpWeights, ModelWeights, MoeWeights
+from exl_core.model.weights import (
+    AttentionWeights,
+    BlockWeights,
+    MlpWeights,
+    ModelWeights,
+    MoeWeights,
+)
 from exl_core.ops.checks import check_range
 from exl_core.ops.elementwise import Norm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
@@ -152,10 +158,12 @@ def _divided(config: ModelConfig, weights: ModelWeights, rank: Rank) -> ModelWei
     """The weights of a rank, with everything marked that is summed over the ranks."""
     blocks = []
     for layer, block in zip(config.layers, weights.blocks, strict=True):
+        own = block.attention
+        assert isinstance(own, AttentionWeights), "`share_config` refuses other mixers"
         attention = replace(
-            block.attention,
-            output=PartialLinear(block.attention.output),
-            whole_norms=_divided_norms(layer.attention, block.attention.whole_norms, rank),
+            own,
+            output=PartialLinear(own.output),
+            whole_norms=_divided_norms(layer.attention, own.whole_norms, rank),
         )
         mlp: MlpWeights | MoeWeights
         if isinstance(block.mlp, MoeWeights):

@@ -101,7 +101,11 @@ def share_config(config: ModelConfig, rank: Rank) -> ModelConfig:
 
 
 def _layer(layer: LayerSpec, rank: Rank) -> LayerSpec:
-    spec = layer.attention
+    if not isinstance(layer.mixer, Attention):
+        raise UnsupportedModelError(
+            "tensor parallelism cannot divide this mixer", got=type(layer.mixer).__name__
+        )
+    spec = layer.mixer
     heads = head_share(spec, rank)
     mixer = replace(spec, num_q_heads=len(heads.q), num_kv_heads=len(heads.kv))
     return replace(layer, mixer=mixer, feed_forward=_feed_forward(layer.feed_forward, rank))

@@ -216,8 +216,10 @@ def _config_on(device: str, files: ModelFiles, options: LoadOptions) -> ModelCon
     """The model's numbers with `options`. DeviceError for heads that a GPU cannot run."""
     config = with_options(files.config, options)
     if device.startswith("cuda"):
-        heads = (shape.head_dim for shape in config.kv_shapes if shape is not None)
-        check_head_dims(heads, files.path)
+        shapes = [shape for shape in config.kv_shapes if shape is not None]
+        for is_shared in (False, True):
+            heads = (shape.head_dim for shape in shapes if shape.is_shared is is_shared)
+            check_head_dims(heads, files.path, is_shared=is_shared)
     return config
 
 

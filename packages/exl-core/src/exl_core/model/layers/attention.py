@@ -57,7 +57,8 @@ def attention(
     step: AttentionStep, ops: LayerOps, x: Tensor, block: BlockWeights, state: PassState
 ) -> Tensor:
     """x [R, hidden] plus attention of each row to its sequence."""
-    h = attended(step, ops, x, block, state, norm=block.attention.norm)  # [R, H * D]
+    norm = block.attention.norm
+    h = attended(step, ops, x, block, state, norm=norm)  # [R, H * D]
     return add_attended(ops, x, h, block)  # [R, hidden]
 
 

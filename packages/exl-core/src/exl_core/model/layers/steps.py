@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from exl_core.arch.layers import (
+    MLA,
     Attention,
     Dense,
     GatedDeltaNet,
@@ -26,6 +27,7 @@ from exl_core.arch.layers import (
 )
 from exl_core.model.layers.attention import AttentionStep, add_attended, attention
 from exl_core.model.layers.delta_net import DeltaNetStep, add_delta, delta_net
+from exl_core.model.layers.latent import LatentStep, add_latent, latent_attention
 from exl_core.model.layers.mamba2 import Mamba2Step, add_scanned, mamba2
 from exl_core.model.layers.mlp import MlpStep, add_widened, mlp
 from exl_core.model.layers.moe import MoeStep, moe
@@ -107,6 +109,9 @@ def _mixer_step(index: int, layer: LayerSpec) -> Step:
         case Mamba2() as spec:
             run = partial(mamba2, Mamba2Step.of(index, spec))
             return Step(part, part, run, Finish("mixer_out", add_scanned))
+        case MLA() as latent:
+            run = partial(latent_attention, LatentStep.of(index, latent))
+            return Step(part, part, run, Finish("output", add_latent))
         case other:
             raise unsupported("mixer", other)
 

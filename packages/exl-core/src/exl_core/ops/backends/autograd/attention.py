@@ -61,12 +61,12 @@ class AutogradAttendOps:
             q = AutogradProductOps.rms_norm(q, RmsNorm(norms.q, norms.eps))
         if norms.k is not None:
             k = AutogradProductOps.rms_norm(k, RmsNorm(norms.k, norms.eps))
-        q, k = (_rotated(x, cast(WholeSequences, batch)).to(v.dtype) for x in (q, k))
+        q, k = (rotated(x, cast(WholeSequences, batch)).to(v.dtype) for x in (q, k))
         y = _attention(q, k, v, scoring, sinks)  # [R, H, T, D]
         return y.transpose(1, 2).reshape(rows, length, -1)
 
 
-def _rotated(x: Tensor, batch: WholeSequences) -> Tensor:
+def rotated(x: Tensor, batch: WholeSequences) -> Tensor:
     """x [R, heads, T, D] after RoPE, in pairs (i, i + rotary_dim / 2)."""
     half = batch.cos.shape[1]
     a, b, unrotated = x.split_with_sizes([half, half, x.shape[3] - 2 * half], dim=3)

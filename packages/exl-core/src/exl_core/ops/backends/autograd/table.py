@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.autograd.attention import AutogradAttendOps
+from exl_core.ops.backends.autograd.latent import AutogradLatentOps
 from exl_core.ops.backends.autograd.linear import AutogradProductOps
 from exl_core.ops.backends.autograd.moe import AutogradRoutedOps
 from exl_core.ops.backends.autograd.recurrent import AutogradRecurrentOps
@@ -21,7 +22,13 @@ if TYPE_CHECKING:
     from exl_core.ops.table import LayerOps
 
 
-class AutogradTable(AutogradProductOps, AutogradAttendOps, AutogradRoutedOps, AutogradRecurrentOps):
+class AutogradTable(
+    AutogradProductOps,
+    AutogradAttendOps,
+    AutogradLatentOps,
+    AutogradRoutedOps,
+    AutogradRecurrentOps,
+):
     """LayerOps whose results are new tensors: `out` is ignored, and nothing is overwritten."""
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -12,6 +13,7 @@ from exl_core.ops.backends.composed import xielu
 from exl_core.ops.backends.cpu.library import exl_kernels
 from exl_core.ops.checks import no_trellis
 from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, Norm, RmsNorm, XIelu
+from exl_core.ops.latent import HeadMatrices
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.weights import (
     DenseColumns,
@@ -23,6 +25,21 @@ from exl_core.ops.weights import (
     WeightColumns,
     WeightLayout,
 )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuHeads:
+    """HeadMatrices of the CPU kernels."""
+
+    heads: tuple[exl_kernels.PackedLinear, ...]
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.heads)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(head.size_bytes for head in self.heads)
 
 
 class CpuLinearOps:
@@ -134,6 +151,21 @@ class CpuLinearOps:
         normed = torch.empty(x.shape, dtype=torch.float32)
         self._ops.layer_norm(x, norm.weight, norm.bias, norm.eps, normed)
         return normed
+
+    def new_head_linear(self, weight: Tensor) -> CpuHeads:
+        heads = []
+        for one in weight.unbind(0):
+            matrix = exl_kernels.PackedLinear(one.shape[0], one.shape[1], one.dtype)
+            matrix.fill(0, one.contiguous(), None)
+            heads.append(matrix)
+        return CpuHeads(tuple(heads))
+
+    def head_linear(self, x: Tensor, w: HeadMatrices, out: Tensor | None = None) -> Tensor:
+        heads = cast(CpuHeads, w).heads
+        if out is None:
+            out = torch.empty(x.shape[0], len(heads), heads[0].out_features)
+        self._ops.head_linear(x, heads, out)
+        return out
 
     def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
         out = torch.empty(token_ids.shape[0], w.in_features, dtype=torch.float32)

@@ -17,11 +17,13 @@ from exl_core.ops.backends.cpu.linear import CpuLinearOps
 from exl_core.ops.backends.cpu.moe import CpuMoeOps
 from exl_core.ops.backends.cpu.recurrent import CpuRecurrentOps
 from exl_core.ops.backends.cpu.sampling import CpuSamplingOps
+from exl_core.ops.backends.latent import AbsorbedLatentOps
 
 
 class CpuTable(
     CpuLinearOps,
     CpuAttentionOps,
+    AbsorbedLatentOps,
     CpuElementwiseOps,
     CpuMoeOps,
     CpuRecurrentOps,

@@ -161,7 +161,7 @@ class Attention:
     ) -> None:
         rows, width = qkv.shape
         head_dim, kv_heads = head_dim_of(cache.keys), cache.keys.shape[1]
-        q_heads = width // head_dim - 2 * kv_heads
+        q_heads = width // head_dim - cache.heads_per_row
         args = cuda.RopeWrite(
             qkv=qkv.data_ptr(),
             qkv_stride=qkv.stride(0),
@@ -181,7 +181,8 @@ class Attention:
         self._gpu.call("rope_write", args, _pages_of(cache))
         queries = qkv[:, : q_heads * head_dim]
         # torch's attention knows no sinks.
-        if sinks is None and _can_use_torch(batch, scoring, qkv, cache.keys, self._has_flash):
+        may_use_torch = sinks is None and not cache.is_shared
+        if may_use_torch and _can_use_torch(batch, scoring, qkv, cache.keys, self._has_flash):
             if batch.short is not None:
                 q = queries[: batch.long[0].first]
                 self.paged_attention(q, q, batch.short, cache, scoring, heads=q_heads)

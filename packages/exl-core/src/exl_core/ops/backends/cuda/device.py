@@ -44,16 +44,19 @@ def parse_device(name: str) -> str:
 
 HEAD_STEP = 8
 MAX_HEAD_DIM = 512
+MAX_SHARED_ROW = 576
 
 
-def check_head_dims(head_dims: Iterable[int], where: object) -> None:
-    """Raises DeviceError for a head size that the attention kernels do not take."""
+def check_head_dims(head_dims: Iterable[int], where: object, *, is_shared: bool = False) -> None:
+    """Raises DeviceError for a head size that the attention kernels do not take. `is_shared`: of
+    rows that are keys and values at once."""
+    most = MAX_SHARED_ROW if is_shared else MAX_HEAD_DIM
     for head_dim in dict.fromkeys(head_dims):
-        if head_dim % HEAD_STEP or not 0 < head_dim <= MAX_HEAD_DIM:
+        if head_dim % HEAD_STEP or not 0 < head_dim <= most:
             raise DeviceError(
                 "a GPU cannot run a model with heads of this size",
                 where=where,
-                expected=f"a multiple of {HEAD_STEP} of at most {MAX_HEAD_DIM}",
+                expected=f"a multiple of {HEAD_STEP} of at most {most}",
                 got=head_dim,
                 next_step=_USE_CPU,
             )

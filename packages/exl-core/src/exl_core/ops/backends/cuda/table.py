@@ -12,6 +12,7 @@ from torch import Tensor
 from exl_core.ops.backends.cpu.table import CpuTable
 from exl_core.ops.backends.cuda.attention import Attention, CudaAttentionOps
 from exl_core.ops.backends.cuda.elementwise import CudaElementwiseOps
+from exl_core.ops.backends.cuda.latent import CudaLatentOps
 from exl_core.ops.backends.cuda.library import Gpu
 from exl_core.ops.backends.cuda.linear import CudaLinearOps
 from exl_core.ops.backends.cuda.matmul import Linears
@@ -25,6 +26,7 @@ class CudaTable(
     CudaMoeOps,
     CudaLinearOps,
     CudaAttentionOps,
+    CudaLatentOps,
     CudaElementwiseOps,
     CudaRecurrentOps,
     CudaSamplingOps,

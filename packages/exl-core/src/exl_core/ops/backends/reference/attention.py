@@ -147,7 +147,7 @@ class ReferenceAttentionOps:
         ReferenceElementwiseOps.rope_(k, batch.cos, batch.sin)
         if smoothing is not None:
             smooth_heads_(q, k, smoothing)
-        ReferenceAttentionOps.write_kv(k, v, cache, batch.slots)
+        ReferenceAttentionOps.write_kv(k, k if cache.is_shared else v, cache, batch.slots)
         mixed = ReferenceAttentionOps.paged_attention(q, cache, batch.rows, scoring, sinks)
         q.copy_(mixed.view(q.shape))
         return qkv[:, : mixed.shape[1]]
@@ -201,7 +201,7 @@ def split_heads(qkv: Tensor, batch: PlainBatch, cache: CacheLayer) -> tuple[Tens
     check_cache(op, cache, (pages, None, page_size), d)
     rows, width = qkv.shape
     kv_heads = cache.keys.shape[1]
-    q_heads = width // d - 2 * kv_heads if d > 0 else 0
+    q_heads = width // d - cache.heads_per_row if d > 0 else 0
     if kv_heads < 1 or d < 1 or width % d != 0 or q_heads < 1 or q_heads % kv_heads != 0:
         raise OpInputError(
             f"{op}: qkv (rows of {width} are no queries and {kv_heads} key and value heads of {d})"

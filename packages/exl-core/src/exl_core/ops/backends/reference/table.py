@@ -7,6 +7,7 @@ from torch import Tensor
 
 from exl_core.ops.backends.reference.attention import ReferenceAttentionOps
 from exl_core.ops.backends.reference.elementwise import ReferenceElementwiseOps
+from exl_core.ops.backends.reference.latent import ReferenceLatentOps
 from exl_core.ops.backends.reference.linear import ReferenceLinearOps
 from exl_core.ops.backends.reference.moe import ReferenceMoeOps
 from exl_core.ops.backends.reference.recurrent import ReferenceRecurrentOps
@@ -16,6 +17,7 @@ from exl_core.ops.backends.reference.sampling import ReferenceSamplingOps
 class ReferenceTable(
     ReferenceLinearOps,
     ReferenceAttentionOps,
+    ReferenceLatentOps,
     ReferenceElementwiseOps,
     ReferenceMoeOps,
     ReferenceRecurrentOps,

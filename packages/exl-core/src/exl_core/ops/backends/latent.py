@@ -1,0 +1,59 @@
+"""Latent attention in its absorbed form, for tables that have paged attention."""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from exl_core.ops.attention import AttendOps, AttentionBatch, CacheLayer, Scoring
+from exl_core.ops.latent import HeadOps, HeadUp, LatentUp
+
+
+class _Table(AttendOps, HeadOps, Protocol):
+    def activations(self, rows: int, columns: int) -> Tensor: ...
+
+
+class AbsorbedLatentOps:
+    """LatentOps in terms of `head_linear` and `attend_`."""
+
+    def attend_latent(
+        self: _Table,
+        q: Tensor,
+        latent: Tensor,
+        key: Tensor,
+        up: LatentUp,
+        *,
+        batch: AttentionBatch,
+        cache: CacheLayer,
+        scoring: Scoring,
+    ) -> Tensor:
+        return attend_absorbed(
+            self, q, latent, key, cast(HeadUp, up), batch=batch, cache=cache, scoring=scoring
+        )
+
+
+def attend_absorbed(
+    table: _Table,
+    q: Tensor,
+    latent: Tensor,
+    key: Tensor,
+    up: HeadUp,
+    *,
+    batch: AttentionBatch,
+    cache: CacheLayer,
+    scoring: Scoring,
+) -> Tensor:
+    rows, heads, rotated = q.shape[0], up.keys.num_heads, key.shape[1]
+    width = rotated + latent.shape[1]
+    q = q.view(rows, heads, -1)  # [R, H, n + p]
+    plain = q.shape[2] - rotated
+    qkv = table.activations(rows, (heads + 1) * width)
+    parts = qkv.view(rows, heads + 1, width)
+    parts[:, :heads, :rotated].copy_(q[..., plain:])
+    table.head_linear(q[..., :plain], up.keys, parts[:, :heads, rotated:])
+    parts[:, heads, :rotated].copy_(key)
+    parts[:, heads, rotated:].copy_(latent)
+    mixed = cast(Tensor, table.attend_(qkv, batch, cache, scoring))  # [R, H * width]
+    latents = mixed.view(rows, heads, width)[..., rotated:]  # [R, H, r]
+    return table.head_linear(latents, up.values).flatten(1)
