@@ -15,8 +15,10 @@ from exl_core.engine.events import FinishEvent
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError, UnsupportedModelError
 from exl_core.model.context import Context
+from exl_core.parallel.plan import Rank, share_config
 from exl_core.sampling.params import SamplerParams
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
+from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.ngram import NgramDrafter
 from support.families import save_family
@@ -228,3 +230,12 @@ def test_a_store_without_states_is_refused(loaded: LoadedModel, tmp_path: Path) 
     batch = make_batch([Segment((3, 4), 0, (0,), LogitRows.LAST)])
     with pytest.raises(UnsupportedModelError, match="recurrent layers"):
         loaded.model.forward(batch, store_for(loaded.model, KVFormat.FP32, 1))
+
+
+def test_uses_that_need_attention_everywhere_are_refused_by_name(loaded: LoadedModel) -> None:
+    with pytest.raises(UnsupportedModelError, match="recurrent layers cannot be divided"):
+        share_config(loaded.config, Rank(0, 2))
+    with pytest.raises(UnsupportedModelError, match="draft model with recurrent layers"):
+        ModelDrafter(loaded.model, vocab_size=loaded.config.vocab_size, num_pages=4)
+    with pytest.raises(UnsupportedModelError, match="mixer"):
+        _ = loaded.config.layers[0].attention
