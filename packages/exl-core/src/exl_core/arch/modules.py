@@ -453,28 +453,27 @@ def _mamba2_parts(hidden: int, spec: Mamba2) -> list[_Part]:
 def _latent_parts(config: ModelConfig, spec: MLA) -> list[_Part]:
     """`attend_latent` multiplies with the dense matrices head by head."""
     hidden, heads, rank = config.hidden_size, spec.num_q_heads, spec.kv_rank
-    rotated = 0 if spec.rope is None else spec.rope_dim
 
     def linear(role: str, shape: tuple[int, int], packed: Packed, **more: Any) -> _Part:
         return _Part(role, Kind.LINEAR, shape, packed=packed, is_converted=True, **more)
 
+    rotated = 0 if spec.rope is None else spec.rope_dim
     of_queries = RowPermutation(heads, spec.head_dim, rotated, before=spec.nope_dim)
     of_row = RowPermutation(1, spec.row_dim, rotated, before=rank)
     if spec.q_rank:
         first = linear("q_a", (spec.q_rank, hidden), "qkv", has_bias=spec.has_bias)
         queries = [linear("q_b", (spec.q_size, spec.q_rank), "q_up", heads=of_queries)]
+        queries.append(_Part("q_a_norm", Kind.NORM, (spec.q_rank,)))
     else:
         first, queries = linear("q", (spec.q_size, hidden), "qkv", heads=of_queries), []
     row = linear("kv_a", (spec.row_dim, hidden), "qkv", has_bias=spec.has_bias, heads=of_row)
     last = linear("output", (hidden, spec.output_size), "output", has_bias=spec.has_bias)
-    norms = [_Part("q_a_norm", Kind.NORM, (spec.q_rank,))] if spec.q_rank else []
-    norms.append(_Part("kv_a_norm", Kind.NORM, (rank,)))
     shapes = [("kv_up", heads * (spec.nope_dim + spec.value_dim), rank)]
     if spec.has_split_up:
         shapes = [("k_up", heads * rank, spec.nope_dim), ("v_up", heads * spec.value_dim, rank)]
     stacked = heads if spec.has_split_up else 0
     up = [_Part(role, Kind.LINEAR, (n, k), is_dense=True, stacked=stacked) for role, n, k in shapes]
-    return [first, row, *queries, *up, last, *norms]
+    return [first, row, *queries, *up, last, _Part("kv_a_norm", Kind.NORM, (rank,))]
 
 
 def _feed_forward_parts(hidden: int, feed_forward: FeedForward) -> list[_Part]:
