@@ -57,6 +57,7 @@ X86_SETS = {
 VNNI_FLAGS = [*X86_SETS["avx512"], "-mavx512vnni"]
 QUANT_SETS = {
     "avx512vnni": VNNI_FLAGS,
+    "avx512vbmi": [*VNNI_FLAGS, "-mavx512vbmi", "-mavx512vbmi2"],
     "amx": [*VNNI_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
 }
 QUANT_KERNELS = [
@@ -64,7 +65,12 @@ QUANT_KERNELS = [
     "src/cpu/moe/experts.cpp",
 ]
 # avx512vnni uses integers for any number of rows, except for FP8.
-QUANT_SOURCES = {"avx512vnni": QUANT_KERNELS, "amx": QUANT_KERNELS}
+TRELLIS_KERNELS = ["src/cpu/linear/trellis_linear.cpp"]
+QUANT_SOURCES = {
+    "avx512vnni": QUANT_KERNELS + TRELLIS_KERNELS,
+    "avx512vbmi": TRELLIS_KERNELS,
+    "amx": QUANT_KERNELS,
+}
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 SETS: dict[str, list[str]] = X86_SETS | QUANT_SETS if IS_X86 else {"scalar": []}
 
@@ -76,7 +82,8 @@ if not re.search(r"(^|\s)-g", os.environ.get("CXXFLAGS", "")):
 # all sets.
 BASE_SOURCES = [
     *("src/cpu/common/isa.cpp", "src/cpu/common/thread_pool.cpp"),
-    *("src/cpu/linear/packed.cpp", "src/cpu/linear/quant_pack.cpp", "src/cpu/moe/route.cpp"),
+    *("src/cpu/linear/packed.cpp", "src/cpu/linear/quant_pack.cpp"),
+    *("src/cpu/linear/trellis_pack.cpp", "src/cpu/moe/route.cpp"),
 ]
 
 NEEDS_COMPILER = (

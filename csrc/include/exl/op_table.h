@@ -9,6 +9,7 @@
 #include "exl/ops/quant_linear.h"
 #include "exl/ops/recurrent.h"
 #include "exl/ops/sampling.h"
+#include "exl/ops/trellis.h"
 #include "exl/thread_pool.h"
 
 namespace exl {
@@ -27,6 +28,7 @@ struct OpTable {
     void (*paged_attention)(ThreadPool&, const AttentionArgs&);
     void (*quant_linear)(ThreadPool&, const QuantLinearArgs&);
     void (*expert_mlp)(ThreadPool&, const ExpertMlpArgs&);
+    void (*trellis_linear)(ThreadPool&, const TrellisLinearArgs&);
     SampleResult (*sample)(const SampleArgs&);
     void (*causal_conv)(ThreadPool&, const CausalConvArgs&);
     void (*delta_rule)(ThreadPool&, const DeltaRuleArgs&);

@@ -56,6 +56,21 @@ class QuantLinear(Linear):
         bias: _Tensor | None,
     ) -> None: ...
 
+class TrellisLinear(Linear):
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        tile_words: int,
+        codebook: str,
+        first_out: int = 0,
+        first_in: int = 0,
+        has_bias: bool = False,
+    ) -> None: ...
+    def fill(
+        self, words: _Tensor, in_scales: _Tensor, out_scales: _Tensor, bias: _Tensor | None
+    ) -> None: ...
+
 class JoinedLinear(Linear):
     def __init__(self, parts: list[Linear]) -> None: ...
 

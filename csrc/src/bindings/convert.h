@@ -44,10 +44,11 @@ void check_slots(const char* op, const int64_t* slots, int64_t count, int64_t sl
 // Converts a torch dtype object, for example torch.float16.
 DType dtype_of(Operand operand, py::handle dtype);
 
-// Columns of a linear that are stored in one matrix; exactly one of the two pointers is set.
+// Columns of a linear that are stored in one matrix; exactly one of the pointers is set.
 struct Part {
     const PackedMatrix* dense;
     const QuantMatrix* quant;
+    const TrellisMatrix* trellis;
     int64_t n;
 };
 
@@ -75,6 +76,12 @@ struct QuantLinear : Linear {
     std::unique_ptr<QuantMatrix> matrix;
 };
 
+struct TrellisLinear : Linear {
+    explicit TrellisLinear(const TrellisLayout& layout);
+
+    std::unique_ptr<TrellisMatrix> matrix;
+};
+
 // Several linears as one. Shares ownership of its members.
 struct JoinedLinear : Linear {
     explicit JoinedLinear(std::vector<std::shared_ptr<Linear>> joined);
@@ -94,6 +101,7 @@ struct Table {
 Gate gate_of(Operand operand, const std::string& kind);
 
 void bind_weights(py::module_& module);
+void bind_trellis(py::module_& module);
 void bind_linear(py::class_<Table>& table);
 void bind_elementwise(py::class_<Table>& table);
 void bind_attention(py::class_<Table>& table);

@@ -53,6 +53,23 @@ static void run(Table& table, const Call& call, Epilogue epilogue) {
             ++i;
             continue;
         }
+        if (parts[i].trellis != nullptr) {
+            TrellisLinearArgs args{};
+            int64_t columns = 0;
+            while (i < parts.size() && parts[i].trellis != nullptr && args.count < kMaxParts) {
+                args.parts[args.count++] = parts[i].trellis;
+                columns += parts[i++].n;
+            }
+            args.x = call.x;
+            args.m = call.m;
+            args.x_stride = call.x_stride;
+            args.y = y;
+            args.y_stride = call.y_stride;
+            args.accumulate = epilogue == Epilogue::add;
+            table.ops->trellis_linear(table.pool, args);
+            y += columns;
+            continue;
+        }
         QuantLinearArgs args{};
         int64_t columns = 0;
         while (i < parts.size() && parts[i].quant != nullptr && args.count < kMaxParts) {
@@ -175,8 +192,9 @@ static void embedding(Table& table, py::handle token_ids, const Linear& w, py::h
             );
         }
     }
-    py::gil_scoped_release release;
     const Part& part = w.parts[0];
+    if (part.trellis != nullptr) fail({"embedding", "w"}, "dense weights or groups", "a trellis");
+    py::gil_scoped_release release;
     if (part.dense != nullptr) {
         table.ops->embedding(table.pool, {part.dense, id_values, m, to.as<float>()});
     } else {

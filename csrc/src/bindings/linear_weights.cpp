@@ -30,7 +30,7 @@ PackedLinear::PackedLinear(
     n = out_features;
     k = in_features;
     size_bytes = matrix->size_bytes;
-    parts.push_back({matrix.get(), nullptr, n});
+    parts.push_back({matrix.get(), nullptr, nullptr, n});
 }
 
 QuantLinear::QuantLinear(const QuantLayout& layout)
@@ -38,7 +38,7 @@ QuantLinear::QuantLinear(const QuantLayout& layout)
     n = layout.n;
     k = layout.k;
     size_bytes = matrix->size_bytes;
-    parts.push_back({nullptr, matrix.get(), n});
+    parts.push_back({nullptr, matrix.get(), nullptr, n});
 }
 
 JoinedLinear::JoinedLinear(std::vector<std::shared_ptr<Linear>> joined)
@@ -305,6 +305,7 @@ void bind_weights(py::module_& module) {
             "fill", &fill_quantized, py::arg("first_column"), py::arg("packing"), py::arg("codes"),
             py::arg("source_rows"), py::arg("scales"), py::arg("offsets"), py::arg("bias")
         );
+    bind_trellis(module);
     py::class_<JoinedLinear, Linear, std::shared_ptr<JoinedLinear>>(module, "JoinedLinear")
         .def(py::init<std::vector<std::shared_ptr<Linear>>>(), py::arg("parts"));
 }

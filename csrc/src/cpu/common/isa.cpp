@@ -23,11 +23,16 @@ extern const OpTable op_table;
 namespace avx512 {
 extern const OpTable op_table;
 }
-// The two sets below differ from avx512 only in the quantized linear and in the experts.
+// The two sets below differ from avx512 only in the quantized linears and in the experts. Shifts of
+// bits across 64-bit numbers (VBMI) make trellis codes faster; most processors with VNNI have them.
 namespace avx512vnni {
 void quant_linear(ThreadPool& pool, const QuantLinearArgs& args);
 void expert_mlp(ThreadPool& pool, const ExpertMlpArgs& args);
+void trellis_linear(ThreadPool& pool, const TrellisLinearArgs& args);
 }  // namespace avx512vnni
+namespace avx512vbmi {
+void trellis_linear(ThreadPool& pool, const TrellisLinearArgs& args);
+}
 namespace amx {
 void quant_linear(ThreadPool& pool, const QuantLinearArgs& args);
 void expert_mlp(ThreadPool& pool, const ExpertMlpArgs& args);
@@ -41,6 +46,9 @@ static OpTable avx512_with(
     table.isa = isa;
     table.quant_linear = quant_linear;
     table.expert_mlp = expert_mlp;
+    const bool has_bit_shifts =
+        __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
+    table.trellis_linear = has_bit_shifts ? avx512vbmi::trellis_linear : avx512vnni::trellis_linear;
     return table;
 }
 

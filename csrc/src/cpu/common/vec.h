@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #ifndef EXL_ISA
-#error "compile per instruction set: -DEXL_ISA=scalar|avx2|avx512|avx512vnni|amx"
+#error "compile per instruction set: -DEXL_ISA=scalar|avx2|avx512|avx512vnni|avx512vbmi|amx"
 #endif
 
 namespace exl::EXL_ISA {
@@ -28,7 +28,8 @@ struct Fp8 {
 
 }  // namespace exl::EXL_ISA
 
-#if defined(EXL_ISA_IS_avx512) || defined(EXL_ISA_IS_avx512vnni) || defined(EXL_ISA_IS_amx)
+#if defined(EXL_ISA_IS_avx512) || defined(EXL_ISA_IS_avx512vnni) || \
+    defined(EXL_ISA_IS_avx512vbmi) || defined(EXL_ISA_IS_amx)
 #include "cpu/common/vec_avx512.h"
 #elif defined(EXL_ISA_IS_avx2)
 #include "cpu/common/vec_avx2.h"

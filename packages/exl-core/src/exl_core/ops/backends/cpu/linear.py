@@ -11,7 +11,7 @@ from torch import Tensor
 
 from exl_core.ops.backends.composed import xielu
 from exl_core.ops.backends.cpu.library import exl_kernels
-from exl_core.ops.checks import no_trellis
+from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, Norm, RmsNorm, XIelu
 from exl_core.ops.latent import HeadMatrices
 from exl_core.ops.linear import Inputs, PackedLinear
@@ -70,7 +70,15 @@ class CpuLinearOps:
                     values="integers" if layout.has_integers else layout.formula,
                 )
             case TrellisLayout():
-                raise no_trellis("CPU")
+                return exl_kernels.TrellisLinear(
+                    n,
+                    k,
+                    layout.tile_words,
+                    layout.codebook,
+                    layout.first_out,
+                    layout.first_in,
+                    layout.has_bias,
+                )
 
     def fill_linear(self, w: PackedLinear, first_column: int, columns: WeightColumns) -> None:
         match columns:
@@ -88,7 +96,14 @@ class CpuLinearOps:
                     columns.bias,
                 )
             case TrellisColumns():
-                raise no_trellis("CPU")
+                if first_column != 0:
+                    raise OpInputError("fill_linear: first_column (expected 0 with trellis codes)")
+                cast(exl_kernels.TrellisLinear, w).fill(
+                    columns.words.view(torch.uint8),
+                    columns.in_scales,
+                    columns.out_scales,
+                    columns.bias,
+                )
 
     def join(self, parts: Sequence[PackedLinear]) -> PackedLinear:
         return exl_kernels.JoinedLinear([cast(exl_kernels.Linear, part) for part in parts])
