@@ -20,7 +20,8 @@ from exl_core.formats.codecs.exl3 import layout as exl3
 from exl_core.formats.codecs.gptq import layout as gptq
 from exl_core.ops.weights import CODEBOOKS, Codebook
 from exl_core.session.describe import describe_model
-from exl_core.session.load import load_model
+from exl_core.session.load import LoadOptions, load_model
+from support.paged import logits_of
 from support.quantized_models import (
     EXL3_SETTINGS,
     GPTQ_SETTINGS,
@@ -82,6 +83,19 @@ def test_exl3_logits(tmp_path: Path, build: Callable[..., Any], codebook: Codebo
         in_features = parameter_of(dict(model.named_parameters()), stem).shape[1]
         dense[stem] = padded[:in_features]
     assert_same_logits(folder, model, dense)
+
+
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+def test_exl3_codes_give_the_logits_of_their_exact_values(
+    tmp_path: Path, codebook: Codebook
+) -> None:
+    folder = save(tiny_llama(**SIZES, tie_word_embeddings=False), tmp_path)
+    quantize(folder, EXL3_SETTINGS, partial(exl3_pieces, codebook=codebook))
+    ids = list(range(3, 40))
+    exact = logits_of(folder, ids, LoadOptions(exact=True))
+    logits = logits_of(folder, ids, LoadOptions())
+    # Rounding of the values (mul1) or of nothing, and of the inputs to 16 bits.
+    assert (logits - exact).norm() <= 2e-3 * exact.norm()
 
 
 def test_a_tied_exl3_model_has_a_quantized_head(tmp_path: Path) -> None:
