@@ -10,7 +10,6 @@ Invariant: two layers with equal specs have the same tensors, shapes and arithme
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -491,12 +490,6 @@ class LayerSpec:
     @property
     def state_shape(self) -> StateShape | None:
         return self.mixer.state_shape
-
-
-def attention_of(layers: Iterable[LayerSpec]) -> tuple[Attention, ...]:
-    """Mixers of the layers that are attention. Layers with a state instead are left out. Raises
-    UnsupportedModelError for other mixers."""
-    return tuple(layer.attention for layer in layers if layer.state_shape is None)
 
 
 def inner_width(layer: LayerSpec) -> int:
