@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, dtype, float32
 
-from exl_core.errors import BackendError
-
 F32 = (float32,)
 
 
@@ -54,11 +52,3 @@ def check_range(op: str, name: str, ids: Tensor, end: int) -> None:
             f"{op}: {name} (expected ids within [0, {end}), got {int(ids.min())} to"
             f" {int(ids.max())})"
         )
-
-
-def no_trellis(kernels: str) -> BackendError:
-    """The error of kernels that cannot multiply trellis codes."""
-    return BackendError(
-        f"EXL3 matrices do not run in the {kernels} kernels yet",
-        next_step="'--device reference' runs them, slowly.",
-    )
