@@ -18,9 +18,9 @@ struct WriteKvArgs {
     int64_t value_stride;
     int64_t heads;
     int64_t d;
-    void* key_cache;  // [pages, heads, page_size, row]
+    void* key_cache;    // [pages, heads, page_size, row]
     void* value_cache;  // may be key_cache: rows are keys and values at once, and value is key
-    DType key_dtype;  // both f32, both f16 or both f8e4m3; or each of them i8 or u8
+    DType key_dtype;    // both f32, both f16 or both f8e4m3; or each of them i8 or u8
     DType value_dtype;
     int64_t page_size;
     const int64_t* slots;  // [rows]
