@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import math
 
-from exl_core.arch.layers import Attention, Dense, MoE, unsupported
+from exl_core.arch.layers import (
+    MLA,
+    Attention,
+    Dense,
+    GatedDeltaNet,
+    Mamba2,
+    MoE,
+    ShortConv,
+    unsupported,
+)
 from exl_core.arch.rope import inverse_frequencies
 from exl_core.arch.spec import ModelConfig, RopeConfig, RopeMethod
 from exl_core.errors import ConfigError
@@ -27,6 +36,8 @@ def check_config(config: ModelConfig, where: object) -> None:
                 f"{attention.num_q_heads} query heads, {attention.num_kv_heads} key/value heads",
             )
     for layer in dict.fromkeys(config.layers):
+        if not isinstance(layer.mixer, Attention | MLA | ShortConv | GatedDeltaNet | Mamba2):
+            raise unsupported("mixer", layer.mixer)
         if not isinstance(layer.feed_forward, Dense | MoE):
             raise unsupported("feed-forward part", layer.feed_forward)
     head_dims = [

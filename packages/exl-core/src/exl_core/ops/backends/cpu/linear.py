@@ -123,14 +123,7 @@ class CpuLinearOps:
     def norm_linear(
         self, x: Tensor, norm: Norm, w: PackedLinear, out: Tensor | None = None
     ) -> Tensor:
-        if out is None:
-            out = torch.empty(x.shape[0], w.out_features, dtype=torch.float32)
-        linear = cast(exl_kernels.Linear, w)
-        if isinstance(norm, RmsNorm):
-            self._ops.norm_linear(x, norm.weight, norm.eps, linear, out)
-        else:
-            self._ops.linear(self._layer_normed(x, norm), linear, out)
-        return out
+        return self._norm_product(x, norm, w, out)
 
     def norm_gated_linear(
         self, x: Tensor, norm: Norm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
@@ -142,7 +135,7 @@ class CpuLinearOps:
         if isinstance(norm, RmsNorm):
             self._ops.norm_gated_linear(x, norm.weight, norm.eps, linear, kind, out)
         else:
-            self._ops.gated_activation(self.norm_linear(x, norm, w), kind, out)
+            self._ops.gated_activation(self._norm_product(x, norm, w), kind, out)
         return out
 
     def norm_activated_linear(
@@ -153,13 +146,25 @@ class CpuLinearOps:
         kind: ActivationKind,
         out: Inputs | None = None,
     ) -> Inputs:
-        y = self.norm_linear(x, norm, w)
+        y = self._norm_product(x, norm, w)
         if out is None:
             out = torch.empty(y.shape, dtype=torch.float32)
         out = cast(Tensor, out)
         if isinstance(kind, XIelu):
             return out.copy_(xielu(y, kind))
         self._ops.activation(y, kind, out)
+        return out
+
+    def _norm_product(
+        self, x: Tensor, norm: Norm, w: PackedLinear, out: Tensor | None = None
+    ) -> Tensor:
+        if out is None:
+            out = torch.empty(x.shape[0], w.out_features, dtype=torch.float32)
+        linear = cast(exl_kernels.Linear, w)
+        if isinstance(norm, RmsNorm):
+            self._ops.norm_linear(x, norm.weight, norm.eps, linear, out)
+        else:
+            self._ops.linear(self._layer_normed(x, norm), linear, out)
         return out
 
     def _layer_normed(self, x: Tensor, norm: LayerNorm) -> Tensor:

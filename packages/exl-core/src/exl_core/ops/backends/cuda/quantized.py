@@ -161,6 +161,19 @@ def plan_tiles(runs: tuple[GroupRun, ...], scale_bytes: int, offset_bytes: int) 
     )
 
 
+def _planned(layout: GroupedLayout) -> tuple[TilePlan, tuple[Hashable, ...], torch.dtype]:
+    """The plan of a matrix, a key that is equal for equal plans, and the type of its scales."""
+    if layout.factor_rows:
+        factor_bytes = 4 if layout.formula == "minimums" else 2
+        small_key = (layout.runs[0].bits, layout.in_features, factor_bytes)
+        return plan_small_groups(*small_key), ("small", *small_key), torch.float16
+    # Kernels read the scales of MXFP4 as floats.
+    scale_dtype = torch.float32 if layout.formula == "mxfp4" else layout.scale_dtype
+    offset_bytes = 0 if layout.offset_dtype is None else layout.offset_dtype.itemsize
+    key = (layout.runs, scale_dtype.itemsize, offset_bytes)
+    return plan_tiles(*key), key, scale_dtype
+
+
 class CudaQuantLinear:
     """A quantized matrix on the GPU (`PackedLinear`).
 
@@ -169,21 +182,10 @@ class CudaQuantLinear:
     """
 
     def __init__(self, layout: GroupedLayout, gpu: Gpu, *, on_host: bool = False) -> None:
-        offset_bytes = 0 if layout.offset_dtype is None else layout.offset_dtype.itemsize
-        # Kernels read the scales of MXFP4 as floats.
-        is_exponent = layout.formula == "mxfp4"
-        self._scale_dtype = torch.float32 if is_exponent else layout.scale_dtype
+        plan, plan_key, self._scale_dtype = _planned(layout)
         offset_kind, values = _FORMULAS[layout.formula]
-        plan_key: tuple[Hashable, ...]
         if layout.factor_rows:
-            self._scale_dtype = torch.float16
             offset_kind = _SMALL_OFFSETS[layout.formula]
-            factor_bytes = 4 if layout.formula == "minimums" else 2
-            small_key = (layout.runs[0].bits, layout.in_features, factor_bytes)
-            plan, plan_key = plan_small_groups(*small_key), ("small", *small_key)
-        else:
-            tiles_key = (layout.runs, self._scale_dtype.itemsize, offset_bytes)
-            plan, plan_key = plan_tiles(*tiles_key), tiles_key
         num_panels = -(-layout.out_features // PANEL_COLUMNS)
         device = gpu.device
         self.layout = layout
