@@ -11,6 +11,7 @@ import pytest
 
 from exl_core.arch.hf_config import read_hf_config
 from exl_core.arch.layers import MLA, MoE, Router, RouterBias, Scores, SharedExpert
+from exl_core.arch.registry import find_by_gguf_name
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
 from exl_core.errors import UnsupportedModelError
 from support.model_configs import LLAMA, write
@@ -124,3 +125,8 @@ def test_unsupported_variants_are_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         read_hf_config(write(tmp_path, LLAMA, **changes))
+
+
+def test_gguf_files_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'deepseek2' is not supported: GGUF files"):
+        find_by_gguf_name("deepseek2", where="a test")
