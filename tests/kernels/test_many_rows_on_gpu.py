@@ -1,7 +1,7 @@
 """The many-rows kernel of the batch-invariant mode: the bits of the small-batch kernel.
 
-The shapes have so many rows and columns that the mode chooses this kernel for all rows at once, and
-the small-batch kernel for parts of them.
+The shapes are large enough for the mode to choose this kernel for all rows at once. It chooses the
+small-batch kernel for parts of them.
 """
 
 from __future__ import annotations

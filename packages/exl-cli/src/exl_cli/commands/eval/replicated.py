@@ -70,8 +70,8 @@ class ReplicatedScores:
         self._answers: Answers | None = None
 
     def score(self, number: int) -> Tensor:
-        """Terms of a window, as `WindowScorer.score`. Windows are asked for in their order; the
-        first call starts all replicas on it and those after it."""
+        """Terms of a window, as `WindowScorer.score`. The caller takes windows in their order. The
+        first call starts all replicas on that window and those after it."""
         if self._answers is None:
             rest = range(number, len(self.facts.layout.windows))
             self._answers = answer_with(self._replicas, rest, unit=1)

@@ -73,7 +73,7 @@ class Exl3Linear:
 
 
 def rate_of(tile_words: int) -> float | None:
-    """Bits per weight of tiles with so many 16-bit words; None if there is no such rate."""
+    """Bits per weight of tiles with this number of 16-bit words; None if no rate has it."""
     rate = tile_words / TILE
     return rate if rate in TRELLIS_RATES else None
 

@@ -60,5 +60,5 @@ def layout_of(
 
 
 def stored_size(features: int) -> int:
-    """Features of a stored matrix with so many features of the model: padded to blocks of 128."""
+    """Features of a stored matrix: those of the model, padded to blocks of 128."""
     return -(-features // HADAMARD) * HADAMARD

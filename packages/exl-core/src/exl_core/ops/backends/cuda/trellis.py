@@ -141,7 +141,7 @@ class Trellis:
         return CudaTrellis(layout, self._gpu)
 
     def takes(self, rows: int) -> bool:
-        """Whether `inputs_for` has a form for so many rows."""
+        """Whether `inputs_for` has a form for this number of rows."""
         return rows > 0 and (rows <= self._max_rows or not self._gpu.is_invariant)
 
     def inputs_for(self, w: CudaTrellis, rows: int) -> CudaTrellisInputs:
