@@ -30,6 +30,8 @@ from support.tiny_models import (
     save,
     tiny_apertus,
     tiny_cohere,
+    tiny_deepseek2,
+    tiny_deepseek3,
     tiny_ernie,
     tiny_gemma3,
     tiny_gemma4,
@@ -149,6 +151,17 @@ def test_adapters_of_fused_projections_match(
     adapter = load_adapter(write_adapter(tmp_path, stored(fused)), ours)
     assert adapter.modules == ("mlp.gate_up_proj", "self_attn.qkv_proj")
     assert_close(logits_of(ours, AdapterUse(adapter)), expected_logits(merged(model, (split, 1))))
+
+
+@pytest.mark.parametrize("build", [tiny_deepseek2, tiny_deepseek3])
+def test_adapters_of_latent_attention_match(build: Any, tmp_path: Path) -> None:
+    """With and without low-rank queries. The matrices from latent vectors take no adapters."""
+    model = build()
+    names = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+    pairs = random_pairs(model, linears=names)
+    ours = load_model(str(save(model, tmp_path / "model"))).model
+    adapter = load_adapter(write_adapter(tmp_path / "adapter", stored(pairs)), ours)
+    assert_close(logits_of(ours, AdapterUse(adapter)), expected_logits(merged(model, (pairs, 1))))
 
 
 def test_deltas_of_several_adapters_add_up_with_their_scales(
