@@ -7,6 +7,7 @@ not import torch. The contracts of the ops are in `csrc/include/exl/ops/`. Insid
 """
 
 from exl_kernels._C import (
+    ExpertCall,
     Experts,
     InputError,
     JoinedLinear,
@@ -16,10 +17,10 @@ from exl_kernels._C import (
     Table,
     __version__,
     available_isas,
-    has_expert_kernel,
 )
 
 __all__ = [
+    "ExpertCall",
     "Experts",
     "InputError",
     "JoinedLinear",
@@ -29,5 +30,4 @@ __all__ = [
     "Table",
     "__version__",
     "available_isas",
-    "has_expert_kernel",
 ]

@@ -20,7 +20,7 @@ from exl_cli.prompts import check_encodable
 from exl_core.errors import RequestError, printable
 from exl_core.prompt.formats import PromptFormat, find_format
 from exl_core.session.resolve import resolve_model
-from exl_core.session.split import parse_split
+from exl_core.session.split import parse_experts_on, parse_split
 
 if TYPE_CHECKING:
     from exl_cli.chat.prompt_style import PromptStyle
@@ -40,6 +40,7 @@ class RunningOptions(ModelOptions):
     held_memory: options.HeldMemory = None
     split: options.Split = "auto"
     cpu_layers: options.CpuLayers = None
+    experts_on: options.ExpertsOn = "auto"
     tensor_parallel: options.TensorParallel = 1
     batch_invariant: options.BatchInvariant = False
     cache_type: options.CacheType = "fp16"
@@ -52,6 +53,7 @@ class RunningOptions(ModelOptions):
         # Report bad values before anything is loaded.
         options.held_bytes(self.held_memory)
         parse_split(self.split)
+        parse_experts_on(self.experts_on)
         return engine_options.choices_of(
             self.cache_type, self.lora, self.draft_model, self.draft_tokens, ngram=self.ngram
         )
@@ -85,6 +87,7 @@ class RunningOptions(ModelOptions):
                 held_bytes=held_bytes,
                 split=self.split,
                 cpu_layers=self.cpu_layers,
+                experts_on=self.experts_on,
                 tensor_parallel=self.tensor_parallel,
                 batch_invariant=self.batch_invariant,
             ),
@@ -111,6 +114,7 @@ class DeviceOptions:
     batch_invariant: options.BatchInvariant = False
     split: options.Split = "auto"
     cpu_layers: options.CpuLayers = None
+    experts_on: options.ExpertsOn = "auto"
 
     def applied(self, to: LoadOptions, cache_tokens: int, kv_format: KVFormat) -> LoadOptions:
         """`to` with these devices. A split leaves memory for a cache of `cache_tokens` tokens."""
@@ -122,6 +126,7 @@ class DeviceOptions:
             batch_invariant=self.batch_invariant,
             split=self.split,
             cpu_layers=self.cpu_layers,
+            experts_on=self.experts_on,
             cache_tokens=cache_tokens,
             kv_format=kv_format,
         )

@@ -25,11 +25,19 @@ from exl_core.ops.open import get_table, min_group_rows
 from exl_core.ops.table import OpTable
 from exl_core.prompt.template import ChatTemplate
 from exl_core.session.open import ModelFiles, open_model
+from exl_core.session.parameters import NO_PARAMETERS, Parameters, count_parameters
 from exl_core.session.placement import DeviceMemory, device_memory
 from exl_core.session.ranks import check_ranks, load_leader, threads_of_rank
 from exl_core.session.request_fields import check_argument
 from exl_core.session.resolve import resolve_model
-from exl_core.session.split import Split, StagePlan, layer_sizes, parse_split, plan_split
+from exl_core.session.split import (
+    Split,
+    StagePlan,
+    layer_sizes,
+    parse_experts_on,
+    parse_split,
+    plan_split,
+)
 from exl_core.session.weights import Loading
 from exl_core.settings import read_settings
 from exl_core.tokenizer.base import Tokenizer
@@ -78,6 +86,10 @@ class LoadOptions:
     for each device (`cpu=8,cuda:0=24`)."""
     cpu_layers: int | None = None
     """Layers on the CPU, from the first one on; None: as many as the GPUs cannot hold."""
+    experts_on: str = "auto"
+    """Place of the experts of layers that are on a GPU: `cpu` (the host's memory, where the CPU
+    computes them), the number of layers whose experts are there, from the first one on, `device`
+    (with their layers), or `auto` (of as few layers as let the GPUs hold the rest)."""
     tensor_parallel: int = 1
     """Processes that the model is divided among, each with a part of every matrix. On the CPU."""
     cache_tokens: int | None = None
@@ -106,6 +118,7 @@ class LoadFields(TypedDict, total=False):
     held_bytes: int | None
     split: str
     cpu_layers: int | None
+    experts_on: str
     tensor_parallel: int
     cache_tokens: int | None
     kv_format: KVFormat
@@ -139,6 +152,7 @@ class LoadedModel:
     """Options that change the model's results, for records of measurements."""
     plan: tuple[StagePlan, ...] = ()
     """Stages of a model that is split over several devices."""
+    parameters: Parameters = NO_PARAMETERS
 
     @property
     def label(self) -> str:
@@ -165,6 +179,7 @@ def load_model(
     started = time.perf_counter()
     options = _checked_options(options, changes)
     split = parse_split(options.split)
+    parse_experts_on(options.experts_on)
     settings = read_settings()
     device = resolve_device(options.device, is_exact=options.exact)
     device = split.stages[-1][0] if split.stages else device
@@ -185,7 +200,7 @@ def load_model(
     else:
         checkpoint.open_ahead(until=opening.done)
         ops = opening.result()
-    plan = _plan(options, split, config, checkpoint, ops)
+    plan = _plan(options, split, config, checkpoint, ops, device=device)
     on_host = options.embeddings_on == "cpu"
     loading = Loading(config, checkpoint, files.path, threads, progress, on_host)
     transformer: Transformer
@@ -194,6 +209,7 @@ def load_model(
     else:
         own = str(ops.device) if opening is not None else device
         names = dict.fromkeys(stage.device for stage in plan)
+        names |= {"cpu": None} if any(stage.host_layers for stage in plan) else {}
         tables = {name: ops if name == own else make_table(name) for name in names}
         weights, stages, last = loading.read(plan, tables, ops, options.held_bytes)
         transformer = Transformer(config, weights, last, files.sample_ids, split=stages)
@@ -209,6 +225,7 @@ def load_model(
         exact=options.exact,
         changes=changes_of(options),
         plan=plan,
+        parameters=count_parameters(checkpoint, config),
     )
 
 
@@ -227,24 +244,33 @@ def _plan(
     config: ModelConfig,
     checkpoint: Checkpoint,
     ops: OpTable,
+    *,
+    device: str,
 ) -> tuple[StagePlan, ...]:
-    """Stages of the model; () for all layers on the device of `ops`."""
-    is_default = split.is_auto and options.cpu_layers is None
+    """Stages of the model; () for all of it on `device`, which `ops` is the table of."""
+    experts = parse_experts_on(options.experts_on)
+    is_default = split.is_auto and options.cpu_layers is None and not experts
     if options.held_bytes is not None:
         if not is_default:
             raise RequestError(
                 "a model whose layers are read in every pass is on one device",
-                got="--held-memory with --split or --cpu-layers",
+                got="--held-memory with --split, --cpu-layers or --experts-on",
             )
         return ()
-    if not (split.is_auto or split.gigabytes or split.stages or options.cpu_layers):
+    if not (split.is_auto or split.gigabytes or split.stages or options.cpu_layers or experts):
         return ()
     if ops.device.type != "cuda" and not split.stages:
         if is_default:
             return ()
+        if experts and split.is_auto and options.cpu_layers is None:
+            # All experts of a CPU are there. The reference takes those of the CPU's kernels.
+            split = Split(is_auto=False, stages=((device, config.num_layers),))
+    if ops.device.type != "cuda" and not split.stages:
         raise RequestError("no GPU to split the model over", got=f"--device {options.device}")
     tokens = options.cache_tokens or min(config.max_seq_len, DEFAULT_CTX_LIMIT)
-    sizes = layer_sizes(checkpoint.bytes_by_part, config, options.kv_format, tokens)
+    sizes = layer_sizes(
+        checkpoint.bytes_by_part, config, options.kv_format, tokens, checkpoint.expert_bytes
+    )
     if options.embeddings_on == "cpu" and not sizes.is_tied:
         sizes = replace(sizes, embedding=0)
     own = DeviceMemory(str(ops.device), "", free_memory_bytes(ops.device))
@@ -256,8 +282,9 @@ def _plan(
     devices = [own if one.device == own.device else one for one in gpus]
     if options.device.startswith("cuda:"):
         devices = [own]
-    plan = plan_split(sizes, split, devices, cpu, options.cpu_layers)
-    is_whole = len(plan) == 1 and plan[0].device == str(ops.device)
+    plan = plan_split(sizes, split, devices, cpu, options.cpu_layers, experts_on_cpu=experts)
+    is_near = plan[0].device == str(ops.device) and not plan[0].host_layers
+    is_whole = len(plan) == 1 and is_near
     return () if is_whole else plan
 
 
