@@ -466,6 +466,7 @@ LATER_FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "embedding_multiplier": 12,
             "hidden_size": 2560,
             "intermediate_size": 8192,
+            "num_hidden_layers": 3,
             "layer_types": ["attention"] * 3,
             "logits_scaling": 10,
             "num_attention_heads": 40,

@@ -67,6 +67,9 @@ class EngineOptions:
     max_batch      most sequences in one pass
     prefill_chunk  most prompt tokens in one pass; None: 512 on the CPU, 2048 on a GPU
     kv_format      precision of the cache
+    lazy_cache     on a GPU, take memory for the cache as pages are used, up to `cache_tokens`: at
+                   most a quarter more than the pages in use, and 4 MiB for each key or value
+                   tensor. The rest of the bound stays reserved. Growing makes prompts slower
     snapshots      most snapshots of recurrent state, from which prefixes continue; None: as many as
                    take the memory of the cache, at least `max_batch`. Unused if the model has no
                    recurrent layers
@@ -79,6 +82,7 @@ class EngineOptions:
     max_batch: int = 16
     prefill_chunk: int | None = None
     kv_format: KVFormat = KVFormat.FP16
+    lazy_cache: bool = False
     snapshots: int | None = None
     adapt_drafts: bool = True
     compile_limits: CompileLimits = field(default_factory=CompileLimits)
@@ -485,7 +489,13 @@ def _new_store(
         kv_bytes = kv_bytes_per_token(config.kv_shapes, options.kv_format) * PAGE_SIZE * num_pages
         snapshots = default_snapshots(kv_bytes, state_bytes, num_pages, options.max_batch)
     live = options.max_batch * (2 if has_drafts else 1)  # before a draft, its state is kept
-    return store_for(model, options.kv_format, num_pages, num_states=live + snapshots)
+    return store_for(
+        model,
+        options.kv_format,
+        num_pages,
+        grows=options.lazy_cache,
+        num_states=live + snapshots,
+    )
 
 
 def _check_at_least(name: str, value: int, low: int) -> None:
