@@ -30,6 +30,7 @@ from exl_core.ops.weights import (
     GroupedLayout,
     GroupRun,
 )
+from time_cuda_attention import copy_bandwidth, milliseconds
 
 Runs = tuple[GroupRun, ...]
 
@@ -148,28 +149,6 @@ class Layers:
         return total / self.shape.layers
 
 
-def milliseconds(work: Callable[[], object], repeats: int = 21) -> float:
-    """Median time of `work`."""
-    for _ in range(3):
-        work()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return float(sorted(times)[len(times) // 2])
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written per second."""
-    source = torch.randn(2**28, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / milliseconds(lambda: target.copy_(source)) * 1e3
-
-
 def captured(work: Callable[[], object]) -> Callable[[], object]:
     work()
     torch.cuda.synchronize()
@@ -193,7 +172,7 @@ def main() -> None:
             x, floor = start.clone(), layers.used_bytes(start) / bandwidth * 1e6
             work = captured(partial(layers.run, x))
             x.copy_(start)
-            us = milliseconds(work) * 1e3 / layers.shape.layers
+            us = milliseconds(work, 21) * 1e3 / layers.shape.layers
             figure = {"figure": "layer of experts", "shape": name, "rows": rows, "us": round(us, 2)}
             more = {"floor_us": round(floor, 2), "share": round(floor / us, 3), "device": device}
             print(json.dumps(figure | more), flush=True)
