@@ -47,6 +47,14 @@ END_LIMIT_S = 5.0
 PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time")
 
 
+@pytest.fixture(autouse=True)
+def own_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A temporary folder of this test alone, since other test processes start ranks too."""
+    with tempfile.TemporaryDirectory(prefix="exl-test-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     return save(tiny_llama(), tmp_path / "tiny")
