@@ -22,15 +22,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from exl_core.cache.format import KVFormat
+from exl_core.cache.page_pool import PageCopy
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FailEvent, FinishEvent
 from exl_core.errors import RankError, RequestError
 from exl_core.lora.adapter import load_adapter
 from exl_core.model.adapters import AdapterUse
 from exl_core.model.context import Context
+from exl_core.model.runner import store_for
 from exl_core.model.transformer import Transformer
 from exl_core.parallel.followers import Followers
 from exl_core.parallel.leader import LeadingTransformer
+from exl_core.parallel.wire import Message
 from exl_core.session import ranks
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from exl_core.speculate.ngram import NgramDrafter
@@ -48,11 +51,11 @@ PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time")
 
 
 @pytest.fixture(autouse=True)
-def own_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A temporary folder of this test alone, since other test processes start ranks too."""
-    with tempfile.TemporaryDirectory(prefix="exl-test-") as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
 
 @pytest.fixture
@@ -312,21 +315,63 @@ def test_nothing_listens_beyond_the_loopback_interface(tiny: Path) -> None:
         assert all(address.startswith("0100007F:") for address in own), own
 
 
-def test_interrupts_wait_for_the_end_of_a_pass(tiny: Path) -> None:
+def test_interrupts_wait_for_the_end_of_a_pass(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C during a pass must not leave the other ranks behind in the middle of it."""
     with loaded_ranks(tiny, exact=True) as divided:
+        assert isinstance(divided.model, LeadingTransformer)
+        exchange = divided.model._exchange
+        complete, sums, interrupted = exchange.sum, 0, 0
+
+        def interrupted_sum(part: Tensor) -> Tensor:
+            nonlocal sums
+            sums += 1
+            if sums == interrupted:
+                signal.raise_signal(signal.SIGINT)
+            return complete(part)
+
+        monkeypatch.setattr(exchange, "sum", interrupted_sum)
         engine = Engine(divided.model, divided.tokenizer)
         submit(engine, ask([5, 6, 7], max_tokens=None, stop_ids=frozenset()))
-        for delay_s in (0.05, 0.1, 0.15):
-            threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT)).start()
+        engine.step()
+        of_pass = sums
+        assert of_pass == 1 + 2 * divided.config.num_layers
+        for number in range(1, of_pass + 1):
+            interrupted = number
+            if engine.is_idle:
+                submit(engine, ask([5, 6, 7], max_tokens=None, stop_ids=frozenset()))
+            sums = 0
             with pytest.raises(KeyboardInterrupt):
-                while True:
-                    if engine.is_idle:
-                        submit(engine, ask([5, 6, 7], max_tokens=None, stop_ids=frozenset()))
-                    engine.step()
+                engine.step()
+            assert sums == of_pass  # the pass was complete
             run_all(engine)
+        sums, interrupted = 0, 0
         whole = load_model(tiny, device="cpu", exact=True)
         assert replies(divided, 8) == replies(whole, 8)
+
+
+def test_interrupts_wait_until_all_ranks_have_a_message(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that missed a message would be refused the next one."""
+    with loaded_ranks(tiny, 3, exact=True) as divided:
+        assert isinstance(divided.model, LeadingTransformer)
+        followers = divided.model.followers
+        complete = Message.packed
+
+        def interrupted_packed(message: Message, sequence: int) -> bytes:
+            signal.raise_signal(signal.SIGINT)
+            return complete(message, sequence)
+
+        store = store_for(divided.model, KVFormat.FP16, 4)
+        with monkeypatch.context() as patch:
+            patch.setattr(Message, "packed", interrupted_packed)
+            with pytest.raises(KeyboardInterrupt):
+                divided.model.number_of(store)
+            with pytest.raises(KeyboardInterrupt):
+                store.copy_pages([PageCopy(0, 1, 8)])
+        assert divided.model.number_of(store) == 0
+        assert followers.failure is None
+        assert len(replies(divided, 8)) == len(PROMPTS)
 
 
 def logits_with(model: Transformer, *uses: AdapterUse) -> Tensor:

@@ -96,7 +96,7 @@ class LeadingTransformer(RankTransformer):
 
     def tell(self, message: Message) -> None:
         """Sends a message that no exchange follows."""
-        with self._lock:
+        with self._lock, _interrupts_deferred():
             while self._dropped:
                 self.followers.send(Message(self._dropped.pop(), b""))
             self.followers.send(message)
@@ -117,7 +117,7 @@ class LeadingTransformer(RankTransformer):
 
     def number_of(self, store: KVStore) -> int:
         """The number of a cache. The followers have it from then on."""
-        with self._lock:
+        with self._lock, _interrupts_deferred():
             mirror = self._mirrors.get(store)
             if mirror is None:
                 number = self._num_stores
@@ -131,15 +131,16 @@ class LeadingTransformer(RankTransformer):
 
     def _adapter_number(self, adapter: Adapter) -> int:
         """The number of an adapter. The followers read their parts of it the first time."""
-        number = self._adapters.get(adapter)
-        if number is None:
-            number = self._num_adapters
-            self._num_adapters += 1
-            self.tell(adapter_message(number, adapter))
-            self._adapters[adapter] = number
-            forget = Header(Operation.FORGET, adapter=number)
-            weakref.finalize(adapter, self._dropped.append, forget)
-        return number
+        with _interrupts_deferred():
+            number = self._adapters.get(adapter)
+            if number is None:
+                number = self._num_adapters
+                self._num_adapters += 1
+                self.tell(adapter_message(number, adapter))
+                self._adapters[adapter] = number
+                forget = Header(Operation.FORGET, adapter=number)
+                weakref.finalize(adapter, self._dropped.append, forget)
+            return number
 
 
 class _Mirror:
@@ -169,7 +170,8 @@ class _Mirror:
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Holds Ctrl-C back until the end of a pass, which the other ranks run to its end as well."""
+    """Holds Ctrl-C back until the end of a pass, which the other ranks run to its end as well, or
+    until a message has reached all of them. May be nested."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python runs signal handlers on the main thread only
         return
