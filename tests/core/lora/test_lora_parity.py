@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from exl_core.cache.format import KVFormat
+from exl_core.errors import AdapterError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.formats.codecs.gptq import layout as gptq
@@ -22,9 +23,17 @@ from exl_core.model.transformer import Transformer
 from exl_core.session.load import LoadOptions, load_model
 from exl_core.session.open import open_checkpoint
 from support.adapters import merged, random_pairs, stored, untie, write_adapter
+from support.gguf_hybrids import write_hybrid
 from support.gguf_models import write_gguf
 from support.quantized_models import GPTQ_SETTINGS, METHODS, SIZES, quantize, quantized_llama
 from support.runtime_form import evaluate
+from support.tiny_hybrids import (
+    tiny_granite_hybrid,
+    tiny_lfm2,
+    tiny_qwen3_next,
+    tiny_qwen35,
+    tiny_qwen35_moe,
+)
 from support.tiny_models import (
     VOCAB_SIZE,
     save,
@@ -39,6 +48,7 @@ from support.tiny_models import (
     tiny_hunyuan,
     tiny_llama,
     tiny_olmo3,
+    tiny_qwen2_moe,
     tiny_starcoder2,
 )
 
@@ -161,6 +171,59 @@ def test_adapters_of_latent_attention_match(build: Any, tmp_path: Path) -> None:
     pairs = random_pairs(model, linears=names)
     ours = load_model(str(save(model, tmp_path / "model"))).model
     adapter = load_adapter(write_adapter(tmp_path / "adapter", stored(pairs)), ours)
+    assert_close(logits_of(ours, AdapterUse(adapter)), expected_logits(merged(model, (pairs, 1))))
+
+
+HYBRIDS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "lfm2": (tiny_lfm2, ("in_proj", "out_proj", "q_proj", "w1", "w2")),
+    "granite4": (tiny_granite_hybrid, ("in_proj", "out_proj", "k_proj", "input_linear")),
+    # Queries and their gates are one module, whose rows alternate by head.
+    "qwen3.5": (
+        tiny_qwen35,
+        ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "v_proj"),
+    ),
+    "qwen3-next": (tiny_qwen3_next, ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj")),
+    # The score of a shared expert, which takes no adapters, passes the same ops.
+    "qwen3.5-moe": (tiny_qwen35_moe, ("in_proj_qkv", "q_proj", "k_proj")),
+    "qwen2-moe": (tiny_qwen2_moe, ("q_proj", "o_proj")),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "linears"),
+    [
+        (name, chosen)
+        for name, (_, linears) in HYBRIDS.items()
+        for chosen in (linears, *((one,) for one in linears))
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_adapters_of_hybrids_and_shared_experts_match(
+    name: str, linears: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Of all linears together, and of each kind alone."""
+    model = HYBRIDS[name][0]()
+    pairs = {
+        module: pair
+        for module, pair in random_pairs(model, linears).items()
+        if ".experts." not in module and ".shared_expert_gate" not in module
+    }
+    ours = load_model(str(save(model, tmp_path / "model"))).model
+    adapter = load_adapter(write_adapter(tmp_path / "adapter", stored(pairs)), ours)
+    assert_close(logits_of(ours, AdapterUse(adapter)), expected_logits(merged(model, (pairs, 1))))
+
+
+def test_adapters_of_reordered_value_heads_are_refused(tmp_path: Path) -> None:
+    """GGUF files of Qwen3.5 have other value heads next to each other than the adapter's model."""
+    model = tiny_qwen35()
+    ours = load_model(str(write_hybrid(model, tmp_path / "model.gguf", "qwen35"))).model
+    for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"):
+        folder = write_adapter(tmp_path / name, stored(random_pairs(model, (name,))))
+        with pytest.raises(AdapterError, match="in another order") as caught:
+            load_adapter(folder, ours)
+        assert "safetensors" in str(caught.value)
+    pairs = random_pairs(model, ("q_proj", "o_proj", "up_proj"))
+    adapter = load_adapter(write_adapter(tmp_path / "others", stored(pairs)), ours)
     assert_close(logits_of(ours, AdapterUse(adapter)), expected_logits(merged(model, (pairs, 1))))
 
 

@@ -260,6 +260,11 @@ class GatedDeltaNet(Mixer):
         return self.value_heads * self.value_dim
 
     @property
+    def is_reordered(self) -> bool:
+        """Whether the value heads are in another order than in a checkpoint of the hub."""
+        return self.is_tiled and 1 < self.key_heads < self.value_heads
+
+    @property
     def channels(self) -> int:
         """Width of the convolution."""
         return 2 * self.key_size + self.value_size

@@ -8,7 +8,7 @@ outputs in the order of the family's checkpoints, which the module table knows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -105,8 +105,8 @@ def load_adapter(path: str | Path, model: Transformer) -> LoraAdapter:
         if row.layer is None or row.packed is None:
             raise AssertionError(f"{row.name} is not a matrix of a layer")
         key = row.layer, row.packed
-        delta = _layer_delta(file, pair, model, target)
-        deltas[key] = (*deltas.get(key, ()), delta)
+        found = _layer_deltas(file, pair, model, target)
+        deltas[key] = (*deltas.get(key, ()), *found)
     ends = _ends(file, model)
     return LoraAdapter(directory, config, whole, file.modules, deltas, ends, file.digest)
 
@@ -121,16 +121,34 @@ def _sizes(config: ModelConfig) -> tuple[object, ...]:
     )
 
 
-def _layer_delta(file: AdapterFile, pair: Pair, model: Transformer, target: LoraTarget) -> Delta:
-    """The delta of matrices of a layer, whose rows give the place and the order of its outputs."""
+def _layer_deltas(
+    file: AdapterFile, pair: Pair, model: Transformer, target: LoraTarget
+) -> Iterator[Delta]:
+    """The deltas of matrices of a layer, whose rows give the places and the order of the outputs:
+    one for each run of adjacent outputs."""
     down, up = _factors(file, pair)
     stored_rows = target.stored_rows()
     if stored_rows is not None:
         up = up[:, torch.tensor(stored_rows)]
-    down, up, first_out = model.own_low_rank(target, down, up)
     layer = target.rows[0].layer
     assert layer is not None, "the caller has checked it"
-    return _delta(down, up, model.ops_of(layer), first_out)
+    runs = _runs(target)
+    parts = up.split_with_sizes([run.out_features for run in runs], 1)
+    for run, part in zip(runs, parts, strict=True):
+        own_down, own_up, first_out = model.own_low_rank(run, down, part.contiguous())
+        yield _delta(own_down, own_up, model.ops_of(layer), first_out)
+
+
+def _runs(target: LoraTarget) -> list[LoraTarget]:
+    """The target in parts, in order. Rows of a part are adjacent outputs of the packed matrix. A
+    projection of queries and gates has two, with keys and values in between."""
+    found: list[LoraTarget] = []
+    end: int | None = None
+    for row, place in zip(target.rows, target.places, strict=True):
+        before = found.pop() if row.first_out == end else LoraTarget((), ())
+        found.append(LoraTarget((*before.rows, row), (*before.places, place)))
+        end = row.first_out + row.shape[0]
+    return found
 
 
 def _factors(file: AdapterFile, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:

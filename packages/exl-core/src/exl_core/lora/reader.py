@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from exl_core.arch.layers import GatedDeltaNet
 from exl_core.arch.modules import LoraTarget, ModuleTable, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import available_memory_bytes
@@ -49,6 +50,7 @@ class AdapterFile:
         self.end_pairs: dict[End, Pair] = {}
         self.whole: dict[End, str] = {}
         self._config = config
+        self._model = model
         table = module_table(model)
         self._end_names: dict[End, str] = {
             "embed": table.embed.stem.rpartition(".")[2],
@@ -103,6 +105,7 @@ class AdapterFile:
         if named.role == "whole":
             self._register_whole(tensor, target)
             return
+        self._check_order(tensor, target)
         if named.is_embedding != (end_of(target) == "embed"):
             raise self._error(tensor, "is of another kind than its module")
         rank = self._config.rank_of(named.module)
@@ -112,6 +115,20 @@ class AdapterFile:
         if named.role in halves:
             raise self._error(tensor, f"is there twice, as {halves[named.role]!r} too")
         halves[named.role] = tensor.name
+
+    def _check_order(self, tensor: StoredTensor, target: LoraTarget) -> None:
+        """Refuses matrices whose value heads the model has in another order than the adapter."""
+        row = target.rows[0]
+        mixer = None if row.layer is None else self._model.layers[row.layer].mixer
+        is_mixer = any(one.packed in ("mixer_in", "mixer_out") for one in target.rows)
+        if is_mixer and isinstance(mixer, GatedDeltaNet) and mixer.is_reordered:
+            raise AdapterError(
+                f"tensor {tensor.name!r} belongs to value heads that a GGUF file has in another"
+                " order",
+                where=self.path,
+                next_step="Load the model from safetensors files, or train an adapter without"
+                " these modules.",
+            )
 
     def _register_whole(self, tensor: StoredTensor, target: LoraTarget) -> None:
         end = end_of(target)

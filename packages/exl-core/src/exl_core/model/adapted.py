@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from exl_core.model.adapters import Delta
+from exl_core.model.adapters import AdapterUse, Delta
 from exl_core.model.batch import AdapterRows, Batch
 from exl_core.model.layers.residual import normed
 from exl_core.model.layers.steps import Steps, with_ops
@@ -114,8 +114,7 @@ class AdaptedOps(WrappedOps):
         return any(self._changes(rows, w) for rows in self._adapters)
 
     def _changes(self, rows: AdapterRows, w: PackedLinear) -> bool:
-        layer, name = self._layer, self._names[id(w)]
-        return any(use.adapter.deltas(layer, name) for use in rows.uses)
+        return any(self._deltas(use, w) for use in rows.uses)
 
     def _add_deltas(self, y: Tensor, x: Tensor, w: PackedLinear) -> None:
         """y [R, out_features] += deltas of each row's adapters to w, for its inputs x [R, k]."""
@@ -125,10 +124,14 @@ class AdaptedOps(WrappedOps):
 
     def _add_deltas_of(self, rows: AdapterRows, y: Tensor, x: Tensor, w: PackedLinear) -> None:
         """The same for the outputs y and inputs x of one range of rows."""
-        layer, name = self._layer, self._names[id(w)]
         for use in rows.uses:
-            for delta in use.adapter.deltas(layer, name):
+            for delta in self._deltas(use, w):
                 _add(self._ops, y, _reduced(self._ops, x, delta), delta, use.scale)
+
+    def _deltas(self, use: AdapterUse, w: PackedLinear) -> tuple[Delta, ...]:
+        """The adapter's deltas to a matrix; none to a router, which is not among the names."""
+        name = self._names.get(id(w))
+        return () if name is None else use.adapter.deltas(self._layer, name)
 
 
 def adapted(steps: Steps, adapters: Sequence[AdapterRows], table: OpTable) -> Steps:
