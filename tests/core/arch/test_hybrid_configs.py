@@ -140,7 +140,14 @@ def test_granite4_has_mamba_layers_and_attention_without_rope(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "changes",
-    [{"mamba_n_heads": 47}, {"mamba_n_groups": 5}, {"time_step_limit": [2, 1]}],
+    [
+        {"mamba_n_heads": 47},
+        {"mamba_n_groups": 5},
+        {"time_step_limit": [2, 1]},
+        {"time_step_limit": [0, 10**400]},  # no float
+        {"time_step_limit": [False, True]},
+        {"time_step_limit": "0, 1"},
+    ],
 )
 def test_sizes_of_mamba_that_do_not_fit_are_refused(
     tmp_path: Path, changes: dict[str, Any]
@@ -156,6 +163,9 @@ def test_sizes_of_mamba_that_do_not_fit_are_refused(
         {"layer_types": ["conv"] * 15 + ["mamba"]},
         {"layer_types": ["conv"] * 16},  # no attention at all
         {"conv_L_cache": 1},
+        {"full_attn_idxs": [2, 16]},  # of layers 0 to 15
+        {"block_ffn_dim_multiplier": 1e30},
+        {"block_ffn_dim_multiplier": 1e-9},
     ],
 )
 def test_layers_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:

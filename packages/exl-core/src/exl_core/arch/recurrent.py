@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from exl_core.arch.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN_SIZE, Fields
+from exl_core.arch.fields import (
+    LARGEST,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_HIDDEN_SIZE,
+    MAX_INTERMEDIATE_SIZE,
+    Fields,
+)
 from exl_core.arch.layers import GatedDeltaNet, Mamba2, Mixer, ShortConv
 from exl_core.arch.spec import ArchSpec, Recurrence
 from exl_core.errors import ConfigError
@@ -38,6 +45,13 @@ def _is_recurrent(arch: ArchSpec, text: Fields, layers: int) -> list[bool]:
         if not text.has("full_attn_idxs"):
             return [False] * layers
         full = text.integers("full_attn_idxs")
+        if max(full, default=0) >= layers:
+            raise ConfigError(
+                "'full_attn_idxs' names a layer that the model does not have",
+                where=text.where,
+                expected=f"indices below {layers}",
+                got=max(full),
+            )
         return [layer not in full for layer in range(layers)]
     names, known = text.strings("layer_types"), RECURRENT_TYPES[arch.recurrence]
     unknown = sorted(set(names) - {*known, *ATTENTION_TYPES})
@@ -105,7 +119,7 @@ def _steps(text: Fields) -> tuple[float, float | None]:
         raise ConfigError(
             "'time_step_limit' has no usable value",
             where=text.where,
-            expected="two numbers, the smaller one first",
+            expected="two numbers from 0 on, the smaller one first",
             got=str(limits)[:80],
         )
     least, largest = found
@@ -113,10 +127,13 @@ def _steps(text: Fields) -> tuple[float, float | None]:
 
 
 def _limit(value: object) -> float:
-    """A number; transformers writes infinity as an object. NaN for anything else."""
-    if value == {"__float__": "Infinity"}:
+    """A number of at most `LARGEST`, or infinity, which transformers writes as an object. NaN for
+    anything else."""
+    if value in ({"__float__": "Infinity"}, math.inf):
         return math.inf
-    return float(value) if isinstance(value, int | float) else math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    return float(value) if 0 <= value <= LARGEST else math.nan
 
 
 def _between_attention(fields: Fields, layers: int) -> list[bool]:
@@ -144,7 +161,15 @@ def rounded_intermediate_size(text: Fields, size: int) -> int:
     if text.has("block_ffn_dim_multiplier"):
         size = int(text.number("block_ffn_dim_multiplier") * size)
     step = text.integer("block_multiple_of", INTERMEDIATE_STEP)
-    return -(-size // step) * step
+    size = -(-size // step) * step
+    if not 0 < size <= MAX_INTERMEDIATE_SIZE:
+        raise ConfigError(
+            "the width of the MLP is impossible",
+            where=text.where,
+            expected=f"from 1 to {MAX_INTERMEDIATE_SIZE}",
+            got=f"{size:.3g}, from 'block_ffn_dim_multiplier' and 'block_multiple_of'",
+        )
+    return size
 
 
 def gguf_recurrent(arch: ArchSpec, own: Fields, kv_heads: Sequence[int]) -> Sequence[Mixer | None]:
