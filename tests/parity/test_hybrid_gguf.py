@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFReader
 
-from exl_core.session.load import LoadOptions
+from exl_core.errors import WeightValueError
+from exl_core.session.load import LoadOptions, load_model
 from support.gguf_hybrids import write_hybrid
 from support.paged import logits_of
 from support.tiny_hybrids import tiny_lfm2, tiny_qwen3_next, tiny_qwen35, tiny_qwen35_moe
@@ -34,3 +36,14 @@ def test_gguf_logits_of_hybrids_match_transformers(tmp_path: Path, arch: str) ->
     logits = logits_of(path, ids, LoadOptions(exact=True))
 
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("value", [0.5, -float("inf")])
+def test_states_that_would_grow_are_refused(tmp_path: Path, value: float) -> None:
+    """A file has -exp(A_log). The logarithm of another sign would be NaN."""
+    path = write_hybrid(tiny_qwen35(), tmp_path / "tiny.gguf", "qwen35")
+    reader = GGUFReader(path, "r+")
+    next(one for one in reader.tensors if one.name.endswith("ssm_a")).data[0] = value
+    reader.data.flush()
+    with pytest.raises(WeightValueError, match="ssm_a"):
+        load_model(str(path))

@@ -347,7 +347,7 @@ class Checkpoint:
         if weight.dim() == MATRIX and self.rows[name].kind in flat:
             weight = weight.flatten()
         if place.is_decay:
-            weight = torch.log(-weight)
+            weight = self._logarithm(name, weight)
         if weight.dim() == MATRIX:
             if not torch.equal(weight, weight[:1].expand_as(weight)):
                 raise UnsupportedModelError(
@@ -357,6 +357,19 @@ class Checkpoint:
         if place.permutation is not None:
             weight = weight[torch.tensor(place.permutation.stored_rows())]
         return weight + place.addend if place.addend else weight
+
+    def _logarithm(self, name: str, weight: Tensor) -> Tensor:
+        """A_log of a tensor that stores -exp(A_log), float32."""
+        if bool((weight > 0).any()):
+            raise WeightValueError(
+                f"tensor {self.stored[name].name!r} holds a decay with which states would grow",
+                where=self.stored[name].file,
+                expected="numbers up to 0",
+                got=weight.max().item(),
+                next_step="The file is damaged or its conversion failed; get the model from"
+                " another source.",
+            )
+        return torch.log(-weight)
 
     def _matrix(self, name: str) -> RuntimeMatrix:
         """The matrix in its run-time form, without its bias."""
