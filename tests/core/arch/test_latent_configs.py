@@ -14,6 +14,7 @@ from exl_core.arch.layers import MLA, MoE, Router, RouterBias, Scores, SharedExp
 from exl_core.arch.registry import find_by_gguf_name
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
 from exl_core.errors import UnsupportedModelError
+from exl_core.parallel.plan import Rank, share_config
 from support.model_configs import LLAMA, write
 
 SIZES: dict[str, Any] = {
@@ -130,3 +131,10 @@ def test_unsupported_variants_are_refused_by_name(
 def test_gguf_files_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match=r"'deepseek2' is not supported: GGUF files"):
         find_by_gguf_name("deepseek2", where="a test")
+
+
+def test_latent_attention_cannot_be_divided_among_ranks(tmp_path: Path) -> None:
+    config = read_hf_config(write(tmp_path, LLAMA | V2_LITE))
+    with pytest.raises(UnsupportedModelError, match="latent attention") as caught:
+        share_config(config, Rank(0, 2))
+    assert "--split" in str(caught.value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from exl_core.arch.layers import Attention, Dense, FeedForward, LayerSpec, MoE
+from exl_core.arch.layers import MLA, Attention, Dense, FeedForward, LayerSpec, MoE
 from exl_core.arch.spec import ModelConfig
 from exl_core.errors import RequestError, UnsupportedModelError
 
@@ -90,10 +90,12 @@ def share_config(config: ModelConfig, rank: Rank) -> ModelConfig:
     """
     if rank.count < 2:
         return config
-    if config.state_bytes:
+    has_latent = any(isinstance(layer.mixer, MLA) for layer in config.layers)
+    if config.state_bytes or has_latent:
+        kind = "latent attention" if has_latent else "recurrent layers"
         raise UnsupportedModelError(
-            "a model with recurrent layers cannot be divided among ranks",
-            expected="attention in every layer",
+            f"a model with {kind} cannot be divided among ranks",
+            expected="attention to keys and values in every layer",
             next_step="Give whole layers to each GPU with --split instead.",
         )
     share(config.vocab_size, rank)
