@@ -35,14 +35,32 @@ from exl_core.tokenizer.detect import load_tokenizer
 from exl_core.tokenizer.gguf_vocab import tokenizer_from_gguf_fields
 from fuzz import mutate
 from support.adapters import random_pairs, stored, write_adapter
+from support.gguf_hybrids import write_hybrid
 from support.gguf_models import write_gguf
 from support.model_configs import GEMMA, LLAMA
 from support.paged import PagedRun
 from support.published_configs import LATER_FAMILIES
-from support.quantized_models import METHODS, SIZES, quantized_llama
-from support.tiny_models import byte_tokenizer, tiny_llama
+from support.quantized_models import (
+    EXL3_SETTINGS,
+    METHODS,
+    SIZES,
+    exl3_pieces,
+    quantize,
+    quantized_llama,
+)
+from support.tiny_hybrids import tiny_granite_hybrid, tiny_lfm2, tiny_qwen35
+from support.tiny_models import byte_tokenizer, save, tiny_deepseek3, tiny_llama
 
 REFUSALS = (ExlError,)
+Q4_0 = GGMLQuantizationType.Q4_0
+LAYERS: dict[str, Callable[[], Any]] = {
+    "short convolution": tiny_lfm2,
+    "delta net": tiny_qwen35,
+    "mamba": tiny_granite_hybrid,
+    "latent attention": tiny_deepseek3,
+}
+"""Models whose layers have another mixer than attention over keys and values."""
+
 Read = Callable[[Path, bytes], None]
 Change = Callable[[random.Random, bytes, list[bytes]], bytes]
 
@@ -66,8 +84,13 @@ def make_targets(folder: Path) -> list[Target]:
     return [
         *(safetensors_header(), gguf_file(folder), config_file(), adapter(folder)),
         *(tokenizer_json(), tokenizer_model(), kernel_operands()),
-        *(checkpoint(folder, method) for method in METHODS),
-        gguf_checkpoint(folder),
+        *(checkpoint(quantized_llama(method, folder / method), method) for method in METHODS),
+        checkpoint(exl3_llama(folder / "exl3"), "exl3"),
+        *(checkpoint(save(build(), folder / name), name) for name, build in LAYERS.items()),
+        gguf_checkpoint(write_gguf(tiny_llama(**SIZES), folder / "model.gguf", Q4_0), "GGUF"),
+        gguf_checkpoint(
+            write_hybrid(tiny_qwen35(), folder / "qwen35.gguf", "qwen35"), "GGUF hybrid"
+        ),
     ]
 
 
@@ -155,7 +178,11 @@ def config_file() -> Target:
         for config in (LLAMA, GEMMA, *later)
     ]
     quantized = [LLAMA | {"quantization_config": settings} for settings, _ in METHODS.values()]
-    seeds = [json.dumps(config).encode() for config in (*plain, *quantized)]
+    layers = [
+        {**model.config.to_dict(), "architectures": [type(model).__name__]}
+        for model in (build() for build in LAYERS.values())
+    ]
+    seeds = [json.dumps(config, default=str).encode() for config in (*plain, *quantized, *layers)]
 
     def read(where: Path, data: bytes) -> None:
         (where / "config.json").write_bytes(data)
@@ -218,21 +245,25 @@ def tokenizer_model() -> Target:
     return Target("tokenizer.model", 0.02, [out.getvalue()], read, mutate.bytes_of)
 
 
+def exl3_llama(folder: Path) -> Path:
+    """Writes a tiny Llama of trellis codes."""
+    quantize(save(tiny_llama(**SIZES), folder), EXL3_SETTINGS, exl3_pieces)
+    return folder
+
+
 # ---- codecs ------------------------------------------------------------------------------------
 
 
-def checkpoint(folder: Path, method: str) -> Target:
-    """A whole tiny checkpoint: tensors of a codec are changed, then the model is loaded and run."""
-    path = quantized_llama(method, folder / method)
+def checkpoint(path: Path, name: str) -> Target:
+    """A whole tiny checkpoint: its tensors are changed, then the model is loaded and run."""
     weights = (path / "model.safetensors").read_bytes()
     change, read = _loading(path, "model.safetensors")
-    return Target(f"{method} checkpoint", 0.0006, [weights], read, change)
+    return Target(f"{name} checkpoint", 0.0006, [weights], read, change)
 
 
-def gguf_checkpoint(folder: Path) -> Target:
-    path = write_gguf(tiny_llama(**SIZES), folder / "model.gguf", GGMLQuantizationType.Q4_0)
+def gguf_checkpoint(path: Path, name: str) -> Target:
     change, read = _loading(path.parent, path.name)
-    return Target("GGUF checkpoint", 0.0006, [path.read_bytes()], read, change)
+    return Target(f"{name} checkpoint", 0.0006, [path.read_bytes()], read, change)
 
 
 def _loading(source: Path, name: str) -> tuple[Change, Read]:
