@@ -28,6 +28,7 @@ from exl_core.ops.latent import HeadOps, LatentOps
 from exl_core.ops.linear import LinearOps, ProductOps
 from exl_core.ops.moe import MoeOps, RoutedOps
 from exl_core.ops.recurrent import RecurrentOps
+from exl_core.ops.rings import RingOps
 from exl_core.ops.sampling import SamplingOps
 
 
@@ -49,6 +50,7 @@ class OpTable(
     MoeOps,
     RecurrentOps,
     SamplingOps,
+    RingOps,
     Protocol,
 ):
     """The functions that a backend provides. Ops ending in `_` work in place."""

@@ -18,6 +18,7 @@ from exl_core.ops.backends.cpu.moe import CpuMoeOps
 from exl_core.ops.backends.cpu.recurrent import CpuRecurrentOps
 from exl_core.ops.backends.cpu.sampling import CpuSamplingOps
 from exl_core.ops.backends.latent import AbsorbedLatentOps
+from exl_core.ops.backends.rings import TorchRingOps
 
 
 class CpuTable(
@@ -28,6 +29,7 @@ class CpuTable(
     CpuMoeOps,
     CpuRecurrentOps,
     CpuSamplingOps,
+    TorchRingOps,
 ):
     """OpTable of the CPU kernels for one instruction set, with their thread pool."""
 

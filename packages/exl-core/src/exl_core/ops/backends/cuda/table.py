@@ -20,6 +20,7 @@ from exl_core.ops.backends.cuda.moe import CudaMoeOps
 from exl_core.ops.backends.cuda.recurrent import CudaRecurrentOps
 from exl_core.ops.backends.cuda.sampling import CudaSamplingOps, RowSampler
 from exl_core.ops.backends.cuda.upload import upload
+from exl_core.ops.backends.rings import TorchRingOps
 
 
 class CudaTable(
@@ -30,6 +31,7 @@ class CudaTable(
     CudaElementwiseOps,
     CudaRecurrentOps,
     CudaSamplingOps,
+    TorchRingOps,
 ):
     """OpTable of one GPU. `threads` is the number of threads that fill matrices."""
 

@@ -12,6 +12,7 @@ from exl_core.ops.backends.reference.linear import ReferenceLinearOps
 from exl_core.ops.backends.reference.moe import ReferenceMoeOps
 from exl_core.ops.backends.reference.recurrent import ReferenceRecurrentOps
 from exl_core.ops.backends.reference.sampling import ReferenceSamplingOps
+from exl_core.ops.backends.rings import TorchRingOps
 
 
 class ReferenceTable(
@@ -22,6 +23,7 @@ class ReferenceTable(
     ReferenceMoeOps,
     ReferenceRecurrentOps,
     ReferenceSamplingOps,
+    TorchRingOps,
 ):
     """Reference implementation of OpTable.
 
