@@ -65,6 +65,16 @@ def test_contradictions_are_one_line(folder: Path, option: tuple[str, str]) -> N
     )
 
 
+def test_auto_says_why_it_is_one_process(folder: Path) -> None:
+    done = run(folder, "-n", "4", "--tensor-parallel", "auto")
+    assert done.returncode == 0
+    lines = [line for line in done.stderr.splitlines() if "--tensor-parallel" in line]
+    assert lines == [
+        "exl: --tensor-parallel auto: 1 process, because on the CPU one process is faster than "
+        "several"
+    ]
+
+
 def test_a_killed_rank_ends_the_command_with_one_line(folder: Path) -> None:
     arguments = command(folder, "--tensor-parallel", "2", "-n", "1900")
     with subprocess.Popen(

@@ -103,8 +103,11 @@ def loader(*, is_quiet: bool) -> Loader:
         torch.set_num_threads(1)
         with bytes_progress("loading", is_quiet=is_quiet) as progress:
             loaded = load_model(model, options, progress)
-        if loaded.plan and not is_quiet and sys.stderr is not None:
-            print("exl: " + "; ".join(map(str, loaded.plan)), file=sys.stderr, flush=True)
+        lines = [] if loaded.ranks is None else [str(loaded.ranks)]
+        lines += ["; ".join(map(str, loaded.plan))] if loaded.plan else []
+        if not is_quiet and sys.stderr is not None:
+            for line in lines:
+                print(f"exl: {line}", file=sys.stderr, flush=True)
         return loaded
 
     return load

@@ -18,6 +18,7 @@ from exl_cli.interrupt import exits_at_once
 from exl_cli.model_options import ModelOptions, print_warnings
 from exl_cli.prompts import check_encodable
 from exl_core.errors import RequestError, printable
+from exl_core.parallel.plan import parse_ranks
 from exl_core.prompt.formats import PromptFormat, find_format
 from exl_core.session.resolve import resolve_model
 from exl_core.session.split import parse_split
@@ -40,7 +41,7 @@ class RunningOptions(ModelOptions):
     held_memory: options.HeldMemory = None
     split: options.Split = "auto"
     cpu_layers: options.CpuLayers = None
-    tensor_parallel: options.TensorParallel = 1
+    tensor_parallel: options.TensorParallel = "1"
     batch_invariant: options.BatchInvariant = False
     cache_type: options.CacheType = "fp16"
     lora: engine_options.Lora = None
@@ -52,6 +53,7 @@ class RunningOptions(ModelOptions):
         # Report bad values before anything is loaded.
         options.held_bytes(self.held_memory)
         parse_split(self.split)
+        parse_ranks(self.tensor_parallel)
         return engine_options.choices_of(
             self.cache_type, self.lora, self.draft_model, self.draft_tokens, ngram=self.ngram
         )
@@ -85,7 +87,7 @@ class RunningOptions(ModelOptions):
                 held_bytes=held_bytes,
                 split=self.split,
                 cpu_layers=self.cpu_layers,
-                tensor_parallel=self.tensor_parallel,
+                tensor_parallel=parse_ranks(self.tensor_parallel),
                 batch_invariant=self.batch_invariant,
             ),
             ctx_size=self.ctx_size,

@@ -158,14 +158,13 @@ CpuLayers = Annotated[
     ),
 ]
 TensorParallel = Annotated[
-    int,
+    str,
     typer.Option(
         "--tensor-parallel",
-        metavar="N",
-        min=1,
-        max=64,
+        metavar="N|auto",
         help="Divide every matrix among N processes, which compute each token together. On the CPU "
-        "only so far. --threads is the number of threads of all of them.",
+        "only so far. --threads is the number of threads of all of them. auto: as many as the GPUs "
+        "and their memory suggest.",
         rich_help_panel=_RUNNING,
     ),
 ]

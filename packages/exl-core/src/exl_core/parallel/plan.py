@@ -8,6 +8,7 @@ without torch: which rows of a quantized matrix make up a share depends on its f
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from exl_core.arch.layers import MLA, Attention, Dense, FeedForward, LayerSpec, MoE
 from exl_core.arch.spec import ModelConfig
@@ -16,6 +17,10 @@ from exl_core.errors import RequestError, UnsupportedModelError
 UNIT = 32
 """Widths are divided in units of a block of rows, and the vocabulary in units of a column panel,
 which every backend fills and multiplies without padding."""
+MOST_RANKS = 64
+AUTO: Literal["auto"] = "auto"
+RankCount = int | Literal["auto"]
+"""Number of ranks that the user asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,15 @@ class Rank:
 
     index: int
     count: int
+
+
+def parse_ranks(text: str) -> RankCount:
+    """`auto` or a number of ranks. RequestError for anything else."""
+    if text == AUTO:
+        return AUTO
+    if text.isascii() and text.isdecimal() and len(text) < 4 and 1 <= int(text) <= MOST_RANKS:
+        return int(text)
+    raise RequestError("not a number of ranks", expected=f"1 to {MOST_RANKS}, or auto", got=text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ def _load(settings: Mapping[str, Any]) -> _Part:
     from exl_core.settings import read_settings
 
     options = options_of(settings["options"])
-    rank = Rank(settings["rank"], options.tensor_parallel)
+    rank = Rank(settings["rank"], settings["options"]["tensor_parallel"])
     threads = options.threads or 1  # rank 0 has chosen it
     torch.set_num_threads(threads)
     files = open_model(settings["path"])

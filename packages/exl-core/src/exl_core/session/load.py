@@ -23,13 +23,27 @@ from exl_core.model.transformer import Transformer
 from exl_core.ops.backends.cuda.device import check_head_dims, parse_device
 from exl_core.ops.open import get_table, min_group_rows
 from exl_core.ops.table import OpTable
+from exl_core.parallel.plan import AUTO, RankCount
 from exl_core.prompt.template import ChatTemplate
 from exl_core.session.open import ModelFiles, open_model
 from exl_core.session.placement import DeviceMemory, device_memory
-from exl_core.session.ranks import check_ranks, load_leader, threads_of_rank
+from exl_core.session.ranks import (
+    RankChoice,
+    check_ranks,
+    choose_ranks,
+    load_leader,
+    threads_of_rank,
+)
 from exl_core.session.request_fields import check_argument
 from exl_core.session.resolve import resolve_model
-from exl_core.session.split import Split, StagePlan, layer_sizes, parse_split, plan_split
+from exl_core.session.split import (
+    LayerSizes,
+    Split,
+    StagePlan,
+    layer_sizes,
+    parse_split,
+    plan_split,
+)
 from exl_core.session.weights import Loading
 from exl_core.settings import read_settings
 from exl_core.tokenizer.base import Tokenizer
@@ -78,8 +92,9 @@ class LoadOptions:
     for each device (`cpu=8,cuda:0=24`)."""
     cpu_layers: int | None = None
     """Layers on the CPU, from the first one on; None: as many as the GPUs cannot hold."""
-    tensor_parallel: int = 1
-    """Processes that the model is divided among, each with a part of every matrix. On the CPU."""
+    tensor_parallel: RankCount = 1
+    """Processes that the model is divided among, each with a part of every matrix, on the CPU.
+    `auto` chooses by the GPUs, their memory and their access to each other."""
     cache_tokens: int | None = None
     """Tokens of cache that a split leaves memory for; None: one default context."""
     kv_format: KVFormat = KVFormat.FP16
@@ -106,7 +121,7 @@ class LoadFields(TypedDict, total=False):
     held_bytes: int | None
     split: str
     cpu_layers: int | None
-    tensor_parallel: int
+    tensor_parallel: RankCount
     cache_tokens: int | None
     kv_format: KVFormat
     reserved_bytes: int
@@ -139,6 +154,8 @@ class LoadedModel:
     """Options that change the model's results, for records of measurements."""
     plan: tuple[StagePlan, ...] = ()
     """Stages of a model that is split over several devices."""
+    ranks: RankChoice | None = None
+    """The choice for `tensor_parallel="auto"`."""
 
     @property
     def label(self) -> str:
@@ -180,23 +197,21 @@ def load_model(
     files = model if isinstance(model, ModelFiles) else open_model(path)
     config = _config_on(device, files, options)
     checkpoint = checkpoint_of(files, config, options)
-    if opening is None:
-        ops = make_table(device)
-    else:
+    if opening is not None:
         checkpoint.open_ahead(until=opening.done)
-        ops = opening.result()
+    ops = make_table(device) if opening is None else opening.result()
+    divided, ranks = _with_ranks(options, device, config, checkpoint)
     plan = _plan(options, split, config, checkpoint, ops)
     on_host = options.embeddings_on == "cpu"
     loading = Loading(config, checkpoint, files.path, threads, progress, on_host)
-    transformer: Transformer
-    if options.tensor_parallel > 1:
-        transformer = load_leader(loading, checkpoint, ops, files, fields_of(options, threads))
-    else:
+    if divided.tensor_parallel == 1:
         own = str(ops.device) if opening is not None else device
         names = dict.fromkeys(stage.device for stage in plan)
         tables = {name: ops if name == own else make_table(name) for name in names}
         weights, stages, last = loading.read(plan, tables, ops, options.held_bytes)
         transformer = Transformer(config, weights, last, files.sample_ids, split=stages)
+    else:
+        transformer = load_leader(loading, checkpoint, ops, files, fields_of(divided, threads))
     return LoadedModel(
         name=files.name,
         path=files.path,
@@ -209,7 +224,19 @@ def load_model(
         exact=options.exact,
         changes=changes_of(options),
         plan=plan,
+        ranks=ranks,
     )
+
+
+def _with_ranks(
+    options: LoadOptions, device: str, config: ModelConfig, checkpoint: Checkpoint
+) -> tuple[LoadOptions, RankChoice | None]:
+    """The options with a number of ranks, and the choice of that number if it was left open."""
+    if options.tensor_parallel != AUTO:
+        return options, None
+    sizes = partial(_sizes, options, config, checkpoint)
+    choice = choose_ranks(options, device, sizes, config)
+    return replace(options, tensor_parallel=choice.count), choice
 
 
 def _config_on(device: str, files: ModelFiles, options: LoadOptions) -> ModelConfig:
@@ -245,8 +272,7 @@ def _plan(
         if is_default:
             return ()
         raise RequestError("no GPU to split the model over", got=f"--device {options.device}")
-    tokens = options.cache_tokens or min(config.max_seq_len, DEFAULT_CTX_LIMIT)
-    sizes = layer_sizes(checkpoint.bytes_by_part, config, options.kv_format, tokens)
+    sizes = _sizes(options, config, checkpoint)
     if options.embeddings_on == "cpu" and not sizes.is_tied:
         sizes = replace(sizes, embedding=0)
     own = DeviceMemory(str(ops.device), "", free_memory_bytes(ops.device))
@@ -261,6 +287,12 @@ def _plan(
     plan = plan_split(sizes, split, devices, cpu, options.cpu_layers)
     is_whole = len(plan) == 1 and plan[0].device == str(ops.device)
     return () if is_whole else plan
+
+
+def _sizes(options: LoadOptions, config: ModelConfig, checkpoint: Checkpoint) -> LayerSizes:
+    """Sizes of the model and of the cache that `options` ask for."""
+    tokens = options.cache_tokens or min(config.max_seq_len, DEFAULT_CTX_LIMIT)
+    return layer_sizes(checkpoint.bytes_by_part, config, options.kv_format, tokens)
 
 
 def checkpoint_of(files: ModelFiles, config: ModelConfig, options: LoadOptions) -> Checkpoint:

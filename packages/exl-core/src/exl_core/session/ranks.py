@@ -7,32 +7,41 @@ ranks while they load.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+from math import inf
 from typing import Any, Protocol
+
+import torch
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import free_memory_bytes
-from exl_core.errors import RequestError
+from exl_core.errors import ExlError, RequestError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.ops.table import OpTable
 from exl_core.parallel.checkpoint import ShardedCheckpoint
 from exl_core.parallel.followers import Followers
 from exl_core.parallel.leader import LeadingTransformer
-from exl_core.parallel.plan import Rank, share_config
+from exl_core.parallel.plan import AUTO, MOST_RANKS, Rank, RankCount, share_config
 from exl_core.session.open import ModelFiles
+from exl_core.session.placement import GPU_OVERHEAD, DeviceMemory, device_memory
+from exl_core.session.split import GB, LayerSizes
 from exl_core.session.weights import Loading, check_memory
 from exl_core.settings import Settings
 
 MODULE = "exl_core.session.follower"
-MOST_RANKS = 64
+_RANK_OVERHEAD = 1.05
+"""Memory of a rank over an equal share of the model: norms, and units that do not divide evenly."""
 
 
 class RankOptions(Protocol):
     """Options of a run that concern the ranks; `LoadOptions` has them."""
 
     @property
-    def tensor_parallel(self) -> int: ...
+    def tensor_parallel(self) -> RankCount: ...
+    @property
+    def device(self) -> str: ...
     @property
     def threads(self) -> int | None: ...
     @property
@@ -43,12 +52,97 @@ class RankOptions(Protocol):
     def held_bytes(self) -> int | None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class RankChoice:
+    """Number of ranks that `auto` has chosen, and the reason, a clause for the user."""
+
+    count: int
+    reason: str
+
+    def __str__(self) -> str:
+        ranks = "1 process" if self.count == 1 else f"{self.count} processes"
+        return f"--tensor-parallel auto: {ranks}, because {self.reason}"
+
+
+def choose_ranks(
+    options: RankOptions, device: str, sizes: Callable[[], LayerSizes], config: ModelConfig
+) -> RankChoice:
+    """The number of ranks for `auto` on this machine. `device`: the resolved one."""
+    if not device.startswith("cuda"):
+        return RankChoice(1, "on the CPU one process is faster than several")
+    if options.device.startswith("cuda:"):
+        return RankChoice(1, f"--device {options.device} is one GPU")
+    _, *gpus = device_memory()
+    choice = ranks_for(sizes(), config, gpus, torch.cuda.can_device_access_peer)
+    if choice.count == 1:
+        return choice
+    return RankChoice(1, f"processes run on the CPU only so far, although {choice.reason}")
+
+
+def ranks_for(
+    sizes: LayerSizes,
+    config: ModelConfig,
+    gpus: Sequence[DeviceMemory],
+    has_access: Callable[[int, int], bool],
+) -> RankChoice:
+    """The fewest ranks whose GPUs hold the model and can access each other's memory.
+
+    `has_access` gets the numbers of two GPUs. A model that fits one GPU stays there: the sums over
+    ranks take longer than a small model's products. Plain arithmetic, before anything is read.
+    """
+    if len(gpus) < 2:
+        return RankChoice(1, "there is no second GPU")
+    free = [inf if gpu.free_bytes is None else gpu.free_bytes - GPU_OVERHEAD for gpu in gpus]
+    needed = sizes.total_bytes
+    largest = sorted(range(len(gpus)), key=lambda index: -free[index])
+    if free[largest[0]] >= needed:
+        return RankChoice(1, "the model fits one GPU")
+    for count in range(2, min(len(largest), MOST_RANKS) + 1):
+        if _rank_bytes(sizes, config, count) <= free[largest[count - 1]]:
+            obstacle = _obstacle(sorted(largest[:count]), config, gpus, has_access)
+            if obstacle is not None:
+                return RankChoice(1, obstacle)
+            return RankChoice(
+                count, f"{count} GPUs hold the {needed / GB:.2f} GB of weights and cache"
+            )
+    return RankChoice(1, f"{len(gpus)} GPUs do not hold equal shares of {needed / GB:.2f} GB")
+
+
+def _obstacle(
+    used: Sequence[int],
+    config: ModelConfig,
+    gpus: Sequence[DeviceMemory],
+    has_access: Callable[[int, int], bool],
+) -> str | None:
+    """Why these GPUs cannot share the model; None if they can."""
+    for one, other in permutations(used, 2):
+        if not has_access(one, other):
+            return f"{gpus[one].device} has no access to the memory of {gpus[other].device}"
+    try:
+        share_config(config, Rank(0, len(used)))
+    except ExlError as error:
+        return str(error)
+    return None
+
+
+def _rank_bytes(sizes: LayerSizes, config: ModelConfig, count: int) -> float:
+    """Bytes of the largest rank: its share of weights and cache. Ranks beyond the number of
+    key-value heads have copies of their cache."""
+    cache = 0.0
+    for layer_bytes, shape in zip(sizes.cache, config.kv_shapes, strict=True):
+        heads = 1 if shape is None else shape.num_kv_heads
+        cache += layer_bytes / heads * -(-heads // count)
+    return (sizes.total_bytes - sum(sizes.cache)) / count * _RANK_OVERHEAD + cache
+
+
 def check_ranks(options: RankOptions, device: str) -> None:
     """RequestError for options that contradict tensor parallelism. `device`: the resolved one."""
     ranks = options.tensor_parallel
-    if not 1 <= ranks <= MOST_RANKS:
-        raise RequestError("not a number of ranks", expected=f"1 to {MOST_RANKS}", got=ranks)
-    if ranks == 1:
+    if ranks != AUTO and not 1 <= ranks <= MOST_RANKS:
+        raise RequestError(
+            "not a number of ranks", expected=f"1 to {MOST_RANKS}, or auto", got=ranks
+        )
+    if ranks in (1, AUTO):
         return
     for is_given, option in (
         (options.split not in ("auto", "none"), "--split"),
@@ -72,7 +166,8 @@ def check_ranks(options: RankOptions, device: str) -> None:
 
 def threads_of_rank(options: RankOptions, settings: Settings) -> int:
     """Threads of each rank: together they use as many as one process would."""
-    return max(1, (options.threads or settings.threads) // options.tensor_parallel)
+    ranks = 1 if options.tensor_parallel == AUTO else options.tensor_parallel
+    return max(1, (options.threads or settings.threads) // ranks)
 
 
 def load_leader(
