@@ -14,11 +14,24 @@ from exl_core.errors import WeightValueError
 from exl_core.session.load import LoadOptions, load_model
 from support.gguf_hybrids import write_hybrid
 from support.paged import logits_of
-from support.tiny_hybrids import tiny_lfm2, tiny_qwen3_next, tiny_qwen35, tiny_qwen35_moe
+from support.tiny_hybrids import (
+    tiny_granite_hybrid,
+    tiny_lfm2,
+    tiny_lfm2_moe,
+    tiny_qwen3_next,
+    tiny_qwen35,
+    tiny_qwen35_moe,
+)
 from support.tiny_models import VOCAB_SIZE
 
+NO_LIMITS = {"time_step_limit": [0.0, float("inf")]}  # the format has no key for them
 BUILDERS: dict[str, Callable[[], Any]] = {
     "lfm2": tiny_lfm2,
+    "lfm2moe": lambda: tiny_lfm2_moe(routed_scaling_factor=1.0),
+    "granitehybrid": lambda: tiny_granite_hybrid(**NO_LIMITS),
+    "granitehybrid-moe": lambda: tiny_granite_hybrid(
+        **NO_LIMITS, num_local_experts=4, intermediate_size=40, position_embedding_type="rope"
+    ),
     "qwen35": tiny_qwen35,
     "qwen35moe": tiny_qwen35_moe,
     "qwen3next": lambda: tiny_qwen3_next(mlp_only_layers=[]),
@@ -29,7 +42,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
 def test_gguf_logits_of_hybrids_match_transformers(tmp_path: Path, arch: str) -> None:
     model = BUILDERS[arch]()
     ids = torch.randint(3, VOCAB_SIZE, (90,), generator=torch.Generator().manual_seed(11)).tolist()
-    path = write_hybrid(model, tmp_path / "tiny.gguf", arch)
+    path = write_hybrid(model, tmp_path / "tiny.gguf", arch.removesuffix("-moe"))
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import GGUFWriter
+from gguf import ExpertGatingFuncType, GGUFWriter
 from torch import Tensor
 
 from support.gguf_models import add_vocabulary, write_file
@@ -62,6 +62,28 @@ _QWEN = {
         for part in ("gate", "up", "down")
     },
 }
+_LFM2_MOE = {
+    **_LFM2,
+    "feed_forward.gate.weight": "ffn_gate_inp.weight",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+    "feed_forward.experts.down_proj": "ffn_down_exps.weight",
+}
+_GRANITE = {
+    **_COMMON,
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "mamba.in_proj.weight": "ssm_in.weight",
+    "mamba.conv1d.weight": "ssm_conv1d.weight",
+    "mamba.conv1d.bias": "ssm_conv1d.bias",
+    "mamba.A_log": "ssm_a",
+    "mamba.D": "ssm_d",
+    "mamba.dt_bias": "ssm_dt.bias",
+    "mamba.norm.weight": "ssm_norm.weight",
+    "mamba.out_proj.weight": "ssm_out.weight",
+    "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+    "block_sparse_moe.experts.down_proj": "ffn_down_exps.weight",
+}
 _TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.embedding_norm.weight": "token_embd_norm.weight",
@@ -71,21 +93,28 @@ _TOP = {
 
 
 def write_hybrid(model: Any, path: Path, arch: str) -> Path:
-    """Writes all tensors as float32. `arch`: lfm2, qwen35, qwen35moe or qwen3next."""
+    """Writes all tensors as float32. `arch`: lfm2, lfm2moe, granitehybrid, qwen35, qwen35moe or
+    qwen3next."""
     config, writer = model.config, GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if arch == "lfm2":
-        kinds = config.layer_types
-        heads = [config.num_key_value_heads * (kind == "full_attention") for kind in kinds]
-        writer.add_head_count_kv(heads)
+    if arch in ("lfm2", "lfm2moe"):
+        _add_heads(writer, config)
         writer.add_feed_forward_length(model.model.layers[0].feed_forward.w1.out_features)
         writer.add_layer_norm_rms_eps(config.norm_eps)
         writer.add_shortconv_l_cache(config.conv_L_cache)
         writer.add_key_length(config.head_dim)
+        if arch == "lfm2moe":
+            writer.add_leading_dense_block_count(config.num_dense_layers)
+            writer.add_expert_count(config.num_experts)
+            writer.add_expert_used_count(config.num_experts_per_tok)
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+            writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    elif arch == "granitehybrid":
+        _add_granite(writer, config)
     else:
         _add_delta_net(writer, config)
     add_vocabulary(writer)
@@ -94,6 +123,33 @@ def write_hybrid(model: Any, path: Path, arch: str) -> Path:
             writer.add_tensor(name, weight.contiguous().numpy())
     write_file(writer)
     return path
+
+
+def _add_heads(writer: GGUFWriter, config: Any) -> None:
+    kinds = config.layer_types
+    writer.add_head_count_kv(
+        [config.num_key_value_heads * (kind == "full_attention") for kind in kinds]
+    )
+
+
+def _add_granite(writer: GGUFWriter, config: Any) -> None:
+    _add_heads(writer, config)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+    writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
 
 
 def _add_delta_net(writer: GGUFWriter, config: Any) -> None:
@@ -117,19 +173,45 @@ def _add_delta_net(writer: GGUFWriter, config: Any) -> None:
 
 
 def _stored(model: Any, arch: str) -> Iterator[tuple[str, Tensor]]:
-    names = _LFM2 if arch == "lfm2" else _QWEN
+    names = {"lfm2": _LFM2, "lfm2moe": _LFM2_MOE, "granitehybrid": _GRANITE}.get(arch, _QWEN)
+    is_qwen = names is _QWEN
     for name, weight in model.state_dict().items():
         if name in _TOP:
-            is_norm = arch != "lfm2" and name.endswith("norm.weight")
+            is_norm = is_qwen and name.endswith("norm.weight")
             yield _TOP[name], weight + 1 if is_norm else weight
             continue
         _, _, layer, part = name.split(".", 3)
         prefix = f"blk.{layer}."
-        if arch != "lfm2":
+        if is_qwen:
             for own, values in _qwen_parts(model.config, arch, part, weight):
                 yield prefix + (names.get(own) or own), values
+        elif part.endswith(("gate_up_proj", "input_linear.weight")):
+            ending = (
+                "_exps" if "experts" in part else "_shexp" * bool(model.config.num_local_experts)
+            )
+            for half, values in zip(("gate", "up"), weight.chunk(2, -2), strict=True):
+                yield f"{prefix}ffn_{half}{ending}.weight", values
+        elif part == "shared_mlp.output_linear.weight":
+            ending = "_shexp" * bool(model.config.num_local_experts)
+            yield f"{prefix}ffn_down{ending}.weight", weight
         else:
-            yield prefix + names[part], weight.squeeze(1) if weight.dim() > 2 else weight
+            values = weight.squeeze(1) if "conv" in part and weight.dim() > 2 else weight
+            yield prefix + names[part], _as_mamba2(model.config, arch, part, values)
+
+
+def _as_mamba2(config: Any, arch: str, part: str, weight: Tensor) -> Tensor:
+    """The values as files of Mamba-2 have them. Rows of queries and keys are interleaved."""
+    if part == "mamba.A_log":
+        return -torch.exp(weight).unsqueeze(1)
+    if part == "mamba.D":
+        return weight.unsqueeze(1)
+    if part == "mamba.norm.weight":
+        return weight.view(config.mamba_n_groups, -1)
+    if arch == "granitehybrid" and part in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
+        is_query = part == "self_attn.q_proj.weight"
+        heads = config.num_attention_heads if is_query else config.num_key_value_heads
+        return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    return weight
 
 
 def _qwen_parts(config: Any, arch: str, part: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -213,3 +213,28 @@ def test_gguf_files_of_qwen35_have_tiled_value_heads() -> None:
     config = read_gguf_config(metadata("qwen35", **own), {"output.weight"}, "file")
     assert config.layers[0].mixer == GatedDeltaNet(2, 6, 16, 20, 4, is_tiled=True)
     assert config.layers[3].state_shape is None
+
+
+GRANITE_HYBRID: dict[str, Any] = {
+    "attention.head_count_kv": [0, 2, 0, 0],
+    "rope.scaling.finetuned": False,
+    **{"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2},
+    **{"ssm.time_step_rank": 8, "ssm.inner_size": 128, "expert_count": 0},
+    "expert_shared_feed_forward_length": 80,
+}
+
+
+def test_gguf_files_of_granite4_mark_mamba_by_layers_without_key_heads() -> None:
+    names = {"output.weight", "blk.0.ssm_conv1d.bias"}
+    config = read_gguf_config(metadata("granitehybrid", **GRANITE_HYBRID), names, "file")
+    assert config.layers[0].mixer == Mamba2(8, 16, 16, 2, 4)
+    assert config.layers[1].attention.rope is None
+    assert config.layers[1].dense.intermediate_size == 80
+
+
+@pytest.mark.parametrize("changes", [{"ssm.inner_size": 129}, {"ssm.group_count": 3}])
+def test_gguf_files_with_sizes_of_mamba_that_do_not_fit_are_refused(
+    changes: dict[str, Any],
+) -> None:
+    with pytest.raises(ConfigError, match="Mamba-2"):
+        read_gguf_config(metadata("granitehybrid", **(GRANITE_HYBRID | changes)), set(), "file")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from exl_core.arch.gguf_config import read_gguf_config
 from exl_core.arch.hf_config import read_hf_config
 from exl_core.arch.layers import MLA, MoE, Router, RouterBias, Scores, SharedExpert
-from exl_core.arch.registry import find_by_gguf_name
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
 from exl_core.errors import UnsupportedModelError
 from exl_core.parallel.plan import Rank, share_config
@@ -128,9 +128,36 @@ def test_unsupported_variants_are_refused_by_name(
         read_hf_config(write(tmp_path, LLAMA, **changes))
 
 
-def test_gguf_files_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'deepseek2' is not supported: GGUF files"):
-        find_by_gguf_name("deepseek2", where="a test")
+def test_gguf_files_have_the_numbers_of_their_checkpoints(tmp_path: Path) -> None:
+    sizes = {"block_count": 4, "embedding_length": 7168, "feed_forward_length": 18432}
+    own: dict[str, object] = {
+        **{**sizes, "context_length": 163840, "vocab_size": 129280},
+        **{"attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10000.0},
+        **{
+            "attention.head_count": 128,
+            "attention.head_count_kv": 1,
+            "attention.q_lora_rank": 1536,
+        },
+        **{"attention.kv_lora_rank": 512, "attention.key_length": 576},
+        **{"attention.value_length": 512, "attention.key_length_mla": 192},
+        **{"attention.value_length_mla": 128, "rope.dimension_count": 64},
+        **{"rope.scaling.type": "yarn", "rope.scaling.factor": 40.0},
+        **{"rope.scaling.original_context_length": 4096, "rope.scaling.yarn_log_multiplier": 0.1},
+        **{"expert_count": 256, "expert_used_count": 8, "expert_feed_forward_length": 2048},
+        **{"expert_shared_count": 1, "expert_group_count": 8, "expert_group_used_count": 4},
+        **{"expert_weights_scale": 2.5, "expert_weights_norm": True, "expert_gating_func": 2},
+        "leading_dense_block_count": 3,
+    }
+    metadata = {f"deepseek2.{key}": value for key, value in own.items()}
+    names = {"output.weight", "blk.0.attn_q_a.weight", "blk.3.ffn_gate_inp.weight"}
+    config = read_gguf_config(metadata | {"general.architecture": "deepseek2"}, names, "a test")
+
+    expected = read_hf_config(write(tmp_path, LLAMA, **V3)).layers[-1]
+    found = config.layers[-1].mixer
+    assert isinstance(found, MLA) and isinstance(expected.mixer, MLA)
+    assert math.isclose(found.scale, expected.mixer.scale, rel_tol=1e-9)
+    assert replace(found, scale=0.0) == replace(expected.mixer, scale=0.0, has_split_up=True)
+    assert config.layers[-1].feed_forward == expected.feed_forward
 
 
 def test_latent_attention_cannot_be_divided_among_ranks(tmp_path: Path) -> None:

@@ -21,6 +21,17 @@ LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KIMI = (
+    r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def bpe_fields(pre: str | None = "gpt-2", **changes: object) -> dict[str, Any]:
@@ -86,6 +97,9 @@ ORIGINALS: dict[str, Callable[[], Backend]] = {
     "smollm": lambda: original([pre_tokenizers.Digits(individual_digits=True), *GPT2_STEPS]),
     "llama-bpe": lambda: original(split(LLAMA3), whole_words=True),
     "qwen2": lambda: original(split(QWEN2), nfc=True),
+    "qwen35": lambda: original(split(QWEN35), nfc=True),
+    "lfm2": lambda: original(split(LLAMA3), whole_words=True),
+    "kimi-k2": lambda: original(split(KIMI)),
 }
 
 
@@ -96,7 +110,7 @@ def test_words_are_split_as_in_the_original_tokenizer(pre: str, awkward_texts: l
     assert tokenizer.kind == "bpe"
     for text in [t for t in awkward_texts if "<tool>" not in t]:
         assert tokenizer.encode(text) == expected.encode(text).ids
-        if pre != "qwen2":
+        if not PRE_TOKENIZERS[pre].is_nfc:
             assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -118,6 +132,7 @@ def test_pre_tokenizers_differ_in_digits_and_contractions() -> None:
     assert words("llama-bpe", "1231") == ["123", "1"]
     assert words("qwen2", "123") == ["1", "2", "3"]
     assert words("gpt-2", "he's") == ["he", "'s"]
+    assert words("kimi-k2", "1231") == ["123", "1"]
 
 
 def test_error_of_an_unknown_pre_tokenizer_lists_the_known_ones() -> None:

@@ -7,12 +7,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from exl_core.arch.fields import MAX_EXPERTS, MAX_INTERMEDIATE_SIZE, Fields
-from exl_core.arch.layers import LayerSpec, MoE, Router, Scores, SharedExpert
+from exl_core.arch.layers import LayerSpec, MoE, Router, RouterBias, Scores, SharedExpert
 from exl_core.arch.spec import ArchSpec, ExpertForm
 from exl_core.errors import ConfigError, RequestError, UnsupportedModelError
 
 GATING_FUNCTIONS = {1: Scores.SOFTMAX, 2: Scores.SIGMOID}
 """`expert_gating_func` of GGUF files."""
+ROUTER_BIAS = ".exp_probs_b.bias"
+"""End of the names of tensors with the numbers added to the scores that choose experts."""
 LAYER_KINDS = {"sparse": True, "dense": False}
 """Entries of `mlp_layer_types`."""
 
@@ -126,8 +128,12 @@ def gguf_experts(
 ) -> Sequence[MoE | None]:
     """Experts of each layer; None for a layer without a router."""
     form = arch.experts
-    if form is None or (form.flag_key is not None and own.values.get("expert_count") in (None, 0)):
+    if form is None:
         return [None] * layers
+    may_be_dense = form.flag_key is not None or form.is_optional
+    if may_be_dense and own.values.get("expert_count") in (None, 0):
+        return [None] * layers
+    _refuse_unread_bias(form, tensor_names, own.where)
     key = "expert_feed_forward_length"
     size = own.integer(key if own.has(key) else "feed_forward_length", high=MAX_INTERMEDIATE_SIZE)
     router = Router(
@@ -156,6 +162,17 @@ def gguf_experts(
         part if names.is_stored("router", "weight", tensor_names, layer) else None
         for layer in range(layers)
     ]
+
+
+def _refuse_unread_bias(form: ExpertForm, tensor_names: Collection[str], where: object) -> None:
+    """Refuses biases of the scores in a file whose metadata say that there are none."""
+    found = next((name for name in tensor_names if name.endswith(ROUTER_BIAS)), None)
+    if form.bias is not RouterBias.CHOICE and found is not None:
+        raise UnsupportedModelError(
+            f"the file has {found!r}, which its 'expert_gating_func' does not use",
+            where=where,
+            next_step="Files of GLM-4.7-Flash of January 2026 may be so: get a later one.",
+        )
 
 
 def _gguf_scores(form: ExpertForm, own: Fields) -> Scores:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from exl_core.arch.checks import check_config
-from exl_core.arch.experts import GATING_FUNCTIONS, gguf_experts
+from exl_core.arch.experts import GATING_FUNCTIONS, ROUTER_BIAS, gguf_experts
 from exl_core.arch.fields import (
     MAX_HEAD_DIM,
     MAX_HEADS,
@@ -23,7 +23,14 @@ from exl_core.arch.fields import (
     Fields,
 )
 from exl_core.arch.latent import LOG_MULTIPLIER_KEY, gguf_latent
-from exl_core.arch.layers import XIELU_BETA, Activation, HeadNorm, NormKind, QueryTemperature
+from exl_core.arch.layers import (
+    XIELU_BETA,
+    Activation,
+    HeadNorm,
+    NormKind,
+    QueryTemperature,
+    Scores,
+)
 from exl_core.arch.recurrent import gguf_recurrent
 from exl_core.arch.registry import find_by_gguf_name
 from exl_core.arch.rope import yarn_magnitude
@@ -79,10 +86,15 @@ SCALING_KEYS = frozenset(
 )
 
 
-def gguf_architecture(metadata: Mapping[str, object], where: object) -> ArchSpec:
+def gguf_architecture(
+    metadata: Mapping[str, object], tensor_names: Collection[str], where: object
+) -> ArchSpec:
     name = Fields(metadata, where).text("general.architecture")
     has_experts = metadata.get(f"{name}.expert_count") not in (None, 0)
-    scores = GATING_FUNCTIONS.get(metadata.get(f"{name}.expert_gating_func"))  # type: ignore[call-overload]
+    gating = metadata.get(f"{name}.expert_gating_func")
+    scores = GATING_FUNCTIONS.get(gating)  # type: ignore[call-overload]
+    if gating is None and any(tensor.endswith(ROUTER_BIAS) for tensor in tensor_names):
+        scores = Scores.SIGMOID  # the first files of GLM-4.7-Flash lack the key
     return find_by_gguf_name(name, where=where, has_experts=has_experts, scores=scores)
 
 
@@ -96,7 +108,7 @@ def read_gguf_config(
 
     `rope_factors`: values of the tensors with RoPE factors that the file has, by their names.
     """
-    arch = gguf_architecture(metadata, where)
+    arch = gguf_architecture(metadata, tensor_names, where)
     prefix = Fields(metadata, where).text("general.architecture") + "."
     own = Fields({k.removeprefix(prefix): v for k, v in metadata.items()}, where)
     hidden_size = own.integer("embedding_length", high=MAX_HIDDEN_SIZE)
@@ -121,7 +133,7 @@ def read_gguf_config(
     tokens = Fields(metadata, where)
     config = ModelConfig(
         arch=arch,
-        layers=arch.layers(without_rope(by_layer, _is_rotated(arch, windows))),
+        layers=arch.layers(without_rope(by_layer, _is_rotated(arch, own, windows))),
         ropes=ropes,
         hidden_size=hidden_size,
         vocab_size=own.integer("vocab_size", vocab_default, high=MAX_VOCAB_SIZE),
@@ -162,8 +174,11 @@ def _layer_numbers(
     heads = _by_layer(own, "attention.head_count", layers, MAX_HEADS)
     low = 1 if arch.recurrence is Recurrence.NONE else 0
     kv_heads = _by_layer(own, "attention.head_count_kv", layers, MAX_HEADS, heads, low=low)
-    recurrent = gguf_recurrent(arch, own, kv_heads)
-    widths = _by_layer(own, "feed_forward_length", layers, MAX_INTERMEDIATE_SIZE)
+    recurrent = gguf_recurrent(arch, own, tensor_names, kv_heads)
+    key = "expert_shared_feed_forward_length"
+    is_shared = arch.intermediate_size_key == "shared_intermediate_size" and own.has(key)
+    key = key if is_shared else "feed_forward_length"
+    widths = _by_layer(own, key, layers, MAX_INTERMEDIATE_SIZE)
     scale = arch.attention_scale
     if scale is None:
         scale = _attention_scale(arch, layers, hidden_size, heads[0], head_dim)
@@ -290,7 +305,7 @@ def _temperature(arch: ArchSpec, own: Fields) -> QueryTemperature | None:
     return QueryTemperature(own.number(key), length)
 
 
-def _is_rotated(arch: ArchSpec, windows: Sequence[Window]) -> Sequence[bool]:
+def _is_rotated(arch: ArchSpec, own: Fields, windows: Sequence[Window]) -> Sequence[bool]:
     """Whether each layer has RoPE."""
     match arch.no_rope:
         case NoRope.GLOBAL if Window.LOCAL in windows:
@@ -299,6 +314,8 @@ def _is_rotated(arch: ArchSpec, windows: Sequence[Window]) -> Sequence[bool]:
             return [(layer + 1) % NO_ROPE_INTERVAL != 0 for layer in range(len(windows))]
         case NoRope.ALL:
             return [False] * len(windows)
+        case NoRope.STATED:  # the format has no key of its own for it
+            return [own.flag("rope.scaling.finetuned", True)] * len(windows)
         case _:
             return [True] * len(windows)
 

@@ -159,6 +159,16 @@ _FUSED = (
     Fused("mlp.gate_up_proj", ("gate", "up")),
 )
 
+MAMBA2_GGUF_NAMES = {
+    "mixer_in": "ssm_in",
+    "taps": "ssm_conv1d",
+    "decay": "ssm_a",
+    "step_bias": "ssm_dt.bias",
+    "skip": "ssm_d",
+    "mixer_norm": "ssm_norm",
+    "mixer_out": "ssm_out",
+}
+
 MULTIMODAL_ROOTS = ("model.", "language_model.model.", "model.language_model.")
 """Roots of a language model alone, and of one that is part of a multimodal model."""
 

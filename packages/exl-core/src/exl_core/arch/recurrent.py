@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from exl_core.arch.fields import (
     LARGEST,
@@ -90,23 +90,17 @@ def _hf_mamba2(text: Fields, hidden_size: int) -> Mamba2:
     key = "mamba_d_head"
     is_stated = isinstance(text.values.get(key), int)
     head_dim = text.integer(key, high=MAX_HEAD_DIM) if is_stated else width // heads
-    groups = text.integer("mamba_n_groups", 1, high=MAX_HEADS)
-    if heads * head_dim != width or heads % groups:
-        raise ConfigError(
-            "the heads of Mamba-2 do not fit its width, or cannot be divided into groups",
-            where=text.where,
-            got=f"{heads} heads of {head_dim}, width {width}, {groups} groups",
-        )
-    return Mamba2(
+    mixer = Mamba2(
         heads,
         head_dim,
         text.integer("mamba_d_state", 256, high=MAX_HEAD_DIM),
-        groups,
+        text.integer("mamba_n_groups", 1, high=MAX_HEADS),
         text.integer("mamba_d_conv", 4, low=2, high=MAX_TAPS),
         has_bias=text.flag("mamba_proj_bias", False),
         has_taps_bias=text.flag("mamba_conv_bias", True),
         steps=_steps(text),
     )
+    return _checked_mamba2(mixer, width, text.where)
 
 
 def _steps(text: Fields) -> tuple[float, float | None]:
@@ -172,7 +166,9 @@ def rounded_intermediate_size(text: Fields, size: int) -> int:
     return size
 
 
-def gguf_recurrent(arch: ArchSpec, own: Fields, kv_heads: Sequence[int]) -> Sequence[Mixer | None]:
+def gguf_recurrent(
+    arch: ArchSpec, own: Fields, tensor_names: Collection[str], kv_heads: Sequence[int]
+) -> Sequence[Mixer | None]:
     """Mixer of each recurrent layer, which files give no key heads; None for one of attention."""
     if arch.recurrence is Recurrence.NONE:
         return [None] * len(kv_heads)
@@ -180,9 +176,42 @@ def gguf_recurrent(arch: ArchSpec, own: Fields, kv_heads: Sequence[int]) -> Sequ
         mixer = _gguf_delta_net(arch, own)
         between = _between_attention(own, len(kv_heads))
         return [mixer if is_recurrent else None for is_recurrent in between]
-    size = own.integer("embedding_length", high=MAX_HIDDEN_SIZE)
-    conv = ShortConv(size, own.integer("shortconv.l_cache", low=2, high=MAX_TAPS))
-    return [None if heads else conv for heads in kv_heads]
+    recurrent: Mixer
+    if arch.recurrence is Recurrence.MAMBA2:
+        first = next((layer for layer, heads in enumerate(kv_heads) if not heads), 0)
+        recurrent = _gguf_mamba2(arch, own, tensor_names, first)
+    else:
+        size = own.integer("embedding_length", high=MAX_HIDDEN_SIZE)
+        recurrent = ShortConv(size, own.integer("shortconv.l_cache", low=2, high=MAX_TAPS))
+    return [None if heads else recurrent for heads in kv_heads]
+
+
+def _gguf_mamba2(arch: ArchSpec, own: Fields, tensor_names: Collection[str], layer: int) -> Mamba2:
+    """Numbers of Mamba-2. `layer` is one of its layers. The format has no limits of the step."""
+    heads = own.integer("ssm.time_step_rank", high=MAX_HEADS)
+    width = own.integer("ssm.inner_size", high=MAX_HEADS * MAX_HEAD_DIM)
+    groups = own.integer("ssm.group_count", high=MAX_HEADS)
+    mixer = Mamba2(
+        heads,
+        max(1, width // heads),
+        own.integer("ssm.state_size", high=MAX_HEAD_DIM),
+        groups,
+        own.integer("ssm.conv_kernel", low=2, high=MAX_TAPS),
+        has_bias=arch.gguf.is_stored("mixer_in", "bias", tensor_names, layer),
+        has_taps_bias=arch.gguf.is_stored("taps", "bias", tensor_names, layer),
+    )
+    return _checked_mamba2(mixer, width, own.where)
+
+
+def _checked_mamba2(mixer: Mamba2, width: int, where: object) -> Mamba2:
+    """Raises ConfigError if the heads are not as wide as `width`, or do not form groups."""
+    if mixer.size != width or mixer.heads % mixer.groups:
+        raise ConfigError(
+            "the heads of Mamba-2 do not fit its width, or cannot be divided into groups",
+            where=where,
+            got=f"{mixer.heads} heads of {mixer.head_dim}, width {width}, {mixer.groups} groups",
+        )
+    return mixer
 
 
 def _gguf_delta_net(arch: ArchSpec, own: Fields) -> GatedDeltaNet:

@@ -59,10 +59,6 @@ REFUSED = {
         "each query attends to keys that an indexer chooses",
         "DeepSeek V2, V3 and R1 and GLM-4.7-Flash are.",
     ),
-    ("deepseek2",): (
-        "GGUF files with latent attention have not been compared with another implementation",
-        "DeepSeek V2, V3 and R1, Kimi K2 and GLM-4.7-Flash are, from safetensors.",
-    ),
     ("GemmoeForCausalLM",): (
         "GemMoE has no published implementation to compare with",
         "Gemma and Mixtral are.",

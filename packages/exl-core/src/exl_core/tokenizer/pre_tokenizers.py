@@ -22,6 +22,11 @@ _SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_SYMBOLS}|{_SPACES}"
 _QWEN2 = rf"{_WORDS}|\p{{N}}|{_SYMBOLS}|{_SPACES}"
 
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
+
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LEAD = r"[^\r\n\p{L}\p{N}]?"
@@ -30,6 +35,12 @@ _TEKKEN = rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}|{_PATH_
 _GPT4O = (
     rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     rf"|\p{{N}}{{1,3}}|{_PATH_SYMBOLS}|{_SPACES}"
+)
+_NOT_HAN = r"&&[^\p{Han}]]"
+_KIMI_UPPER, _KIMI_LOWER = _UPPER[:-1] + _NOT_HAN, _LOWER[:-1] + _NOT_HAN
+_KIMI = (
+    rf"[\p{{Han}}]+|{_LEAD}{_KIMI_UPPER}*{_KIMI_LOWER}+{_CONTRACTIONS}?"
+    rf"|{_LEAD}{_KIMI_UPPER}+{_KIMI_LOWER}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SYMBOLS}|{_SPACES}"
 )
 _SEED_CODER = rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 _DEEPSEEK3 = (
@@ -88,11 +99,14 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "llama-v3": _LLAMA3_STYLE,
     "llama-bpe": _LLAMA3_STYLE,
     "falcon3": _LLAMA3_STYLE,
+    "lfm2": _LLAMA3_STYLE,
     "dbrx": PreTokenizer(patterns=(_LLAMA3,)),
     "smaug-bpe": PreTokenizer(patterns=(_LLAMA3,)),
     "chatglm-bpe": PreTokenizer(patterns=(_LLAMA3,)),
     "glm4": PreTokenizer(patterns=(_LLAMA3,)),
     "qwen2": PreTokenizer(patterns=(_QWEN2,), is_nfc=True),
+    "qwen35": PreTokenizer(patterns=(_QWEN35,), is_nfc=True),
+    "kimi-k2": PreTokenizer(patterns=(_KIMI,)),
     "tekken": PreTokenizer(patterns=(_TEKKEN,), whole_words=True),
     "gpt-4o": PreTokenizer(patterns=(_GPT4O,)),
     "llama4": PreTokenizer(patterns=(_GPT4O,)),

@@ -3,7 +3,8 @@ beside a shared one. The first layers are dense.
 
 V2 chooses experts by softmax scores, and groups of them by their best score. The others choose by
 sigmoid scores with a bias. Rotated rows are interleaved in all files. Checkpoints and GGUF files
-have a layer for multi-token prediction after the others, which is not used.
+may have a layer for multi-token prediction after the others, which is not used. All GGUF files have
+the same architecture name; the scores tell V2 from the others.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _COMMON = (("rope_interleave", (True, None)), ("moe_layer_freq", (1, None)))
 DEEPSEEK2 = ArchSpec(
     name="deepseek2",
     hf_names=("DeepseekV2ForCausalLM",),
-    gguf_names=(),
+    gguf_names=("deepseek2",),
     has_latent=True,
     experts=_V2_EXPERTS,
     required=(
@@ -58,7 +59,7 @@ DEEPSEEK2 = ArchSpec(
 DEEPSEEK3 = ArchSpec(
     name="deepseek3",
     hf_names=("DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration"),
-    gguf_names=(),
+    gguf_names=("deepseek2",),
     has_latent=True,
     experts=_V3_EXPERTS,
     required=(*_COMMON, ("topk_method", ("noaux_tc", None))),
@@ -69,7 +70,7 @@ DEEPSEEK3 = ArchSpec(
 GLM4_MOE_LITE = ArchSpec(
     name="glm4moelite",
     hf_names=("Glm4MoeLiteForCausalLM",),
-    gguf_names=(),
+    gguf_names=(),  # its GGUF files are those of V3 with other numbers
     has_latent=True,
     norm_eps_default=1e-5,
     experts=replace(_V3_EXPERTS, factor_default=1.8, first_sparse_default=1),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from exl_core.arch.names import GGUF, HF, Fused
+from exl_core.arch.names import GGUF, HF, MAMBA2_GGUF_NAMES, Fused
 from exl_core.arch.spec import ArchSpec, ExpertForm, NoRope, Recurrence
 
 GRANITE = ArchSpec(
@@ -22,7 +22,7 @@ GRANITE4 = replace(
     GRANITE,
     name="granite4",
     hf_names=("GraniteMoeHybridForCausalLM",),
-    gguf_names=(),
+    gguf_names=("granitehybrid",),
     intermediate_size_key="shared_intermediate_size",
     recurrence=Recurrence.MAMBA2,
     no_rope=NoRope.STATED,
@@ -56,8 +56,15 @@ GRANITE4 = replace(
         ),
         bare=("router_bias", "decay", "step_bias", "skip"),
     ),
+    gguf=replace(
+        GRANITE.gguf,
+        names={**GGUF.names, **MAMBA2_GGUF_NAMES},
+        bare=("router_bias", "decay", "step_bias", "skip"),
+        decays=("decay",),
+    ),
 )
-"""Layers of Mamba-2 have a shared MLP and, in the models with experts, those beside it."""
+"""Layers of Mamba-2 have a shared MLP and, in the models with experts, those beside it. GGUF files
+of models without such layers have the architecture name `granite`."""
 
 GRANITE_MOE = replace(
     GRANITE,

@@ -54,7 +54,7 @@ LFM2_MOE = replace(
     LFM2,
     name="lfm2moe",
     hf_names=("Lfm2MoeForCausalLM",),
-    gguf_names=(),
+    gguf_names=("lfm2moe",),
     renamed_keys=(*LFM2.renamed_keys, ("first_k_dense_replace", "num_dense_layers")),
     required=(("use_expert_bias", (None, True)),),
     has_rounded_intermediate_size=False,
