@@ -45,6 +45,12 @@ def completed(shell: str, line: str, bin_folder: Path) -> str:
     script = SHELLS[shell].format(
         words=" ".join(f"'{word}'" for word in words), last=len(words) - 1, line=line
     )
+    return run_in(shell, script, bin_folder)
+
+
+def run_in(shell: str, script: str, bin_folder: Path) -> str:
+    """Output of a script. typer asks which shell has started it, so the shell must not replace
+    itself by the last command."""
     ours = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "HF_HUB_CACHE": str(cache_folder())}
     done = subprocess.run(
         [shell, "-c", script],
@@ -56,6 +62,12 @@ def completed(shell: str, line: str, bin_folder: Path) -> str:
     )
     assert "Traceback" not in done.stderr, done.stderr
     return done.stdout
+
+
+def test_bash_gets_its_completion_script(bin_folder: Path) -> None:
+    """Whatever shell has started the tests."""
+    script = run_in("bash", "exl --show-completion; true", bin_folder)
+    assert "complete -o default -F _exl_completion exl" in script
 
 
 @pytest.mark.thorough

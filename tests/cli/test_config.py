@@ -114,8 +114,3 @@ def test_long_help_pages_show_the_common_options_first(exl: Command, verb: str) 
     assert "--dry-multiplier" not in short
     assert "--dry-multiplier" in full
     assert len(short.splitlines()) < len(full.splitlines()) / 2
-
-
-def test_completion_lists_pulled_models(exl_process: Command) -> None:
-    done = exl_process("--show-completion", "bash")
-    assert "exl" in done.out + done.err

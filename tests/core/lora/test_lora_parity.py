@@ -201,7 +201,7 @@ HYBRIDS: dict[str, tuple[Any, tuple[str, ...]]] = {
 def test_adapters_of_hybrids_and_shared_experts_match(
     name: str, linears: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Of all linears together, and of each kind alone."""
+    """All linears together, then each kind alone."""
     model = HYBRIDS[name][0]()
     pairs = {
         module: pair
