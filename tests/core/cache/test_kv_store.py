@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exl_core.arch.layers import KVShape
+from exl_core.arch.layers import KVShape, StateShape
 from exl_core.cache.format import (
     PAGE_SIZE,
     KVFormat,
@@ -19,6 +19,7 @@ from exl_core.cache.format import (
 )
 from exl_core.cache.memory import available_memory_bytes
 from exl_core.cache.page_pool import PageCopy
+from exl_core.cache.state_store import StateStore
 from exl_core.cache.store import KVStore
 from exl_core.errors import OutOfMemoryError, RequestError
 from support.profiles import examples
@@ -188,6 +189,18 @@ def test_a_cache_too_large_for_memory_is_refused_with_the_numbers() -> None:
         assert number in message
     with pytest.raises(OutOfMemoryError, match="smaller model"):
         KVStore(KVFormat.FP16, [KVShape(8, 128)] * 32, 1, available_bytes=1000)
+
+
+def test_a_cache_leaves_memory_for_the_states_of_a_hybrid() -> None:
+    """Both become resident when they are written, so neither is missing from the free memory."""
+    pages = 4 * 256 * 2 * 2 * 64 * 2  # 4 pages of keys and values, 2 heads of 64, fp16
+    states = StateStore([StateShape((3, 64), None), None], 8, [torch.device("cpu")] * 2)
+    shapes = [None, KVShape(2, 64)]
+    KVStore(KVFormat.FP16, shapes, 4, available_bytes=pages)
+    both = pages + states.size_bytes
+    KVStore(KVFormat.FP16, shapes, 4, available_bytes=both, states=states)
+    with pytest.raises(OutOfMemoryError, match="A cache of 768 tokens would fit"):
+        KVStore(KVFormat.FP16, shapes, 4, available_bytes=both - 1, states=states)
 
 
 def test_a_cache_without_pages_is_refused() -> None:

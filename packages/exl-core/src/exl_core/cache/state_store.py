@@ -69,6 +69,14 @@ class StateStore:
         have it."""
         return self.num_slots
 
+    def untouched_bytes(self, where: torch.device) -> int:
+        """Memory of a device that the store has been promised and takes when states are written:
+        all of it on a CPU, none on a GPU."""
+        if where.type != "cpu":
+            return 0
+        tensors = self._tensors()
+        return sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
+
     def layer(self, layer: int) -> LayerState:
         """States of a recurrent layer."""
         return self._layers[layer]

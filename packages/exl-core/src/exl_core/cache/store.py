@@ -247,7 +247,11 @@ def _check_fits(store: KVStore, available_bytes: int | None) -> None:
         available = free_memory_bytes(where) if available_bytes is None else available_bytes
         each = kv_bytes_per_token(held, store.kv_format)
         tokens = store.num_pages * PAGE_SIZE
-        if available is None or each * tokens <= available:
+        if available is None:
+            continue
+        states = 0 if store.states is None else store.states.untouched_bytes(where)
+        available = max(0, available - states)
+        if each * tokens <= available:
             continue
         affordable = available // each // PAGE_SIZE * PAGE_SIZE
         part = "" if len(shapes) == 1 else f", in the {len(held)} layers on {where}"
@@ -255,7 +259,8 @@ def _check_fits(store: KVStore, available_bytes: int | None) -> None:
             f"a {store.kv_format.value} cache of {tokens} tokens takes "
             f"{each * tokens / _MIB:.0f} MiB ({each} bytes a token{part})",
             where="cache",
-            expected=f"at most {available / _MIB:.0f} MiB, which is what is free",
+            expected=f"at most {available / _MIB:.0f} MiB, which is what is free"
+            + (" beside the recurrent states" if states else ""),
             next_step=f"A cache of {affordable} tokens would fit."
             if affordable
             else "Free some memory, or take a smaller model.",
