@@ -78,8 +78,9 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConvWeights:
-    """wide [3 * channels, hidden], the taps of the convolution, narrow [hidden, channels].
+class RecurrentWeights:
+    """Weights that every recurrent mixer has: the matrix before the convolution, the taps of the
+    convolution, and the matrix after the mixer.
 
     `norm` comes before wide, `post_norm` after narrow; None where the layer has no such norm.
     """
@@ -97,65 +98,50 @@ class ShortConvWeights:
     @property
     def vectors(self) -> tuple[Tensor, ...]:
         bias = () if self.taps.bias is None else (self.taps.bias,)
-        return (*_norm_weights(self.norm, self.post_norm), self.taps.weight, *bias)
+        norms = _norm_weights(self.norm, self.post_norm)
+        return (*norms, self.taps.weight, *bias, *self.own_vectors)
+
+    @property
+    def own_vectors(self) -> tuple[Tensor, ...]:
+        """Vectors that only this kind of mixer has."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNetWeights:
+class ShortConvWeights(RecurrentWeights):
+    """wide [3 * channels, hidden], narrow [hidden, channels]."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetWeights(RecurrentWeights):
     """wide [channels + value_size + 2 * value_heads, hidden]: queries, keys, values, gates, b, a;
-    the taps of the convolution, the numbers of the delta rule, the norm of each output head, and
-    narrow [hidden, value_size].
+    narrow [hidden, value_size]; the numbers of the delta rule, the norm of each output head."""
 
-    `norm` comes before wide, `post_norm` after narrow; None where the layer has no such norm.
-    """
-
-    norm: Norm | None
-    wide: PackedLinear
-    taps: Taps
     rule: DeltaRule
     head_norm: RmsNorm
-    narrow: PackedLinear
-    post_norm: Norm | None
 
     @property
-    def matrices(self) -> dict[Packed, PackedLinear]:
-        return {"mixer_in": self.wide, "mixer_out": self.narrow}
-
-    @property
-    def vectors(self) -> tuple[Tensor, ...]:
-        norms = _norm_weights(self.norm, self.post_norm, self.head_norm)
-        return (*norms, self.taps.weight, self.rule.decay, self.rule.dt_bias)
+    def own_vectors(self) -> tuple[Tensor, ...]:
+        return self.head_norm.weight, self.rule.decay, self.rule.dt_bias
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2Weights:
+class Mamba2Weights(RecurrentWeights):
     """wide [size + channels + heads, hidden]: gates, inputs with the vectors of the groups, steps;
-    the taps of the convolution, the numbers of the scan, the norm of the outputs, and narrow
-    [hidden, size].
+    narrow [hidden, size]; the numbers of the scan, the norm of each group of outputs without its
+    factors, and the factors [size]."""
 
-    `norm` comes before wide, `post_norm` after narrow; None where the layer has no such norm.
-    """
-
-    norm: Norm | None
-    wide: PackedLinear
-    taps: Taps
     scan: StateScan
-    out_norm: RmsNorm
-    narrow: PackedLinear
-    post_norm: Norm | None
+    group_norm: RmsNorm
+    factors: Tensor
 
     @property
-    def matrices(self) -> dict[Packed, PackedLinear]:
-        return {"mixer_in": self.wide, "mixer_out": self.narrow}
-
-    @property
-    def vectors(self) -> tuple[Tensor, ...]:
-        norms = _norm_weights(self.norm, self.post_norm, self.out_norm)
-        bias = () if self.taps.bias is None else (self.taps.bias,)
-        return (*norms, self.taps.weight, *bias, self.scan.decay, self.scan.dt_bias, self.scan.skip)
+    def own_vectors(self) -> tuple[Tensor, ...]:
+        scan = self.scan
+        return self.group_norm.weight, self.factors, scan.decay, scan.dt_bias, scan.skip
 
 
-MixerWeights = AttentionWeights | LatentWeights | ShortConvWeights | DeltaNetWeights | Mamba2Weights
+MixerWeights = AttentionWeights | LatentWeights | RecurrentWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from exl_core.arch.layers import GatedDeltaNet
-from exl_core.model.layers.residual import add_output, read_linear
+from exl_core.model.layers.residual import add_mixed, read_linear
 from exl_core.model.layers.state import PassState
 from exl_core.model.weights import BlockWeights, DeltaNetWeights
-from exl_core.ops.linear import Inputs
 from exl_core.ops.table import LayerOps
 
 
@@ -44,10 +43,4 @@ def delta_net(
     y = ops.delta_rule(qkv, ba, weights.rule, held.states, rows)  # [R, H * V]
     heads = y.reshape(-1, step.value_dim)  # [R * H, V]
     y = ops.rms_norm(heads, weights.head_norm).view(y.shape)
-    return add_delta(ops, x, y * torch.nn.functional.silu(gate.to(y.dtype)), block)
-
-
-def add_delta(ops: LayerOps, x: Tensor, h: Inputs, block: BlockWeights) -> Tensor:
-    """x [R, hidden] plus the output of the mixer, for inputs h [R, H * V] of its last matrix."""
-    weights = cast(DeltaNetWeights, block.mixer)
-    return add_output(ops, x, h, weights.narrow, weights.post_norm)
+    return add_mixed(ops, x, y * torch.nn.functional.silu(gate.to(y.dtype)), block)

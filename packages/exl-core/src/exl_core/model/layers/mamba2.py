@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from exl_core.arch.layers import Mamba2
-from exl_core.model.layers.residual import add_output, read_linear
+from exl_core.model.layers.residual import add_mixed, read_linear
 from exl_core.model.layers.state import PassState
 from exl_core.model.weights import BlockWeights, Mamba2Weights
-from exl_core.ops.elementwise import RmsNorm
-from exl_core.ops.linear import Inputs
 from exl_core.ops.table import LayerOps
 
 
@@ -44,14 +42,5 @@ def mamba2(
     y = ops.state_scan(xbc, dt, weights.scan, held.states, rows)  # [R, I]
     y = y * torch.nn.functional.silu(gate.to(y.dtype))
     parts = y.reshape(-1, y.shape[-1] // step.groups)  # [R * groups, I / groups]
-    plain = RmsNorm(
-        torch.ones_like(weights.out_norm.weight[: parts.shape[-1]]), weights.out_norm.eps
-    )
-    y = ops.rms_norm(parts, plain).view(y.shape) * weights.out_norm.weight
-    return add_scanned(ops, x, y, block)
-
-
-def add_scanned(ops: LayerOps, x: Tensor, h: Inputs, block: BlockWeights) -> Tensor:
-    """x [R, hidden] plus the output of Mamba-2, for inputs h [R, I] of its last matrix."""
-    weights = cast(Mamba2Weights, block.mixer)
-    return add_output(ops, x, h, weights.narrow, weights.post_norm)
+    y = ops.rms_norm(parts, weights.group_norm).view(y.shape) * weights.factors
+    return add_mixed(ops, x, y, block)

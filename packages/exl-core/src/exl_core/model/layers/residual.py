@@ -10,6 +10,7 @@ from typing import cast
 
 from torch import Tensor
 
+from exl_core.model.weights import BlockWeights, RecurrentWeights
 from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.table import LayerOps
@@ -71,3 +72,10 @@ def add_output(
         return ops.linear_add_(h, w, x)
     y = ops.linear(cast(Tensor, h), w)  # [R, hidden]
     return ops.add_(x, normed(ops, y, post_norm))
+
+
+def add_mixed(ops: LayerOps, x: Tensor, h: Inputs, block: BlockWeights) -> Tensor:
+    """x [R, hidden] plus the output of a recurrent mixer, for inputs h [R, narrow.in_features] of
+    its last matrix."""
+    weights = cast(RecurrentWeights, block.mixer)
+    return add_output(ops, x, h, weights.narrow, weights.post_norm)

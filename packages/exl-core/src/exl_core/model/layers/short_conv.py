@@ -10,10 +10,9 @@ from typing import NamedTuple, cast
 from torch import Tensor
 
 from exl_core.arch.layers import ShortConv
-from exl_core.model.layers.residual import add_output, read_linear
+from exl_core.model.layers.residual import add_mixed, read_linear
 from exl_core.model.layers.state import PassState
 from exl_core.model.weights import BlockWeights, ShortConvWeights
-from exl_core.ops.linear import Inputs
 from exl_core.ops.table import LayerOps
 
 
@@ -37,10 +36,4 @@ def short_conv(
     b, c, inputs = wide.split_with_sizes([step.size] * 3, -1)  # [R, C] each
     held = state.recurrent.layer(step.layer)
     y = ops.causal_conv(b * inputs, weights.taps, held.inputs, state.state_rows)  # [R, C]
-    return add_convolved(ops, x, c * y, block)
-
-
-def add_convolved(ops: LayerOps, x: Tensor, h: Inputs, block: BlockWeights) -> Tensor:
-    """x [R, hidden] plus the output of the convolution, for inputs h [R, C] of its last matrix."""
-    weights = cast(ShortConvWeights, block.mixer)
-    return add_output(ops, x, h, weights.narrow, weights.post_norm)
+    return add_mixed(ops, x, c * y, block)

@@ -26,13 +26,14 @@ from exl_core.arch.layers import (
     unsupported,
 )
 from exl_core.model.layers.attention import AttentionStep, add_attended, attention
-from exl_core.model.layers.delta_net import DeltaNetStep, add_delta, delta_net
+from exl_core.model.layers.delta_net import DeltaNetStep, delta_net
 from exl_core.model.layers.latent import LatentStep, add_latent, latent_attention
-from exl_core.model.layers.mamba2 import Mamba2Step, add_scanned, mamba2
+from exl_core.model.layers.mamba2 import Mamba2Step, mamba2
 from exl_core.model.layers.mlp import MlpStep, add_widened, mlp
 from exl_core.model.layers.moe import MoeStep, moe
 from exl_core.model.layers.parallel import parallel
-from exl_core.model.layers.short_conv import ShortConvStep, add_convolved, short_conv
+from exl_core.model.layers.residual import add_mixed
+from exl_core.model.layers.short_conv import ShortConvStep, short_conv
 from exl_core.model.layers.state import PassState
 from exl_core.model.observe import Observer, Part, checked_states
 from exl_core.model.weights import BlockWeights
@@ -102,13 +103,13 @@ def _mixer_step(index: int, layer: LayerSpec) -> Step:
             return Step(part, part, run, Finish("output", add_attended))
         case ShortConv() as spec:
             run = partial(short_conv, ShortConvStep.of(index, spec))
-            return Step(part, part, run, Finish("mixer_out", add_convolved))
+            return Step(part, part, run, Finish("mixer_out", add_mixed))
         case GatedDeltaNet() as spec:
             run = partial(delta_net, DeltaNetStep.of(index, spec))
-            return Step(part, part, run, Finish("mixer_out", add_delta))
+            return Step(part, part, run, Finish("mixer_out", add_mixed))
         case Mamba2() as spec:
             run = partial(mamba2, Mamba2Step.of(index, spec))
-            return Step(part, part, run, Finish("mixer_out", add_scanned))
+            return Step(part, part, run, Finish("mixer_out", add_mixed))
         case MLA() as latent:
             run = partial(latent_attention, LatentStep.of(index, latent))
             return Step(part, part, run, Finish("output", add_latent))
