@@ -325,3 +325,22 @@ def test_real_conversion_stops_within_seconds(tmp_path: Path) -> None:
         cpu_s = used.ru_utime + used.ru_stime - asked[1]
         print(f"{stage} {done}: {time.monotonic() - asked[0]:.2f} s, {cpu_s:.2f} s of processors")
         assert cpu_s < 6.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--codebook", "mcg"), "--codebook does not go with --format exl2"),
+        (("--head-bits", "2.5"), "--head-bits 2, 3, 4, 5, 6, 8"),
+        (("--format", "exl3", "--bits", "0.5"), "--bits of "),
+        (("--format", "exl3", "--bits", "99"), "--bits of "),
+        (
+            ("--format", "exl3", "--bits", "9", "--codebook", "mcg", "--head-bits", "2.5"),
+            "--head-bits 1, 2, 3, 4, 5, 6, 7, 8, 16",
+        ),
+    ],
+)
+def test_formats_name_the_options_that_they_do_not_have(
+    convert: Command, options: tuple[str, ...], message: str
+) -> None:
+    assert message in convert(*options).error_line(2)

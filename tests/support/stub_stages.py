@@ -96,7 +96,7 @@ def allocate(layers: Any, bits: float) -> Allocation:
 
 
 def quantize_layer(
-    source: LayerSource, config: Any, allocation: Allocation, states: Any, workers: Any
+    source: LayerSource, config: Any, allocation: Allocation, states: Any, workers: Any, **_: Any
 ) -> QuantizedPart:
     states.source.mul_(0.9)
     states.quantized.mul_(0.9).add_(0.001 * source.layer)
@@ -107,7 +107,7 @@ def quantize_layer(
         if weight.dim() == 1:
             tensors[name] = weight.half()
             continue
-        layout = allocation.layout(name)
+        layout = Layout.parse(allocation.layouts[name])
         tensors |= rounded(name, weight.T, layout, trace)
         bits = layout.cost_bits(weight.shape[1], weight.shape[0])
         reports.append(MatrixReport(name, str(layout), bits, 0.01))

@@ -19,6 +19,7 @@ from exl_core.convert import preflight
 from exl_core.convert.events import Stage
 from exl_core.convert.job import MEASUREMENT_NAME
 from exl_core.convert.plan import ConvertOptions
+from exl_core.convert.target import Target
 from exl_core.errors import (
     DiskFullError,
     ExlError,
@@ -104,7 +105,7 @@ def test_quantized_source_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["awq", "compressed-tensors", "fp8"])
 def test_other_quantized_sources_are_dequantized(tmp_path: Path, method: str) -> None:
     source = quantized_llama(method, tmp_path / "source")
-    assert not list(preflight.model_problems(source, *open_checkpoint(source)))
+    assert not list(preflight.model_problems(source, *open_checkpoint(source), target=Target()))
 
 
 def test_source_without_tokenizer_is_refused(source_dir: Path, tmp_path: Path) -> None:

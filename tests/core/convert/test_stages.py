@@ -87,7 +87,9 @@ def convert(source: Source, layers: list[LayerMeasurement], bits: float) -> dict
     for layer in range(source.config.num_layers):
         weights = read_layer(source.checkpoint, source.config, layer, CPU)
         with cpu_workers() as workers:
-            part = quantize_layer(weights, source.config, allocation, states, workers)
+            part = quantize_layer(
+                weights, source.config, allocation, states, workers, options=OPTIONS
+            )
         tensors |= part.tensors
         assert [r.layout for r in part.reports] == [
             allocation.layouts[report.name] for report in part.reports
@@ -232,7 +234,7 @@ def open_tuned(
             source.checkpoint, source.config, source.token_ids, CPU, workers
         )
         return tune._TunedModel.of(
-            source.checkpoint, source.config, tensors, folder, CPU
+            source.checkpoint, source.config, tensors, folder, FULL
         ), source_states
 
 

@@ -41,12 +41,13 @@ from exl_core.convert.job import (
     Hooks,
     convert_model,
 )
-from exl_core.convert.plan import ConvertOptions
+from exl_core.convert.plan import ConvertOptions, Format
 from exl_core.convert.preflight import memory_needed
 from exl_core.convert.repack import repack as copy_tensors
 from exl_core.errors import ExlError, RequestError
 from exl_core.files import read_json_object
 from exl_core.ops.backends.cuda.device import parse_device
+from exl_core.ops.weights import Codebook
 from exl_core.session.load import LoadOptions, load_model
 from exl_core.session.open import gguf_fields, open_checkpoint, open_model
 from exl_core.session.resolve import resolve_model
@@ -73,7 +74,9 @@ class Wish:
     spec: str | None
     out: Path
     bits: float
-    head_bits: int
+    head_bits: float
+    target: Format
+    codebook: Codebook | None
     calibration: str
     rows: int | None
     length: int
@@ -140,6 +143,10 @@ def _conversion(wish: Wish, text: Text | None) -> Conversion:
         raise RequestError(
             "-o is not a name", where=wish.out, expected="the name of a directory to create"
         )
+    if wish.codebook is not None and wish.target == "exl2":
+        raise RequestError(
+            "--codebook does not go with --format exl2", next_step="Only EXL3 has codebooks."
+        )
     path = resolve_model(wish.spec)
     _, config, _ = open_checkpoint(path)
     rows = wish.rows or (FAST_ROWS if wish.is_fast else ROWS)
@@ -154,9 +161,11 @@ def _conversion(wish: Wish, text: Text | None) -> Conversion:
         shard_bytes=wish.shard_bytes,
         stages=ConvertOptions(
             device=parse_device(wish.device),
-            head_bits=wish.head_bits,
+            head_bits=int(wish.head_bits) if wish.head_bits.is_integer() else wish.head_bits,
             seed=wish.seed,
             fast=wish.is_fast,
+            format=wish.target,
+            codebook=wish.codebook or "mul1",
         ),
         measurement=wish.measurement,
         work=wish.work,

@@ -34,7 +34,7 @@ class GateResult:
     fault: str | None
 
 
-def limit_nats(bits: float, head_bits: int) -> float:
+def limit_nats(bits: float, head_bits: float) -> float:
     """Largest divergence that a conversion may cause, in nats per token.
 
     Each bit less quadruples the squared error of a weight. A converter of 2023 costs a model of
@@ -50,7 +50,7 @@ def measure_gate(
     reference: LoadedModel,
     *,
     bits: float,
-    head_bits: int,
+    head_bits: float,
     on_window: Callable[[int, int, float], None] | None = None,
 ) -> GateResult:
     """Divergence on HELD_OUT_TEXT. Windows begin with BOS if the reference's tokenizer adds it.

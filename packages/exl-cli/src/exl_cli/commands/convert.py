@@ -1,4 +1,4 @@
-"""`exl convert`: convert a model to EXL2 at any bits per weight, and report the loss.
+"""`exl convert`: convert a model to EXL2 or EXL3 at any bits per weight, and report the loss.
 
 This module declares the options. `conversion.py` prepares the inputs and prints the events.
 `exl_core/convert/job.py` runs the conversion.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,6 +18,7 @@ from exl_core.errors import RequestError
 
 EXAMPLES = (
     ("exl convert model -o model-4.0 --bits 4.0", "calibrate on text that the model generates"),
+    ("exl convert model -o model-2.5 --format exl3 --bits 2.5", "trellis codes, for few bits"),
     ("exl convert model.gguf -o out --bits 3.5 --calibration texts.jsonl", "on your own texts"),
     (
         "exl convert model -o out-5 --bits 5 --measurement out/exl_measurement.json",
@@ -46,9 +47,25 @@ Bits = Annotated[
     ),
 ]
 HeadBits = Annotated[
-    int,
+    float,
     typer.Option(
-        "--head-bits", metavar="N", help="Code width of the output head: 2, 3, 4, 5, 6 or 8."
+        "--head-bits",
+        metavar="N",
+        help="Bits per weight of the output head: 2, 3, 4, 5, 6 or 8, for EXL3 also 1, 1.5, 2.5, "
+        "3.5, 7, and 16 for float16.",
+    ),
+]
+FormatOption = Annotated[
+    Literal["exl2", "exl3"],
+    typer.Option("--format", help="Format of the output. EXL3 loses less at few bits."),
+]
+CodebookOption = Annotated[
+    Literal["mul1", "mcg", "3inst"] | None,
+    typer.Option(
+        "--codebook",
+        help="Codebook of EXL3's trellis codes. Default: mul1. The others have no rates of 1.5, "
+        "2.5 and 3.5.",
+        show_default=False,
     ),
 ]
 Calibration = Annotated[
@@ -167,8 +184,10 @@ def convert(
     output: Output,
     model: options.ModelArgument = None,
     model_option: options.ModelOption = None,
+    target_format: FormatOption = "exl2",
     bits: Bits = 4.0,
     head_bits: HeadBits = 6,
+    codebook: CodebookOption = None,
     calibration: Calibration = SELF,
     rows: Rows = None,
     length: Length = 1024,
@@ -185,10 +204,10 @@ def convert(
     quiet: options.Quiet = False,
     device: options.Device = "auto",
 ) -> None:
-    """Convert a model to EXL2, from safetensors or GGUF in any format but EXL2 and GPTQ.
+    """Convert a model to EXL2 or EXL3, from safetensors or GGUF in any format but EXL2 and GPTQ.
 
-    The conversion measures the error of each layout of each matrix, chooses the layouts with the
-    least error for the given bits, quantizes layer by layer, and compares the result with the
+    The conversion estimates the loss of each layout of each matrix, chooses the layouts with the
+    least loss for the given bits, quantizes layer by layer, and compares the result with the
     source on held-out text. The result is DIR.partial until it has been read back and is close
     enough to the source. After an interruption, the same command continues, with the same bytes.
     """
@@ -206,6 +225,8 @@ def convert(
             out=output,
             bits=bits,
             head_bits=head_bits,
+            target=target_format,
+            codebook=codebook,
             calibration=calibration,
             rows=rows,
             length=length,

@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from exl_core.convert.plan import GROUP_SIZES, WIDTHS, Layout, Section
+from exl_core.convert.plan import (
+    GROUP_SIZES,
+    WIDTHS,
+    AnyLayout,
+    Layout,
+    Section,
+    TrellisCodes,
+)
 
 ROW_STEP = 32
 _NEIGHBORS = ((3, 2), (4, 3), (5, 4), (6, 5), (8, 6))
@@ -20,8 +27,9 @@ _TRIPLES = ("6:5/32 3:20/64 2:75/64", "6:5/32 3:50/64 2:45/64")
 _TOPPED = ((4, 3), (5, 4), (6, 5))  # preceded by 5 per cent of 8 bits
 _TOPPED_SHARES = (10, 25, 50)
 
-Costs = Mapping[tuple[int, int], list[float]]
-"""Cost of each block of 32 stored rows in a layout of one section, by width and group size."""
+Costs = Mapping[tuple[int, int] | TrellisCodes, list[float]]
+"""Expected losses of a matrix. EXL2: of each block of 32 stored rows in a layout of one section, by
+width and group size. EXL3: of the whole matrix, by layout."""
 
 
 @cache
@@ -55,8 +63,10 @@ def layouts_for(in_features: int) -> list[Layout]:
     return list(different.values())
 
 
-def cost_of(layout: Layout, in_features: int, costs: Costs) -> float:
+def cost_of(layout: AnyLayout, in_features: int, costs: Costs) -> float:
     """Sum of the costs of a matrix's rows in one layout."""
+    if isinstance(layout, TrellisCodes):
+        return sum(costs[layout])
     total, block = 0.0, 0
     groups = iter(layout.groups(in_features))
     remaining = in_features

@@ -21,10 +21,12 @@ from exl_core.convert.events import Event, OnEvent, Stage
 from exl_core.convert.measurement import LIMIT_BYTES, Measurement, MeasurementError
 from exl_core.convert.plan import ConvertOptions
 from exl_core.convert.publish import (
+    SETTINGS_NAME,
     check_written,
     partial_of,
     publish,
     quantization_settings,
+    tensor_storage,
     write_weights,
 )
 from exl_core.convert.stages import (
@@ -37,6 +39,7 @@ from exl_core.convert.stages import (
     matrix_reports,
     stage_files,
 )
+from exl_core.convert.target import target_of
 from exl_core.convert.work import JOB_NAME, WorkDir, check_work, is_bare, locked, open_work
 from exl_core.errors import (
     DiskFullError,
@@ -103,8 +106,16 @@ class Conversion:
             else hashlib.sha256(read_bytes(given, MeasurementError, LIMIT_BYTES)).hexdigest(),
             "shard_bytes": self.shard_bytes,
             "torch": torch.__version__,
-            **asdict(self.stages),
+            **_facts_of(self.stages),
         }
+
+
+def _facts_of(options: ConvertOptions) -> dict[str, object]:
+    """The options as facts. EXL2's do not name the format, because it was once the only one."""
+    facts = asdict(options)
+    if options.format == "exl2":
+        del facts["format"], facts["codebook"]
+    return facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +210,11 @@ def _prepare(conversion: Conversion, hooks: Hooks) -> _Prepared:
     sha256 = preflight.hash_source(conversion.source, source, progress)
     is_done = _is_published(conversion, sha256)
     problems: list[ExlError] = []
-    problems += preflight.rate_problems(config, conversion.bits, conversion.stages.head_bits)
+    target, head_bits = target_of(conversion.stages), conversion.stages.head_bits
+    problems += preflight.rate_problems(config, conversion.bits, head_bits, target)
     if not is_resumed and not is_done:  # a resumed conversion has checked the same bytes
         problems += preflight.model_problems(
-            conversion.source, source, config, quantization, progress
+            conversion.source, source, config, quantization, progress, target=target
         )
     if not is_done:
         problems += preflight.output_problems(
@@ -213,7 +225,7 @@ def _prepare(conversion: Conversion, hooks: Hooks) -> _Prepared:
     try:
         if conversion.measurement is not None:
             given = Measurement.read(conversion.measurement)
-            given.check(config, sha256, conversion.measurement)
+            given.check(config, sha256, target, conversion.measurement)
             allocate(given.layers, conversion.bits)
         facts = conversion.facts(sha256)
         check_work(work, facts)
@@ -221,7 +233,13 @@ def _prepare(conversion: Conversion, hooks: Hooks) -> _Prepared:
         problems.append(error)
     _raise(problems)
     checkpoint = Checkpoint(source, config, quantization)
-    files = side_files.collect(conversion.source, source, config, _settings(conversion))
+    files = side_files.collect(
+        conversion.source,
+        source,
+        config,
+        _settings(conversion),
+        is_untied=target.has_untied_config,
+    )
     space = preflight.space_needed(
         config,
         checkpoint,
@@ -264,14 +282,25 @@ def _stages(
 def _write_output(conversion: Conversion, hooks: Hooks, prepared: _Prepared, work: WorkDir) -> None:
     """Writes the output under its partial name and reads all of it back."""
     folder, layers = partial_of(conversion.out), prepared.config.num_layers
+    target = target_of(conversion.stages)
     hooks.on_event(Event("stage", Stage.WRITE))
     if not (work.has(_COMPILED) and folder.is_dir()):
         work.remove(_COMPILED)
-        write_weights(folder, finished_entries(work, layers), conversion.shard_bytes)
+        entries = finished_entries(work, layers)
+        write_weights(folder, entries, conversion.shard_bytes, target.weights_stem)
         prepared.files.write(folder)
+        if target.codebook is not None:
+            storage = {"tensor_storage": tensor_storage(entries)}
+            write_json(folder / SETTINGS_NAME, {**_settings(conversion), **storage})
         work.write_facts(_COMPILED, {})
     check_written(folder, finished_digests(work, layers))
-    side_files.check(folder, conversion.source, prepared.source, prepared.config)
+    side_files.check(
+        folder,
+        conversion.source,
+        prepared.source,
+        prepared.config,
+        is_untied=target.has_untied_config,
+    )
 
 
 def _gate_and_publish(
@@ -329,6 +358,7 @@ def _conversion_record(
 
 def _settings(conversion: Conversion) -> dict[str, object]:
     return quantization_settings(
+        target_of(conversion.stages),
         bits=conversion.bits,
         head_bits=conversion.stages.head_bits,
         rows=conversion.rows,

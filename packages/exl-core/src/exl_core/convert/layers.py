@@ -105,24 +105,25 @@ def _vectors(
     return found
 
 
-def stored_vector(row: ModuleRow, values: Tensor) -> Tensor:
-    """A norm's factors, or a number, as EXL2 files store them, in float16.
+def stored_vector(row: ModuleRow, values: Tensor, *, repeats_norms: bool = True) -> Tensor:
+    """A norm's factors, or a number, as the converted files store them, in float16.
 
-    Norms are rounded as factors. A norm of one head is repeated for every head. Numbers of a
-    router stay float32, because rounding them could change the choice of experts.
+    Norms are rounded as factors. With `repeats_norms`, a norm of one head is repeated for every
+    head, as in EXL2 files. Numbers of a router stay float32, because rounding them could change the
+    choice of experts.
     """
     if row.kind is Kind.ROUTER_VECTOR:
         return values
     rounded, addend = values.half(), row.written.addend
     stored = in_file_order(row, (rounded - addend).half() if addend else rounded)
     if row.kind is Kind.HEAD_NORM:
-        return stored.expand(row.num_heads, -1).contiguous()
+        return stored.expand(row.num_heads, -1).contiguous() if repeats_norms else stored
     return stored.view(row.num_heads, -1) if row.num_heads else stored
 
 
 def as_factor(row: ModuleRow, stored: Tensor) -> Tensor:
     """Inverse of `stored_vector`: float32, with one dimension."""
-    one = stored[0] if row.kind is Kind.HEAD_NORM else stored.flatten()
+    one = stored[0] if row.kind is Kind.HEAD_NORM and stored.dim() > 1 else stored.flatten()
     values = in_model_order(row, one.float())
     return values + row.written.addend if row.written.addend else values
 

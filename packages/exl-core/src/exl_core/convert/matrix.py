@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from exl_core.convert.gptq import (
     quantize_columns,
 )
 from exl_core.convert.hessian import InputStatistics
-from exl_core.convert.plan import Incident, Layout, MatrixReport
+from exl_core.convert.plan import AnyLayout, Incident, Layout, MatrixReport
 from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.formats.codecs.exl2 import writer as exl2_writer
 
@@ -30,11 +31,22 @@ small ridge gives better results on the calibration text and much worse results 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """`packed` on the CPU; `weight` [out, in] as readers dequantize it, without padded columns."""
+    """`pieces` are the stored tensors, on the CPU, by the end of their names; `weight` [out, in] is
+    what readers dequantize, without padding."""
 
-    packed: exl2.Exl2Linear
+    pieces: Mapping[str, Tensor]
     weight: Tensor
     report: MatrixReport
+
+
+class Quantizer(Protocol):
+    """Quantizes matrices that read the same input, to one format."""
+
+    def quantize(
+        self, name: str, weight: Tensor, layout: AnyLayout, *, has_bias: bool = False
+    ) -> QuantizedMatrix:
+        """Quantizes `weight` float32 [out, in]."""
+        ...
 
 
 class MatrixQuantizer:
@@ -49,17 +61,19 @@ class MatrixQuantizer:
         self._statistics = statistics
         self._check = check
         self._factor = factorize(statistics.hessian)
-        self._solver = None if self._factor is None else _solver(statistics.hessian)
+        self._correction = None if self._factor is None else Correction(statistics)
 
     def quantize(
-        self, name: str, weight: Tensor, layout: Layout, *, has_bias: bool = False
+        self, name: str, weight: Tensor, layout: AnyLayout, *, has_bias: bool = False
     ) -> QuantizedMatrix:
         """Quantizes `weight` float32 [out, in]; rounds it to nearest if the Hessian is unusable."""
+        assert isinstance(layout, Layout), "chosen among the candidates of EXL2"
         source = weight.T.contiguous()  # [in, out]
         k, n = source.shape
         factor, incidents = self._factor or identity_factor(k, weight.device), self._incidents(name)
         groups = layout.groups(k)
-        target = self._target(source)[factor.order]
+        target = source if self._correction is None else self._correction.target(source)
+        target = target[factor.order]
         variant = Variant(slice(n), groups)
         rounded = quantize_columns(target, factor, [variant], TRIALS, check=self._check)
         scale_codes, scale_max = rounded.scales[0]
@@ -79,15 +93,8 @@ class MatrixQuantizer:
             relative_error(result, source, self._statistics.hessian),
             incidents,
         )
-        return QuantizedMatrix(packed, result.T.contiguous(), report)
-
-    def _target(self, source: Tensor) -> Tensor:
-        """Weights that bring the outputs closest to the source's outputs (`hessian.py`)."""
-        statistics, solver, factor = self._statistics, self._solver, self._factor
-        if statistics.cross is None or solver is None or factor is None:
-            return source
-        correction = (statistics.cross - statistics.hessian).double() @ source.double()
-        return source + torch.cholesky_solve(correction, solver).float()
+        pieces = {piece: getattr(packed, piece) for piece in exl2.PARTS}
+        return QuantizedMatrix(pieces, result.T.contiguous(), report)
 
     def _incidents(self, name: str) -> tuple[Incident, ...]:
         if self._factor is None:
@@ -99,10 +106,24 @@ class MatrixQuantizer:
         return ()
 
 
-def _solver(hessian: Tensor) -> Tensor:
-    """Cholesky factor of Hessian plus ridge, in the features' own order, float64."""
-    solver: Tensor = torch.linalg.cholesky(damped(hessian.double(), RIDGE))
-    return solver
+class Correction:
+    """Weights that bring the outputs closest to the source's outputs (`hessian.py`).
+
+    The Hessian has to be finite and positive definite with a little damping.
+    """
+
+    def __init__(self, statistics: InputStatistics) -> None:
+        self._statistics = statistics
+        # In the features' own order, float64.
+        self._solver = torch.linalg.cholesky(damped(statistics.hessian.double(), RIDGE))
+
+    def target(self, source: Tensor) -> Tensor:
+        """Weights [in, out] for the source's."""
+        statistics = self._statistics
+        if statistics.cross is None:
+            return source
+        correction = (statistics.cross - statistics.hessian).double() @ source.double()
+        return source + torch.cholesky_solve(correction, self._solver).float()
 
 
 def relative_error(result: Tensor, source: Tensor, hessian: Tensor) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from exl_core.arch.spec import ModelConfig
-from exl_core.convert.candidates import Costs, cost_of, layouts_for
+from exl_core.convert.candidates import Costs, cost_of
 from exl_core.convert.experts import Routes, expert_keys, gather, minimum_rows
 from exl_core.convert.gptq import Variant, factorize, identity_factor, quantize_columns
 from exl_core.convert.hessian import measure_hessian
@@ -26,9 +26,11 @@ from exl_core.convert.plan import (
     Layout,
     MatrixMeasurement,
     Section,
-    padded,
+    TrellisCodes,
 )
 from exl_core.convert.sensitivity import Sensitivity
+from exl_core.convert.target import Target, target_of
+from exl_core.convert.trellis import expected_losses
 
 TRIALS = 8
 MEASURED_ROWS = 16  # calibration rows; comparing layouts needs fewer rows than computing codes
@@ -80,6 +82,10 @@ class _LayerMeasurer:
     options: ConvertOptions
     workers: Workers
 
+    @property
+    def _target(self) -> Target:
+        return target_of(self.options)
+
     def measure(self, keys: Sequence[str], inputs: Sequence[Tensor]) -> Iterator[MatrixMeasurement]:
         """Measures matrices that read the same inputs, pieces [R, T, K]."""
         if keys:
@@ -117,14 +123,26 @@ class _LayerMeasurer:
                 layout.cost_bits(k, n, has_bias=has_bias) * count,
                 cost_of(layout, k, costs),
             )
-            for layout in layouts_for(k)
+            for layout in self._target.layouts_for(k)
         )
         name = set_name(self.source.rows[key])
-        return MatrixMeasurement(name, k * padded(n) * count, candidates)
+        return MatrixMeasurement(name, self._target.num_weights(k, n) * count, candidates)
 
     def _costs(self, keys: Sequence[str], inputs: Sequence[Tensor]) -> dict[str, Costs]:
-        """Costs of matrices that read the same inputs, by key, width and group size."""
+        """Costs of matrices that read the same inputs, by key."""
         hessian = measure_hessian(inputs, None, self.workers).hessian
+        if self.options.format == "exl2":
+            return self._costs_of_groups(keys, hessian)
+
+        def run(key: str) -> Costs:
+            weight = self.source.matrix(key)
+            sensitivity = self.sensitivity[self.source.rows[key].name].to(hessian.device)
+            return expected_losses(weight, hessian, sensitivity, self._target.trellis_layouts)
+
+        return dict(zip(keys, self.workers.map(run, keys), strict=True))
+
+    def _costs_of_groups(self, keys: Sequence[str], hessian: Tensor) -> dict[str, Costs]:
+        """Costs of matrices in EXL2, by key, width and group size."""
         sizes = FAST_SIZES if self.options.fast else dict.fromkeys(WIDTHS, GROUP_SIZES)
         forms = [(bits, size) for bits in WIDTHS for size in sizes[bits]]
         source, sensitivity = self.source, self.sensitivity
@@ -178,9 +196,10 @@ def _added(costs: Costs, others: Costs) -> Costs:
     }
 
 
-def _fill_in_sizes(costs: dict[tuple[int, int], list[float]]) -> Costs:
+def _fill_in_sizes(costs: Mapping[tuple[int, int], list[float]]) -> Costs:
     """Adds the group sizes that were not measured, with the cost ratios they have at 4 bits."""
-    filled = dict(costs)
+    filled: dict[tuple[int, int] | TrellisCodes, list[float]] = {}
+    filled.update(costs.items())
     for bits in WIDTHS:
         for size in GROUP_SIZES:
             if (bits, size) not in filled:

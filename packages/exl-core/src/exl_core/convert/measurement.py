@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Self
 
 from exl_core.arch.modules import ModuleRow, module_table
 from exl_core.arch.spec import ModelConfig
-from exl_core.convert.plan import LayerMeasurement, Layout, padded
+from exl_core.convert.plan import LayerMeasurement, parse_layout
+from exl_core.convert.target import Target
 from exl_core.errors import RequestError
 from exl_core.files import read_json_object
 
@@ -60,8 +61,9 @@ class Measurement:
             ) from error
         return cls(str(source), str(rows), str(text), layers)
 
-    def check(self, config: ModelConfig, source_sha256: str, where: Path) -> None:
-        """Raises if it belongs to another model, or has impossible values for a matrix."""
+    def check(self, config: ModelConfig, source_sha256: str, target: Target, where: Path) -> None:
+        """Raises if it belongs to another model or another format, or has impossible values for a
+        matrix."""
         if self.source_sha256 != source_sha256:
             raise MeasurementError(
                 "was measured on another model",
@@ -81,13 +83,23 @@ class Measurement:
             )
         for matrix in found:
             (out_features, in_features), count = sets[matrix.name]
-            numel = padded(out_features) * in_features * count
+            numel = target.num_weights(in_features, out_features) * count
+            layouts = [parse_layout(candidate.layout) for candidate in matrix.candidates]
+            unknown = [layout for layout in layouts if not target.has(layout)]
+            if unknown:
+                raise MeasurementError(
+                    "was measured for another format or codebook",
+                    where=where,
+                    expected=f"layouts of {target}",
+                    got=f"{str(unknown[0])!r}",
+                    next_step="Convert without --measurement.",
+                )
             bad = [
                 candidate
-                for candidate in matrix.candidates
+                for candidate, layout in zip(matrix.candidates, layouts, strict=True)
                 if not 0.0 <= candidate.error < float("inf")
-                or candidate.bits < numel  # every code has at least 2 bits
-                or not Layout.parse(candidate.layout).fits(in_features)
+                or candidate.bits < numel  # every code has at least 1 bit
+                or not layout.fits(in_features)
             ]
             if matrix.numel != numel or not matrix.candidates or bad:
                 raise MeasurementError(f"is damaged at matrix {matrix.name!r}", where=where)

@@ -1,8 +1,9 @@
 """Decisions of a conversion as plain data: layouts, measured candidates, and the chosen layouts.
 
-A layout says how the stored rows of one matrix are cut into groups and how wide their codes are.
-Its size in bits is counted as exllamav2's converter counts it, so that a bit rate means the same
-for both. A round trip through JSON changes nothing here. Knows neither tensors nor files.
+An EXL2 layout says how the stored rows of one matrix are cut into groups and how wide their codes
+are. Its size in bits is counted as exllamav2's converter counts it, so that a bit rate means the
+same for both. An EXL3 layout is the rate and the codebook of trellis codes. A round trip through
+JSON changes nothing here. Knows neither tensors nor files.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from exl_core.errors import RequestError
+from exl_core.formats.codecs.exl3.matrix import stored_size
+from exl_core.ops.weights import CODEBOOKS, TRELLIS_RATES, Codebook
+
+Format = Literal["exl2", "exl3"]
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -97,6 +102,51 @@ def padded(out_features: int) -> int:
     return out_features + -out_features % COLUMN_STEP
 
 
+def rates_of(codebook: Codebook) -> tuple[float, ...]:
+    """Rates of EXL3 with a codebook."""
+    return tuple(rate for rate in TRELLIS_RATES if codebook == "mul1" or rate % 1 == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TrellisCodes:
+    """Layout of an EXL3 matrix. Every one fits a matrix of any size, which is padded to blocks."""
+
+    rate: float
+    codebook: Codebook
+
+    def __post_init__(self) -> None:
+        if self.codebook not in CODEBOOKS or self.rate not in rates_of(self.codebook):
+            raise RequestError(
+                "a layout that EXL3 does not have",
+                expected="a rate and a codebook, such as '2.5 mul1'",
+                got=str(self),
+            )
+
+    def __str__(self) -> str:
+        return f"{self.rate:g} {self.codebook}"
+
+    def cost_bits(self, in_features: int, out_features: int, *, has_bias: bool = False) -> int:
+        """Size of the stored matrix, padding included: codes, scales and bias."""
+        rows, columns = stored_size(in_features), stored_size(out_features)
+        vectors = _SCALE_MAX_BITS * (rows + columns) + _BIAS_BITS * columns * has_bias
+        return int(self.rate * rows * columns) + vectors
+
+    def fits(self, in_features: int) -> bool:  # noqa: ARG002 - as of `Layout`
+        return True
+
+
+AnyLayout = Layout | TrellisCodes
+
+
+def parse_layout(text: str) -> AnyLayout:
+    """Inverse of `str` for layouts of both formats."""
+    rate, _, codebook = text.partition(" ")
+    for known in CODEBOOKS:
+        if codebook == known and rate.replace(".", "", 1).isdecimal():
+            return TrellisCodes(float(rate), known)
+    return Layout.parse(text)
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One layout of one matrix: its size in bits, and `error`, the expected increase of the mean
@@ -110,8 +160,8 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class MatrixMeasurement:
     """All candidates of one matrix (`name` ends with `.weight`), or of the same matrix of all
-    experts of a layer (then * replaces their index). `numel` counts padded columns. Bits and errors
-    are sums over the experts."""
+    experts of a layer (then * replaces their index). `numel` is what `Target.num_weights` counts.
+    Bits and errors are sums over the experts."""
 
     name: str
     numel: int
@@ -136,7 +186,7 @@ class LayerMeasurement:
                 str(matrix["name"]),
                 int(matrix["numel"]),
                 tuple(
-                    Candidate(str(Layout.parse(c["layout"])), int(c["bits"]), float(c["error"]))
+                    Candidate(str(parse_layout(c["layout"])), int(c["bits"]), float(c["error"]))
                     for c in matrix["candidates"]
                 ),
             )
@@ -160,8 +210,8 @@ class Allocation:
     def bits_per_weight(self) -> float:
         return self.bits / self.numel
 
-    def layout(self, name: str) -> Layout:
-        return Layout.parse(self.layouts[name])
+    def layout(self, name: str) -> AnyLayout:
+        return parse_layout(self.layouts[name])
 
 
 def budget(layers: Sequence[LayerMeasurement], bits: float) -> tuple[int, int]:
@@ -200,14 +250,17 @@ class ConvertOptions:
     """Options of all stages. `fast` shortens all steps that only improve the result.
 
     device       computing device: `cpu`, `cuda`, `cuda:1`
-    head_bits    2, 3, 4, 5, 6 or 8
+    head_bits    one of `Target.head_choices`
     seed         seed of all random choices
+    codebook     of the trellis codes of EXL3
     """
 
     device: str = "cpu"
-    head_bits: int = 6
+    head_bits: float = 6
     seed: int = 0
     fast: bool = False
+    format: Format = "exl2"
+    codebook: Codebook = "mul1"
 
 
 HEAD_LAYOUTS = {

@@ -25,14 +25,14 @@ from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import available_memory_bytes
 from exl_core.convert import side_files
 from exl_core.convert.calibration import rows_at_once
-from exl_core.convert.candidates import layouts_for
 from exl_core.convert.layers import compute_type
 from exl_core.convert.measure import CPU_COLUMNS
 from exl_core.convert.measurement import matrix_sets, matrix_shapes
 from exl_core.convert.passes import matrix_groups
-from exl_core.convert.plan import HEAD_LAYOUTS, ConvertOptions, Layout, padded
+from exl_core.convert.plan import ConvertOptions, padded
 from exl_core.convert.publish import partial_of
 from exl_core.convert.sensitivity import HEAD_ROWS, ROWS
+from exl_core.convert.target import Target, target_of
 from exl_core.convert.tune import fits_in_memory, scratch_bytes
 from exl_core.errors import (
     DiskFullError,
@@ -43,7 +43,6 @@ from exl_core.errors import (
 )
 from exl_core.files import naming_disk_failures, open_regular
 from exl_core.formats.checkpoint import Checkpoint
-from exl_core.formats.codecs.exl2.layout import MAX_IN_FEATURES, ROW_STEP
 from exl_core.formats.containers.source import Progress, TensorSource
 from exl_core.formats.verify import verify
 from exl_core.session.open import gguf_fields
@@ -100,6 +99,8 @@ def model_problems(
     config: ModelConfig,
     quantization: Quantization | None,
     progress: Progress | None = None,
+    *,
+    target: Target,
 ) -> Iterator[ExlError]:
     """Problems of the source: an unsupported kind of model, and every damaged tensor."""
     if quantization is not None and quantization.method in ("exl2", "gptq"):
@@ -134,9 +135,9 @@ def model_problems(
             next_step="Models that are quantized already can be used.",
         )
         return
-    yield from shape_problems(path, config)
+    yield from shape_problems(path, config, target)
     yield from tokenizer_problems(path, source, config)
-    # Scales and embedding of EXL2 are float16.
+    # Scales and embedding of EXL2 and EXL3 are float16.
     report = verify(source, config, quantization, progress, dtype=torch.float16)
     for problem in report.problems:
         yield problem.error
@@ -155,8 +156,8 @@ def tokenizer_problems(path: Path, source: TensorSource, config: ModelConfig) ->
         yield error
 
 
-def shape_problems(path: Path, config: ModelConfig) -> Iterator[ExlError]:
-    """Sizes that EXL2 cannot store, each reported once for the model."""
+def shape_problems(path: Path, config: ModelConfig, target: Target) -> Iterator[ExlError]:
+    """Sizes that the format cannot store, each reported once for the model."""
     widths = [("the hidden size", config.hidden_size)]
     for layer in config.layers:
         attending = layer.attending
@@ -171,23 +172,26 @@ def shape_problems(path: Path, config: ModelConfig) -> Iterator[ExlError]:
         if isinstance(part, MoE):
             widths.append(("the width of the experts", part.intermediate_size))
     for label, width in dict.fromkeys(widths):
-        if width % ROW_STEP or width > MAX_IN_FEATURES:
+        expected = target.width_problem(width)
+        if expected is not None:
             yield UnsupportedModelError(
-                f"{label} cannot be stored as EXL2",
+                f"{label} cannot be stored as {target.name.upper()}",
                 where=path,
-                expected=f"a multiple of {ROW_STEP}, at most {MAX_IN_FEATURES}",
+                expected=expected,
                 got=width,
             )
 
 
-def rate_problems(config: ModelConfig, bits: float, head_bits: int) -> Iterator[ExlError]:
+def rate_problems(
+    config: ModelConfig, bits: float, head_bits: float, target: Target
+) -> Iterator[ExlError]:
     """Requested bit rates above those of the largest layouts, or below those of the smallest."""
     sets = matrix_sets(config).values()
     costs = [
-        [layout.cost_bits(columns, rows) * count for layout in layouts_for(columns)]
+        [layout.cost_bits(columns, rows) * count for layout in target.layouts_for(columns)]
         for (rows, columns), count in sets
     ]
-    numel = sum(padded(rows) * columns * count for (rows, columns), count in sets)
+    numel = sum(target.num_weights(columns, rows) * count for (rows, columns), count in sets)
     least, most = (sum(map(select, costs)) / numel for select in (min, max))
     if not least <= bits <= most:
         yield RequestError(
@@ -195,10 +199,10 @@ def rate_problems(config: ModelConfig, bits: float, head_bits: int) -> Iterator[
             expected=f"--bits of {math.ceil(least * 1000) / 1000:g} to {int(most * 1000) / 1000:g}",
             got=bits,
         )
-    if head_bits not in HEAD_LAYOUTS:
+    if head_bits not in target.head_choices:
         yield RequestError(
             "the head cannot have so many bits",
-            expected=f"--head-bits {', '.join(map(str, HEAD_LAYOUTS))}",
+            expected=f"--head-bits {', '.join(f'{one:g}' for one in target.head_choices)}",
             got=head_bits,
         )
 
@@ -296,7 +300,10 @@ def space_needed(
     shapes = matrix_shapes(config)
     numel = sum(rows * columns for rows, columns in shapes.values())
     hidden, vocab = config.hidden_size, padded(config.vocab_size)
-    head = Layout.parse(HEAD_LAYOUTS[options.head_bits]).cost_bits(hidden, config.vocab_size)
+    layout = target_of(options).head_layout(options.head_bits)
+    head = 16 * vocab * hidden
+    if layout is not None:
+        head = layout.cost_bits(hidden, config.vocab_size)
     out = int(DISK_MARGIN * (numel * bits + head + 16 * vocab * hidden) / 8)
     tokens = rows * length
     is_on_cpu = options.device == "cpu"

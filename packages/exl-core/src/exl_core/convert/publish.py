@@ -2,8 +2,8 @@
 
 All files are written to a directory beside the final one, read back from the disk, and compared
 with the digests of the finished tensors. Only then is the directory renamed. Weight files have the
-names that exllamav2's converter gives them, with an index for other readers. Knows nothing of how
-the tensors were computed.
+names that the format's own converter gives them, with an index for other readers. Knows nothing of
+how the tensors were computed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from exl_core.convert.target import Target
 from exl_core.errors import ExlError, RequestError
 from exl_core.files import naming_disk_failures, sync_folder, write_json
+from exl_core.formats.codecs.exl3 import layout as exl3
 from exl_core.formats.containers.safetensors import INDEX_NAME, SafetensorsSource
 from exl_core.formats.containers.safetensors_writer import Entry, as_bytes, write_safetensors
 from exl_core.formats.verify import verify
@@ -25,6 +28,9 @@ from exl_core.session.open import open_checkpoint
 
 PARTIAL_SUFFIX = ".partial"
 WEIGHTS_STEM = "output"
+SETTINGS_NAME = "quantization_config.json"  # of EXL3
+EXL3_VERSION = "1.6.5"
+"""Version of exllamav3 whose form the output has."""
 
 
 class ReadBackError(ExlError):
@@ -132,13 +138,41 @@ def publish(folder: Path, out: Path) -> None:
 
 
 def quantization_settings(
-    *, bits: float, head_bits: int, rows: int, length: int, dataset: str
+    target: Target, *, bits: float, head_bits: float, rows: int, length: int, dataset: str
 ) -> dict[str, object]:
-    """`quantization_config` as exllamav2's converter writes it. No reader needs it."""
+    """`quantization_config` as the format's own converter writes it. No reader needs it."""
+    if target.codebook is None:
+        return {
+            "quant_method": "exl2",
+            "version": "0.3.2",
+            "bits": bits,
+            "head_bits": head_bits,
+            "calibration": {"rows": rows, "length": length, "dataset": dataset},
+        }
     return {
-        "quant_method": "exl2",
-        "version": "0.3.2",
+        "quant_method": "exl3",
+        "version": EXL3_VERSION,
         "bits": bits,
         "head_bits": head_bits,
-        "calibration": {"rows": rows, "length": length, "dataset": dataset},
+        "calibration": {"rows": rows, "cols": length},
+        "out_scales": "always",
+        "codebook": target.codebook,
     }
+
+
+def tensor_storage(entries: Sequence[Entry]) -> Mapping[str, object]:
+    """`tensor_storage` of EXL3's `quantization_config.json`: the stored tensors of each module."""
+    modules: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        module, _, part = entry.name.rpartition(".")
+        found = modules.setdefault(module, {"stored_tensors": {}})
+        found["stored_tensors"][entry.name] = {
+            "shape": list(entry.shape),
+            "n_bytes": entry.size_bytes,
+            "dtype": str(entry.dtype),
+        }
+        if part == "trellis":
+            found |= {"quant_format": "exl3", "bits_per_weight": exl3.rate_of(entry.shape[-1])}
+        elif part in ("mul1", "mcg"):
+            found[f"{part}_multiplier"] = exl3.MULTIPLIERS[part]
+    return modules

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from exl_core.arch.modules import Kind, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.convert.experts import Routes, expert_keys, gather, minimum_rows
-from exl_core.convert.hessian import measure_hessian
+from exl_core.convert.hessian import InputStatistics, measure_hessian
 from exl_core.convert.layers import (
     LayerSource,
     States,
@@ -24,21 +24,14 @@ from exl_core.convert.layers import (
     read_tensor,
     stored_vector,
 )
-from exl_core.convert.matrix import MatrixQuantizer, QuantizedMatrix
+from exl_core.convert.matrix import MatrixQuantizer, QuantizedMatrix, Quantizer
 from exl_core.convert.measurement import set_name
 from exl_core.convert.parallel import Workers
 from exl_core.convert.passes import ROUTER, CapturingPass, LayerFunction, final_states
-from exl_core.convert.plan import (
-    COLUMN_STEP,
-    HEAD_LAYOUTS,
-    Allocation,
-    ConvertOptions,
-    Incident,
-    Layout,
-    MatrixReport,
-)
+from exl_core.convert.plan import Allocation, ConvertOptions, Incident, MatrixReport
+from exl_core.convert.target import target_of
+from exl_core.convert.trellis import Exl3Quantizer
 from exl_core.formats.checkpoint import Checkpoint
-from exl_core.formats.codecs.exl2 import layout as exl2
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +49,26 @@ def quantize_layer(
     allocation: Allocation,
     states: States,
     workers: Workers,
+    *,
+    options: ConvertOptions,
 ) -> QuantizedPart:
     """Quantizes one layer: all its tensors. `states` are replaced by those after the layer."""
-    quantizer = _LayerQuantizer(source, config, allocation, workers)
+    target = target_of(options)
+    quantizer = _LayerQuantizer(source, config, allocation, workers, options)
     quantizer.run(states)
     tensors: dict[str, Tensor] = {}
     for row in module_table(config).rows_of(source.layer):
         values = source.tensors[row.name]
         if row.is_converted:
-            tensors |= _pieces(row.stem, quantizer.packed[row.key])
+            tensors |= named_pieces(row.stem, quantizer.pieces[row.key])
         elif row.is_matrix:
             tensors[row.name] = values.half().cpu()  # a router
         elif row.kind is Kind.BIAS and row.packed is not None:
-            padding = (0, -len(values) % COLUMN_STEP)
+            padding = (0, -len(values) % target.bias_step)
             tensors[row.name] = pad(in_file_order(row, values), padding).half().cpu()
         else:
-            tensors[row.name] = stored_vector(row, values).cpu()
+            stored = stored_vector(row, values, repeats_norms=target.repeats_norms)
+            tensors[row.name] = stored.cpu()
     reports = quantizer.reports
     return QuantizedPart(tensors, tuple(reports[key] for key in source.matrix_keys))
 
@@ -79,18 +76,24 @@ def quantize_layer(
 class _LayerQuantizer:
     """Quantizes the matrices of one layer on the outputs of the quantized ones before it.
 
-    `packed` and `reports` are the results by key.
+    `pieces` and `reports` are the results by key.
     """
 
     def __init__(
-        self, source: LayerSource, config: ModelConfig, allocation: Allocation, workers: Workers
+        self,
+        source: LayerSource,
+        config: ModelConfig,
+        allocation: Allocation,
+        workers: Workers,
+        options: ConvertOptions,
     ) -> None:
-        self.packed: dict[str, exl2.Exl2Linear] = {}
+        self.pieces: dict[str, Mapping[str, Tensor]] = {}
         self.reports: dict[str, MatrixReport] = {}
         self._source = source
         self._config = config
         self._allocation = allocation
         self._workers = workers
+        self._options = options
         self._weights = source.routers(is_stored=True)  # and the finished matrices, in compute type
 
     def run(self, states: States) -> None:
@@ -115,7 +118,8 @@ class _LayerQuantizer:
         if not keys:
             return
         statistics = measure_hessian(inputs, sources, self._workers)
-        quantizer = MatrixQuantizer(statistics, self._workers.check)
+        group = self._source.rows[keys[0]].name
+        quantizer = _quantizer(group, statistics, self._options, self._workers)
         source, dtype = self._source, compute_type(self._source.device)
 
         def quantize(key: str) -> QuantizedMatrix:
@@ -125,8 +129,10 @@ class _LayerQuantizer:
             weight = in_file_order(row, source.matrix(key))
             return quantizer.quantize(row.name, weight, layout, has_bias=has_bias)
 
-        for key, matrix in zip(keys, self._workers.map(quantize, keys), strict=True):
-            self.packed[key] = matrix.packed
+        is_threaded = self._options.format == "exl3"  # each matrix uses all threads
+        done = map(quantize, keys) if is_threaded else self._workers.map(quantize, keys)
+        for key, matrix in zip(keys, done, strict=True):
+            self.pieces[key] = matrix.pieces
             self.reports[key] = matrix.report
             self._weights[key] = in_model_order(source.rows[key], matrix.weight).to(dtype)
 
@@ -194,17 +200,28 @@ def quantize_ends(
 
     inputs = normed(states.quantized, is_stored=True)
     statistics = measure_hessian(inputs, normed(states.source, is_stored=False), workers)
-    layout = Layout.parse(HEAD_LAYOUTS[options.head_bits])
-    matrix = MatrixQuantizer(statistics, workers.check).quantize(
-        table.head.name, head.to(device), layout
-    )
     tensors = {table.embed.name: embed.half()}
     for row in table.rows_of(None):
         if not row.is_matrix:
             tensors[row.name] = stored_vector(row, read_tensor(checkpoint, row.name))
-    tensors |= _pieces(table.head.stem, matrix.packed)
+    layout = target_of(options).head_layout(options.head_bits)
+    if layout is None:
+        tensors[table.head.name] = head.half()
+        return QuantizedPart(tensors, ())
+    quantizer = _quantizer(table.head.name, statistics, options, workers)
+    matrix = quantizer.quantize(table.head.name, head.to(device), layout)
+    tensors |= named_pieces(table.head.stem, matrix.pieces)
     return QuantizedPart(tensors, (matrix.report,))
 
 
-def _pieces(stem: str, packed: exl2.Exl2Linear) -> dict[str, Tensor]:
-    return {f"{stem}.{piece}": getattr(packed, piece) for piece in exl2.PARTS}
+def _quantizer(
+    group: str, statistics: InputStatistics, options: ConvertOptions, workers: Workers
+) -> Quantizer:
+    """Quantizer of matrices that read the same input. `group` is the name of the first of them."""
+    if options.format == "exl2":
+        return MatrixQuantizer(statistics, workers.check)
+    return Exl3Quantizer(statistics, group, options, workers.check)
+
+
+def named_pieces(stem: str, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{stem}.{piece}": tensor for piece, tensor in pieces.items()}

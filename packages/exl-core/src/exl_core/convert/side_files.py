@@ -69,20 +69,27 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def collect(
-    path: Path, source: TensorSource, config: ModelConfig, quantization: Mapping[str, object]
+    path: Path,
+    source: TensorSource,
+    config: ModelConfig,
+    quantization: Mapping[str, object],
+    *,
+    is_untied: bool = False,
 ) -> SideFiles:
-    """Files that belong beside the quantized weights of the model at `path`."""
+    """Files that belong beside the quantized weights of the model at `path`. `is_untied`: the
+    configuration says that the head is stored."""
+    untied = {"tie_word_embeddings": False} if is_untied else {}
     fields = gguf_fields(source)
     if fields is None:
         copied = (file for file in sorted(path.iterdir()) if file.is_file())
         kept = tuple(file for file in copied if not file.name.endswith(WEIGHT_SUFFIXES))
         settings = dict(read_json_object(path / "config.json", ConfigError))
         settings.pop("compression_config", None)  # of the source; ours is "quantization_config"
-        alone = _language_model(settings, config.arch)
+        alone = {**_language_model(settings, config.arch), **untied}
         return SideFiles(kept, {"config.json": _json(alone, quantization)})
     tokenizer = load_tokenizer(path, fields)
     written = {
-        "config.json": _json(hf_config(config, path), quantization),
+        "config.json": _json({**hf_config(config, path), **untied}, quantization),
         "tokenizer_config.json": _json(_roles(tokenizer)),
         "generation_config.json": _json({"eos_token_id": list(tokenizer.eos_ids)}),
         **_tokenizer_file(tokenizer),
@@ -108,9 +115,18 @@ def _language_model(settings: Mapping[str, object], arch: ArchSpec) -> Mapping[s
     return {**text, **shared, "architectures": [arch.hf_names[0]]}
 
 
-def check(folder: Path, path: Path, source: TensorSource, config: ModelConfig) -> None:
+def check(
+    folder: Path,
+    path: Path,
+    source: TensorSource,
+    config: ModelConfig,
+    *,
+    is_untied: bool = False,
+) -> None:
     """Raises if the directory `folder` describes another model than the one at `path`."""
     ours = read_hf_config(folder)
+    if is_untied:
+        config = replace(config, has_tied_embeddings=False)
     found, wanted = (replace(c, eos_ids=(), arch=config.arch) for c in (ours, config))
     if found != wanted or not set(config.eos_ids) <= set(ours.eos_ids):
         raise ConfigError("config.json reads back differently", expected=wanted, got=found)

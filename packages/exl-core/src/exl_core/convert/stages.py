@@ -173,6 +173,7 @@ class Stages:
                     allocation,
                     states,
                     workers,
+                    options=self.options,
                 )
                 self._save_part(*layer_files(layer), part, Stage.QUANTIZE)
                 both = {"source": states.source, "quantized": states.quantized}
@@ -293,8 +294,10 @@ class TensorFiles(Mapping[str, Tensor]):
         self._entries = {entry.name: entry for entry in entries}
 
     def __getitem__(self, name: str) -> Tensor:
-        # Copy each piece: it is a view of the mapped file, which is released after it.
-        return torch.cat([piece.clone() for piece in self._entries[name].pieces()])
+        return self._entries[name].read()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

@@ -1,9 +1,10 @@
-"""End-to-end tuning of norms and group scales against the source's predictions.
+"""End-to-end tuning of norms and scales of matrices against the source's predictions.
 
-Norms are stored in float16. Each group of a matrix has a float16 number that all its scales are
-multiples of. Tuning finds a factor for each of these values by gradient descent (Adam) on the
-divergence of the quantized model's predictions from the source's, on the calibration rows. Codes,
-biases and the numbers of a layer do not change.
+Norms are stored in float16. In EXL2, each group of a matrix has a float16 number that all its
+scales are multiples of. In EXL3, each input and each output of a matrix has a scale. Tuning finds a
+factor for each of these values by gradient descent (Adam) on the divergence of the quantized
+model's predictions from the source's, on the calibration rows. Codes, biases and the numbers of a
+layer do not change.
 
 Each step runs forward and backward through the layers with one layer in memory. Weights (in
 `compute_type`) and the states before each layer are kept in files. The backward pass computes each
@@ -19,10 +20,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from exl_core.arch.layers import inner_width
-from exl_core.arch.modules import ModuleRow, ModuleTable, module_table
+from exl_core.arch.modules import Kind, ModuleRow, ModuleTable, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import free_memory_bytes
 from exl_core.convert.layers import (
@@ -44,8 +45,10 @@ from exl_core.convert.parallel import Workers
 from exl_core.convert.passes import CapturingPass, LayerFunction, final_states
 from exl_core.convert.plan import ConvertOptions
 from exl_core.convert.sensitivity import HEAD_ROWS
+from exl_core.convert.target import target_of
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.codecs.exl2 import layout as exl2
+from exl_core.formats.codecs.exl3 import layout as exl3
 from exl_core.formats.containers.mapped import MappedFile
 from exl_core.formats.containers.safetensors_writer import as_bytes
 
@@ -75,7 +78,8 @@ def tune_model(
     saved_state: Mapping[str, Tensor] | None = None,
     on_step: OnStep | None = None,
 ) -> dict[str, Tensor]:
-    """New values of norms and `q_scale_max`, with unchanged shapes and types; none with `fast`.
+    """New values of norms and of `q_scale_max`, or of `suh` and `svh`, with unchanged shapes and
+    types; none with `fast`.
 
     `tensors` are all tensors of the output, by name. The model must satisfy `fits_in_memory`.
     Offloaded tensors take `scratch_bytes` in `scratch`. To resume after `steps_done` steps of an
@@ -89,7 +93,7 @@ def tune_model(
     token_ids = token_ids[: STEPS * ROWS_PER_STEP]
     with torch.no_grad():
         source_states = _source_states(checkpoint, config, token_ids, device, workers)
-        model = _TunedModel.of(checkpoint, config, tensors, scratch, device)
+        model = _TunedModel.of(checkpoint, config, tensors, scratch, options)
     order = torch.randperm(len(token_ids), generator=torch.Generator().manual_seed(options.seed))
     parameters = model.parameters
     adam = torch.optim.Adam(parameters.values(), lr=LEARNING_RATE, betas=(0.9, 0.95))
@@ -186,10 +190,19 @@ def _offload(tensor: Tensor, path: Path) -> LoadTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """`weight` loads [out, in] as dequantized; `groups` int64 [in] is the group of each feature."""
+    """`weight` loads [out, in] as dequantized. `in_factors` names the parameter that scales the
+    inputs, and `groups` int64 [in] is the element of it for each feature. `out_factors` is the one
+    that scales the outputs, in the order of the file. A matrix may lack either."""
 
     weight: LoadTensor
-    groups: Tensor
+    groups: Tensor | None = None
+    in_factors: str | None = None
+    out_factors: str | None = None
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of its parameters."""
+        return [name for name in (self.in_factors, self.out_factors) if name is not None]
 
 
 @dataclass(slots=True)
@@ -197,7 +210,8 @@ class _TunedModel:
     """The quantized model, with a parameter for each tuned tensor: the logarithms of its factors.
 
     `parameters` are by tensor name. A norm's parameter has the length of the norm, that of a
-    `q_scale_max` has one number per group. `constants` are biases, numbers and routers by tensor
+    `q_scale_max` has one number per group, those of `suh` and `svh` have one for each feature
+    without padding. `constants` are biases, numbers and routers by tensor
     name.
     """
 
@@ -207,6 +221,7 @@ class _TunedModel:
     scratch: Path
     embed: Tensor
     source_head: Tensor
+    repeats_norms: bool
     norms: dict[str, Tensor] = field(default_factory=dict)
     matrices: dict[str, _Matrix] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
@@ -219,31 +234,25 @@ class _TunedModel:
         config: ModelConfig,
         tensors: Mapping[str, Tensor],
         scratch: Path,
-        device: torch.device,
+        options: ConvertOptions,
     ) -> _TunedModel:
+        device = torch.device(options.device)
         dtype = compute_type(device)
         table = module_table(config)
         head = read_tensor(checkpoint, (table.embed if table.is_tied else table.head).name)
         embed = tensors[table.embed.name]
-        model = cls(config, table, device, scratch, embed, head.to(device, dtype))
+        repeats_norms = target_of(options).repeats_norms
+        model = cls(config, table, device, scratch, embed, head.to(device, dtype), repeats_norms)
         parameters = model.parameters
         for name in tensors:
             if name in table and table[name].is_norm:
                 model.norms[name] = as_factor(table[name], tensors[name]).to(device)
                 parameters[name] = torch.zeros_like(model.norms[name])
-            elif name.endswith(".q_scale_max"):
-                stem = name.removesuffix(".q_scale_max")
-                packed = exl2.check({p: tensors[f"{stem}.{p}"] for p in exl2.PARTS}, stem)
-                sizes = torch.tensor([group.rows for group in packed.groups])
-                group_of_row = torch.arange(len(sizes)).repeat_interleave(sizes)
-                row = table[f"{stem}.weight"]
-                stored = exl2.dequantize(packed).T[: row.shape[0]]
-                weight = in_model_order(row, stored).to(device, dtype).contiguous()
-                load_weight = _offload(weight, scratch / stem)
-                model.matrices[stem] = _Matrix(
-                    load_weight, group_of_row[packed.q_invperm.long()].to(device)
-                )
-                parameters[name] = torch.zeros(len(sizes), device=device)
+            elif name.endswith((".q_scale_max", ".trellis")):
+                model._add_matrix(name.rpartition(".")[0], tensors)
+            elif name == table.head.name:  # not quantized
+                load_weight = _offload(tensors[name].to(device, dtype), scratch / table.head.stem)
+                model.matrices[table.head.stem] = _Matrix(load_weight)
             elif name in table and (not table[name].is_matrix or is_router(table[name])):
                 row = table[name]
                 values = in_model_order(row, tensors[name][: row.shape[0]])
@@ -251,6 +260,30 @@ class _TunedModel:
         for parameter in parameters.values():
             parameter.requires_grad_()
         return model
+
+    def _add_matrix(self, stem: str, tensors: Mapping[str, Tensor]) -> None:
+        """Adds a quantized matrix and its parameters."""
+        row, device, dtype = self.table[f"{stem}.weight"], self.device, compute_type(self.device)
+        features = torch.arange(row.shape[1])
+        if f"{stem}.trellis" in tensors:
+            parts = {p: tensors[f"{stem}.{p}"] for p in exl3.PARTS if f"{stem}.{p}" in tensors}
+            layer = exl3.check(parts, stem)
+            dense = exl3.dequantize(layer, 0, layer.out_features)[: row.shape[1]]
+            factors = {f"{stem}.suh": row.shape[1], f"{stem}.svh": row.shape[0]}
+            if row.kind is Kind.HEAD:  # `_divergence` has no factors of outputs
+                del factors[f"{stem}.svh"]
+        else:
+            packed = exl2.check({p: tensors[f"{stem}.{p}"] for p in exl2.PARTS}, stem)
+            dense = exl2.dequantize(packed)
+            sizes = torch.tensor([group.rows for group in packed.groups])
+            features = torch.arange(len(sizes)).repeat_interleave(sizes)[packed.q_invperm.long()]
+            factors = {f"{stem}.q_scale_max": len(sizes)}
+        stored = dense.T[: row.shape[0]]
+        weight = in_model_order(row, stored).to(device, dtype).contiguous()
+        load_weight = _offload(weight, self.scratch / stem)
+        self.matrices[stem] = _Matrix(load_weight, features.to(device), *factors)
+        for name, size in factors.items():
+            self.parameters[name] = torch.zeros(size, device=device)
 
     def divergence(self, token_ids: Tensor, source_states: Tensor, workers: Workers) -> float:
         """Mean divergence over token_ids [R, T], whose source states are `source_states`."""
@@ -287,7 +320,7 @@ class _TunedModel:
     ) -> tuple[float, Tensor, dict[str, Tensor]]:
         """Divergence, its gradient by `states`, and those by the parameters of norm and head."""
         norm_name, head_stem = self.table.final_norm.name, self.table.head.stem
-        names = [norm_name, f"{head_stem}.q_scale_max"]
+        names = [norm_name, *self.matrices[head_stem].parameters]
         head = self.matrices[head_stem].weight()
 
         def run(piece: tuple[Tensor, Tensor]) -> tuple[float, list[Tensor]]:
@@ -314,7 +347,9 @@ class _TunedModel:
         `states` are those before the layer, `state_gradient` is with respect to those after it.
         """
         of_layer = self.table.weights_of(layer).values()
-        own = {row.name for row in of_layer} | {f"{row.stem}.q_scale_max" for row in of_layer}
+        own = {row.name for row in of_layer}
+        for row in of_layer:
+            own |= set(self.matrices[row.stem].parameters if row.stem in self.matrices else ())
         names = [name for name in self.parameters if name in own]
         run_layer = self._layer_function(layer)
 
@@ -346,9 +381,17 @@ class _TunedModel:
             return None if name is None else self.constants[name]
 
         multiply = product_of(weights, bias)
+        multiply_only = product_of(weights, lambda _: None)
 
         def product(key: str, x: Tensor) -> Tensor:
-            return multiply(key, self._scale_inputs(stems[key], x) if key in stems else x)
+            if key not in stems:
+                return multiply(key, x)
+            stem = stems[key]
+            x = self._scale_inputs(stem, x)
+            if self.matrices[stem].out_factors is None:
+                return multiply(key, x)
+            y, added = self._scale_outputs(stem, multiply_only(key, x)), bias(key)
+            return y if added is None else y + added.to(y)
 
         def run(x: Tensor) -> Tensor:
             return LayerFunction(self.config, layer, self._vectors(rows.values()), product)(x)
@@ -369,7 +412,15 @@ class _TunedModel:
 
     def _scale_inputs(self, stem: str, x: Tensor) -> Tensor:
         """Inputs of a matrix times the factors of their groups, which equals scaling its rows."""
-        return x * self.parameters[f"{stem}.q_scale_max"].exp()[self.matrices[stem].groups]
+        matrix = self.matrices[stem]
+        if matrix.in_factors is None or matrix.groups is None:
+            return x
+        return x * self.parameters[matrix.in_factors].exp()[matrix.groups]
+
+    def _scale_outputs(self, stem: str, y: Tensor) -> Tensor:
+        """Outputs of a matrix without its bias, times their factors."""
+        name, row = self.matrices[stem].out_factors, self.table[f"{stem}.weight"]
+        return y if name is None else y * in_model_order(row, self.parameters[name]).exp().to(y)
 
     def _softcap(self, logits: Tensor) -> Tensor:
         softcap = self.config.final_softcap
@@ -381,9 +432,12 @@ class _TunedModel:
         for name, parameter in self.parameters.items():
             factor = parameter.detach().exp()
             if name in self.norms:
-                stored[name] = stored_vector(self.table[name], self.norms[name] * factor).cpu()
+                norm, repeats = self.norms[name] * factor, self.repeats_norms
+                stored[name] = stored_vector(self.table[name], norm, repeats_norms=repeats).cpu()
             else:
-                stored[name] = (tensors[name].float() * factor.cpu()).half()
+                padding = (0, len(tensors[name]) - len(factor))
+                factor = pad(factor.cpu(), padding, value=1.0)
+                stored[name] = (tensors[name].float() * factor).half()
         return stored
 
     @torch.no_grad()

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from exl_core.errors import ExlError, RequestError
@@ -62,7 +61,7 @@ class WorkDir:
 
     def read_tensors(self, name: str) -> dict[str, Tensor]:
         """Copies of a file's tensors, aligned like new tensors, so that results are bit-equal."""
-        return {entry.name: torch.cat(list(entry.pieces())) for entry in self.entries(name)}
+        return {entry.name: entry.read() for entry in self.entries(name)}
 
     def entries(self, name: str) -> list[Entry]:
         """Tensors of a file, which are read only when they are written elsewhere."""

@@ -48,6 +48,12 @@ class Entry:
     def size_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    def read(self) -> Tensor:
+        """A copy of the tensor, aligned like new tensors."""
+        # Copy each piece: it may be a view of a mapped file, which is released after it.
+        pieces = [piece.clone() for piece in self.pieces()]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
 
 def whole(name: str, tensor: Tensor) -> Entry:
     """Entry for a tensor that is in memory."""

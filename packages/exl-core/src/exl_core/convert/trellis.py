@@ -1,0 +1,137 @@
+"""Quantization of one matrix to EXL3, and the loss that each rate is expected to cause.
+
+`ldlq.py` finds the codes and scales. This module gives it the Hessian, the corrected weights and
+the seed of the signs, and turns the result into the tensors of a file.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from exl_core.convert.candidates import Costs
+from exl_core.convert.gptq import damped
+from exl_core.convert.hessian import InputStatistics
+from exl_core.convert.ldlq import DAMPING, TrellisQuantizer
+from exl_core.convert.matrix import Correction, QuantizedMatrix, relative_error
+from exl_core.convert.plan import (
+    AnyLayout,
+    ConvertOptions,
+    Incident,
+    MatrixReport,
+    TrellisCodes,
+)
+from exl_core.formats.codecs.exl3 import layout as exl3
+from exl_core.formats.codecs.exl3.matrix import stored_size
+from exl_core.ops.open import get_table
+from exl_core.ops.rings import RingOps
+from exl_core.ops.weights import TILE, TRELLIS_RATES
+from exl_core.settings import read_settings
+
+DISTORTION: Mapping[float, float] = dict(
+    zip(
+        TRELLIS_RATES,
+        (1.13, 1.14, 1.13, 1.20, 1.20, 1.19, 1.16, 1.26, 1.33, 1.35, 1.39),
+        strict=True,
+    )
+)
+"""Mean squared error of the search on normal variables by rate, over the bound 4^-rate. The
+codebooks differ by less than a tenth. Values of a rotated matrix are close to normal."""
+
+
+@lru_cache(maxsize=1)
+def open_rings(device: torch.device) -> RingOps:
+    """The search of rings on a device. It uses all threads for one matrix."""
+    return get_table(str(device), threads=read_settings().threads)
+
+
+class Exl3Quantizer:
+    """Quantizes matrices that read the same input; `group` is the name of the first of them.
+
+    They have the same signs of inputs. `check` is called between pieces of work and may raise.
+    """
+
+    def __init__(
+        self,
+        statistics: InputStatistics,
+        group: str,
+        options: ConvertOptions,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        hessian = statistics.hessian
+        self._statistics = statistics
+        self._is_usable = _is_usable(hessian)
+        self._correction = Correction(statistics) if self._is_usable else None
+        self._quantizer = TrellisQuantizer(
+            hessian if self._is_usable else torch.eye(len(hessian)).to(hessian),
+            open_rings(hessian.device),
+            seed=zlib.crc32(f"{options.seed} {group}".encode()),
+            check=check,
+        )
+
+    def quantize(
+        self, name: str, weight: Tensor, layout: AnyLayout, *, has_bias: bool = False
+    ) -> QuantizedMatrix:
+        """Quantizes `weight` float32 [out, in]; without feedback if the Hessian is unusable."""
+        assert isinstance(layout, TrellisCodes), "chosen among the candidates of EXL3"
+        source = weight.T.contiguous()  # [in, out]
+        k, n = source.shape
+        target = source if self._correction is None else self._correction.target(source)
+        linear = self._quantizer.quantize(target, layout.rate, layout.codebook).linear
+        pieces = {"suh": linear.suh, "svh": linear.svh, "trellis": linear.trellis}
+        if layout.codebook != "3inst":
+            multiplier = torch.tensor(exl3.MULTIPLIERS[layout.codebook])
+            pieces[layout.codebook] = multiplier.to(torch.int32)  # as a signed number
+        # The weights that readers of these tensors see.
+        stored = exl3.check(pieces, name)
+        result = exl3.dequantize(stored, 0, stored.out_features)[:k, :n].to(source)
+        report = MatrixReport(
+            name,
+            str(layout),
+            layout.cost_bits(k, n, has_bias=has_bias),
+            relative_error(result, source, self._statistics.hessian),
+            self._incidents(name),
+        )
+        return QuantizedMatrix(pieces, result.T.contiguous(), report)
+
+    def _incidents(self, name: str) -> tuple[Incident, ...]:
+        if self._is_usable:
+            return ()
+        return (Incident(name, "rounded", "the Hessian of its inputs is not finite and positive"),)
+
+
+def _is_usable(hessian: Tensor) -> bool:
+    mean = float(hessian.diagonal().double().mean())
+    return mean > 0 and bool(torch.isfinite(hessian).all())
+
+
+def expected_losses(
+    weight: Tensor, hessian: Tensor, sensitivity: Tensor, layouts: Iterable[TrellisCodes]
+) -> Costs:
+    """Expected increase of the loss for each layout of a matrix, in nats per token.
+
+    `weight` [out, in], `sensitivity` [out]. In the rotated and scaled form of a matrix the error of
+    every weight has the same variance, which depends on the rate only. The sum of the output errors
+    is this variance times the trace of D, of the factorization L D L' of the rotated Hessian
+    (`ldlq.py`). So nothing has to be encoded.
+    """
+    source = weight.T.double()
+    scales = source.square().mean(0).sqrt()  # of the outputs
+    normalized = source / scales.clamp(min=1e-12)
+    in_scales = normalized.square().mean(1).sqrt()
+    inputs = hessian.double() if _is_usable(hessian) else torch.eye(len(hessian)).to(source)
+    padding = stored_size(len(inputs)) - len(inputs)
+    scaled = pad(in_scales[:, None] * inputs * in_scales, (0, padding, 0, padding))
+    generator = torch.Generator().manual_seed(0)
+    signs = (2.0 * torch.randint(2, (len(scaled),), generator=generator) - 1.0).to(scaled)
+    rotated = exl3.rotate(exl3.rotate(signs[:, None] * scaled * signs).T)
+    lower, failed = torch.linalg.cholesky_ex(damped(rotated, DAMPING))
+    blocks = lower.view(len(lower) // TILE, TILE, -1, TILE).diagonal(0, 0, 2)
+    trace = rotated.diagonal().sum() if int(failed) else blocks.square().sum()
+    loss = float((sensitivity.double() * scales.square()).sum() * trace / 2)
+    return {one: [DISTORTION[one.rate] * 4.0**-one.rate * loss] for one in layouts}
