@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from exl_core.arch.layers import MLA
 from exl_core.cache.format import KVFormat
 from exl_core.session.load import LoadedModel, load_model
 from exl_eval import kernels
@@ -14,7 +15,7 @@ from exl_eval.kernels import measure_kernels
 from exl_eval.result import KernelPass
 from exl_eval.speed import SpeedOptions
 from exl_eval.workload import Workload
-from support import tiny_models
+from support import tiny_hybrids, tiny_models
 
 BANDWIDTH = 1e9
 HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 72, 112, 3, 300
@@ -112,3 +113,46 @@ def test_measuring_does_not_change_the_model(tiny: LoadedModel) -> None:
     assert tiny.model.ops is ops
     assert logits() == before
     assert not torch.is_inference_mode_enabled()
+
+
+def test_recurrent_ops_read_and_write_the_states_of_their_sequences(tmp_path: Path) -> None:
+    loaded = load_model(str(tiny_models.save(tiny_hybrids.tiny_qwen35(), tmp_path)))
+    step, prompt = passes(loaded, batch=(3,), prefill=(7,), depth=20)
+    each = {(run.op, run.shape): run for run in step.kernels}
+    rows, heads, key, value, layers = 3, 6, 16, 20, 3  # every third of four layers has attention
+    channels = 2 * 2 * key + heads * value
+
+    rule = each["delta_rule", f"{heads} x {key} x {value}"]
+    inputs = rows * (channels + 2 * heads)
+    state = heads * key * value
+    assert rule.calls == layers
+    assert rule.bytes == 4 * (inputs + rows * heads * value + 2 * rows * state)
+    assert rule.operations == 7 * rows * state
+
+    conv = each["causal_conv", f"4 x {channels}"]
+    assert conv.bytes == 4 * channels * (2 * rows + 2 * rows * 3 + 4)
+    assert conv.operations == 2 * rows * 4 * channels
+
+    more = {run.op: run for run in prompt.kernels}
+    assert more["delta_rule"].bytes == 4 * (7 * inputs // 3 + 7 * heads * value + state)
+
+
+def test_experts_and_latent_attention_are_counted(tmp_path: Path) -> None:
+    loaded = load_model(str(tiny_models.save(tiny_models.tiny_deepseek3(), tmp_path)))
+    step, _ = passes(loaded, batch=(2,), prefill=(3,), depth=20)
+    each = {run.op: run for run in step.kernels}
+    rows, heads, hidden, rank, rope, width = 2, 6, 72, 40, 8, 40
+
+    experts = each["expert_mlp"]
+    assert (experts.shape, experts.calls) == (f"3 of 8, {hidden} -> {width}", 2)
+    assert experts.operations == 2 * rows * 3 * 3 * hidden * width
+    assert each["route"].shape == f"{hidden} -> 8"
+
+    latent, config = each["attend_latent"], loaded.config.layers[0].mixer
+    assert isinstance(config, MLA)
+    assert latent.shape == f"{heads} heads, rows of {rank + rope}, 21 keys"
+    inner = config.nope_dim + config.value_dim
+    attended = 2 * rows * 21 * heads * (2 * rank + rope)
+    assert latent.operations == attended + 2 * rows * heads * inner * rank
+    cached = rows * (21 + 1) * 2 * (rank + rope)
+    assert latent.bytes > cached

@@ -9,9 +9,8 @@ memory, not from a cache that the same op has just filled. GPU: single calls are
 so all calls of a line are timed together, and in a CUDA graph if there are few rows. They read the
 matrices of all layers in turn. Together these exceed the L2 cache for any model that needs a GPU.
 
-Bytes are those that must be moved: packed weights, inputs, outputs, and the keys and values that
-are attended to. The time of the pass minus the sum of its ops is interpreter time or gaps between
-kernels.
+`kernel_lines.py` counts the bytes and operations of a call. The time of the pass minus the sum of
+its ops is interpreter time, operations of torch, or gaps between kernels.
 """
 
 from __future__ import annotations
@@ -19,78 +18,28 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
-from exl_core.arch.spec import ModelConfig
-from exl_core.cache.format import KVFormat
 from exl_core.errors import RequestError
 from exl_core.model.cuda_graphs import BUCKETS
 from exl_core.model.runner import make_batch
 from exl_core.model.segment import Segment
 from exl_core.model.transformer import Transformer
-from exl_core.ops.cache_rows import head_dim_of
-from exl_core.ops.elementwise import LayerNorm, RmsNorm
 from exl_core.ops.table import OpTable
 from exl_core.session.load import LoadedModel
 from exl_eval.gpu import count_launches, graph_seconds, queued_seconds
+from exl_eval.kernel_lines import COUNTED_OPS, STATE_OPERATIONS, Call, Line, Pass, line_of
 from exl_eval.result import KernelPass, KernelResult, KernelRun
 from exl_eval.speed import OnMeasured, SpeedOptions, check_options, device_name, memory_bandwidth
 from exl_eval.workload import Workload
 
-MATRIX_OPERAND = {
-    "embedding": 1,
-    "linear": 1,
-    "linear_add_": 1,
-    "norm_linear": 2,
-    "norm_gated_linear": 2,
-    "norm_activated_linear": 2,
-}
-"""Index of the packed matrix among each op's operands."""
-
-OTHER_OPS = (
-    *("activation", "add_", "attend_", "gated_activation"),
-    *("layer_norm", "rms_norm", "rms_norm_heads_", "rope_"),
-)
 MIN_SECONDS = 0.2
 """Minimum duration of the measurement on a CPU: times of a single short pass are mostly noise."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """`batch` sequences, each with `rows` new tokens after `past_len` cached ones."""
-
-    config: ModelConfig
-    kv_format: KVFormat
-    batch: int
-    rows: int
-    past_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One recorded call of an op; `again` repeats it."""
-
-    op: str
-    operands: tuple[Any, ...]
-    result: Any
-    again: Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """Key of calls that are counted together: same op, shape, bytes and operations."""
-
-    op: str
-    shape: str
-    bytes: int
-    operations: int
 
 
 class _Notes:
@@ -98,17 +47,17 @@ class _Notes:
 
     def __init__(self, ops: OpTable) -> None:
         self._ops = ops
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
 
     def __getattr__(self, name: str) -> Any:
         made = getattr(self._ops, name)
-        if name not in MATRIX_OPERAND and name not in OTHER_OPS:
+        if name not in COUNTED_OPS:
             return made
 
         def noted(*operands: Any, **named: Any) -> Any:
             result = made(*operands, **named)
             again = partial(made, *operands, **named)
-            self.calls.append(_Call(name, (*operands, *named.values()), result, again))
+            self.calls.append(Call(name, (*operands, *named.values()), result, again))
             return result
 
         return noted
@@ -135,8 +84,8 @@ def measure_kernels(
             "the ops of a pass are timed in one process", got=f"{model.num_ranks} ranks"
         )
 
-    def one(batch: int, rows: int, past_len: int) -> _Pass:
-        return _Pass(loaded.config, options.kv_format, batch, rows, past_len)
+    def one(batch: int, rows: int, past_len: int) -> Pass:
+        return Pass(options.kv_format, batch, rows, past_len)
 
     wanted = [one(size, 1, options.depth) for size in dict.fromkeys(options.batch)]
     prompts = dict.fromkeys(min(prompt, options.pass_rows) for prompt in options.prefill)
@@ -161,7 +110,7 @@ def measure_kernels(
     )
 
 
-def _measure_pass(model: Transformer, this: _Pass, repeat: int, bandwidth: float) -> KernelPass:
+def _measure_pass(model: Transformer, this: Pass, repeat: int, bandwidth: float) -> KernelPass:
     device, is_gpu = model.ops.device, model.ops.device.type == "cuda"
     work = Workload(
         model,
@@ -181,13 +130,12 @@ def _measure_pass(model: Transformer, this: _Pass, repeat: int, bandwidth: float
     run()
     whole = median(_wall_seconds(run) for _ in range(repeat))
     calls = _noted_calls(model, segments, work)
-    lines: dict[_Line, list[_Call]] = {}
+    lines: dict[Line, list[Call]] = {}
     for call in calls:
-        lines.setdefault(_line_of(call, this), []).append(call)
+        lines.setdefault(line_of(call, this), []).append(call)
     if is_gpu:
-        timed = graph_seconds if this.batch * this.rows <= BUCKETS[-1] else queued_seconds
         seconds = {
-            line: median(timed([call.again for call in alike], device, repeat))
+            line: median(_gpu_timer(line, this)([call.again for call in alike], device, repeat))
             for line, alike in lines.items()
         }
     else:
@@ -210,7 +158,16 @@ def _measure_pass(model: Transformer, this: _Pass, repeat: int, bandwidth: float
     return KernelPass(rows, this.batch, this.past_len, whole, launches, kernels)
 
 
-def _noted_calls(model: Transformer, segments: list[Segment], work: Workload) -> list[_Call]:
+def _gpu_timer(
+    line: Line, this: Pass
+) -> Callable[[Sequence[Callable[[], object]], torch.device, int], list[float]]:
+    """How to time calls on a GPU: in a CUDA graph if there are few rows. Recurrent ops copy the
+    slots of the sequences from the host, which cannot be captured."""
+    is_small = this.batch * this.rows <= BUCKETS[-1]
+    return graph_seconds if is_small and line.op not in STATE_OPERATIONS else queued_seconds
+
+
+def _noted_calls(model: Transformer, segments: list[Segment], work: Workload) -> list[Call]:
     """Calls of one pass, in order."""
     notes = _Notes(model.ops)
     noting = copy.copy(model)
@@ -222,11 +179,11 @@ def _noted_calls(model: Transformer, segments: list[Segment], work: Workload) ->
     return notes.calls
 
 
-def _seconds_in_order(calls: list[_Call], this: _Pass, repeat: int) -> dict[_Line, float]:
+def _seconds_in_order(calls: list[Call], this: Pass, repeat: int) -> dict[Line, float]:
     """Mean seconds per call of each line, median over the repetitions."""
-    lines = [_line_of(call, this) for call in calls]
+    lines = [line_of(call, this) for call in calls]
     counts = Counter(lines)
-    found: dict[_Line, list[float]] = {line: [] for line in counts}
+    found: dict[Line, list[float]] = {line: [] for line in counts}
     done, deadline = 0, time.perf_counter() + MIN_SECONDS
     while done <= repeat or time.perf_counter() < deadline:
         total = dict.fromkeys(found, 0.0)
@@ -242,51 +199,3 @@ def _wall_seconds(run: Callable[[], object]) -> float:
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
-
-
-def _line_of(call: _Call, this: _Pass) -> _Line:
-    if call.op == "attend_":
-        return _attention_line(call, this)
-    tensors = [
-        one.weight if isinstance(one, RmsNorm | LayerNorm) else one
-        for one in call.operands
-        if isinstance(one, Tensor | RmsNorm | LayerNorm)
-    ]
-    if isinstance(call.result, Tensor) and all(call.result is not one for one in tensors):
-        tensors.append(call.result)
-    moved = sum(map(_size, tensors))
-    if call.op.endswith("_"):  # read and written
-        moved += _size(tensors[-1] if call.op == "linear_add_" else tensors[0])
-    if call.op not in MATRIX_OPERAND:
-        return _Line(call.op, " x ".join(map(str, tensors[0].shape)), moved, 0)
-    rows, matrix = tensors[0].shape[0], call.operands[MATRIX_OPERAND[call.op]]
-    inputs, outputs = matrix.in_features, matrix.out_features
-    if call.op == "embedding":  # reads only the rows of the given tokens
-        return _Line(
-            call.op, f"{outputs} x {inputs}", moved + rows * matrix.size_bytes // outputs, 0
-        )
-    shape, operations = f"{inputs} -> {outputs}", 2 * rows * inputs * outputs
-    return _Line(call.op, shape, moved + matrix.size_bytes, operations)
-
-
-def _attention_line(call: _Call, this: _Pass) -> _Line:
-    """Bytes and operations of attention. The keys and values that a sequence's rows see are read
-    once. Each row writes one key and one value."""
-    qkv, _, cache, scoring = call.operands[:4]
-    window = scoring.window
-    ends = [this.past_len + row + 1 for row in range(this.rows)]
-    seen = [min(end, window) if window else end for end in ends]
-    held = min(ends[-1], window + this.rows - 1) if window else ends[-1]
-    heads, head_dim = cache.keys.shape[1], head_dim_of(cache.keys)
-    width = qkv.shape[1] - cache.heads_per_row * head_dim  # of the queries
-    shared = cache.is_shared
-    per_position = heads * this.kv_format.bytes_per_head(head_dim, is_shared=shared)
-    queries = this.batch * this.rows * width * qkv.element_size()
-    cached = this.batch * (held + this.rows) * per_position
-    operations = 4 * this.batch * sum(seen) * width
-    shape = f"{width // head_dim} heads of {head_dim}, {held} keys"
-    return _Line(call.op, shape, _size(qkv) + queries + cached, operations)
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
