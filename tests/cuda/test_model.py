@@ -33,10 +33,8 @@ from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.ngram import NgramDrafter
 from support.adapters import random_pairs, stored, write_adapter
 from support.quantized_models import (
-    EXL3_SETTINGS,
     METHODS,
     SIZES,
-    exl3_pieces,
     quantize,
     quantized_llama,
 )
@@ -52,12 +50,6 @@ from support.tiny_models import (
 pytestmark = pytest.mark.cuda
 
 
-def exl3_llama(folder: Path) -> Path:
-    save(tiny_llama(**SIZES), folder)
-    quantize(folder, EXL3_SETTINGS, exl3_pieces)
-    return folder
-
-
 ALL, LAST, NONE = LogitRows.ALL, LogitRows.LAST, LogitRows.NONE
 PAGES = 24
 GREEDY = SamplerParams(temperature=0)
@@ -66,7 +58,7 @@ BUILD: dict[str, Callable[[Path], Path]] = {
     "gemma3": lambda folder: save(tiny_gemma3(**SIZES, query_pre_attn_scalar=32), folder),
     "exl2": lambda folder: quantized_llama("exl2", folder),
     "gptq": lambda folder: quantized_llama("gptq", folder),
-    "exl3": exl3_llama,
+    "exl3": lambda folder: quantized_llama("exl3", folder),
 }
 WITH_LAYER_NORMS = {"command-r": tiny_cohere, "starcoder2": tiny_starcoder2}
 # Relative error of the logits. Activations are float16 on the GPU and float32 on the CPU, and

@@ -41,11 +41,8 @@ from support.model_configs import GEMMA, LLAMA
 from support.paged import PagedRun
 from support.published_configs import LATER_FAMILIES
 from support.quantized_models import (
-    EXL3_SETTINGS,
     METHODS,
     SIZES,
-    exl3_pieces,
-    quantize,
     quantized_llama,
 )
 from support.tiny_hybrids import tiny_granite_hybrid, tiny_lfm2, tiny_qwen35
@@ -85,7 +82,6 @@ def make_targets(folder: Path) -> list[Target]:
         *(safetensors_header(), gguf_file(folder), config_file(), adapter(folder)),
         *(tokenizer_json(), tokenizer_model(), kernel_operands()),
         *(checkpoint(quantized_llama(method, folder / method), method) for method in METHODS),
-        checkpoint(exl3_llama(folder / "exl3"), "exl3"),
         *(checkpoint(save(build(), folder / name), name) for name, build in LAYERS.items()),
         gguf_checkpoint(write_gguf(tiny_llama(**SIZES), folder / "model.gguf", Q4_0), "GGUF"),
         gguf_checkpoint(
@@ -243,12 +239,6 @@ def tokenizer_model() -> Target:
         load_tokenizer(where).encode("a few", allow_special=False, add_bos=None)
 
     return Target("tokenizer.model", 0.02, [out.getvalue()], read, mutate.bytes_of)
-
-
-def exl3_llama(folder: Path) -> Path:
-    """Writes a tiny Llama of trellis codes."""
-    quantize(save(tiny_llama(**SIZES), folder), EXL3_SETTINGS, exl3_pieces)
-    return folder
 
 
 # ---- codecs ------------------------------------------------------------------------------------

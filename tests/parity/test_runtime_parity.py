@@ -18,6 +18,7 @@ from exl_core.formats.codecs.compressed import layout as compressed
 from exl_core.formats.codecs.compressed.matrix import CompressedMatrix
 from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.formats.codecs.exl2.matrix import Exl2Matrix
+from exl_core.formats.codecs.exl3 import layout as exl3
 from exl_core.formats.codecs.fp8 import layout as fp8
 from exl_core.formats.codecs.fp8.matrix import Fp8Matrix
 from exl_core.formats.codecs.gptq import layout as gptq
@@ -55,11 +56,15 @@ IDS = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_see
 
 
 def unrounded(method: str, pieces: Pieces) -> Tensor:
-    """Dequantized weight without rounding: float32 [stored out_features, in_features]."""
+    """Dequantized weight without rounding: float32 [stored out_features, in_features], where EXL3
+    has padded features."""
     matrix: RuntimeMatrix
     if method == "exl2":
         linear = exl2.check(pieces, "test")
         matrix = Exl2Matrix(linear, linear.out_features)
+    elif method == "exl3":
+        trellis = exl3.check(pieces, "test")
+        return exl3.dequantize(trellis, 0, trellis.out_features).T
     elif method == "awq":
         awq_layer = awq.check(pieces, awq.parse_settings(AWQ_SETTINGS, "test"), "test")
         matrix = AwqMatrix(awq_layer, awq_layer.out_features)
@@ -83,7 +88,7 @@ def expected_logits(model: Any, weights: dict[str, Tensor]) -> Tensor:
     with torch.inference_mode():
         for stem, weight in weights.items():
             parameter = parameter_of(parameters, stem)
-            parameter.copy_(weight[: parameter.shape[0]])
+            parameter.copy_(weight[: parameter.shape[0], : parameter.shape[1]])
         return model(torch.tensor([IDS])).logits[0]
 
 
@@ -193,7 +198,7 @@ def test_fused_projections_of_a_quantized_checkpoint(tmp_path: Path, method: str
             rows = {"self_attn.q_proj": 64, "mlp.gate_proj": 96, "mlp.up_proj": 96}.get(part, 8)
             weights[stem.replace(fused, part)] = weight[first : first + rows]
             first += rows
-    assert len(weights) == 3 * 7 + (method == "exl2")
+    assert len(weights) == 3 * 7 + (method not in TIED)
     assert_same_logits(folder, expected_logits(model, weights))
 
 
@@ -245,6 +250,6 @@ def test_described_and_loaded_sizes_agree(tmp_path: Path, method: str) -> None:
     loaded = load_model(str(folder))
     assert described.weights_bytes_in_memory == pytest.approx(loaded.weights_bytes, rel=0.02)
     widths = {run.bits for matrix in described.matrices for run in matrix.groups}
-    assert widths == {"exl2": {2, 3, 4, 5, 6, 8}, "fp8": {8}}.get(method, {4})
+    assert widths == {"exl2": {2, 3, 4, 5, 6, 8}, "exl3": set(), "fp8": {8}}.get(method, {4})
     config = json.loads((folder / "config.json").read_text())
     assert config["quantization_config"] == METHODS[method][0]

@@ -195,6 +195,7 @@ COMPRESSED_SETTINGS = random_compressed(0, 4, 32, rows=32).config()
 # `quantization_config` of each method, and the function that makes a matrix's tensors.
 METHODS: dict[str, tuple[dict[str, Any], Callable[[int, int], Pieces]]] = {
     "exl2": ({"quant_method": "exl2"}, exl2_pieces),
+    "exl3": (EXL3_SETTINGS, exl3_pieces),
     "gptq": (GPTQ_SETTINGS, gptq_pieces),
     "awq": (AWQ_SETTINGS, awq_pieces),
     "compressed-tensors": (COMPRESSED_SETTINGS, compressed_pieces),
@@ -205,7 +206,8 @@ TIED = ("gptq", "awq", "compressed-tensors", "fp8")
 
 
 def quantized_llama(method: str, folder: Path) -> Path:
-    """Writes a quantized tiny Llama to `folder`. Only with EXL2 is the head a matrix of its own."""
+    """Writes a quantized tiny Llama to `folder`. With EXL2 and EXL3, the head is a matrix of
+    its own."""
     save(tiny_llama(**SIZES, tie_word_embeddings=method in TIED), folder)
     quantize(folder, *METHODS[method])
     return folder

@@ -13,6 +13,7 @@ from exl_core.cache.format import KVFormat
 from exl_core.errors import AdapterError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.codecs.exl2 import layout as exl2
+from exl_core.formats.codecs.exl3 import layout as exl3
 from exl_core.formats.codecs.gptq import layout as gptq
 from exl_core.lora.adapter import load_adapter
 from exl_core.model.adapters import AdapterUse
@@ -387,7 +388,7 @@ def test_gguf_models_accept_the_same_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_exact", [False, True], ids=["codes", "exact"])
-@pytest.mark.parametrize("method", ["exl2", "gptq"])
+@pytest.mark.parametrize("method", ["exl2", "exl3", "gptq"])
 def test_adapters_on_quantized_weights_match(method: str, is_exact: bool, tmp_path: Path) -> None:
     model = tiny_llama(**SIZES, tie_word_embeddings=method == "gptq")
     pairs = random_pairs(model)
@@ -396,7 +397,10 @@ def test_adapters_on_quantized_weights_match(method: str, is_exact: bool, tmp_pa
     checkpoint = Checkpoint(*open_checkpoint(folder))
     with torch.no_grad():
         for stem, parts in pieces.items():
-            if not is_exact:  # values of the codes without rounding to float16
+            if method == "exl3":
+                trellis = exl3.check(parts, stem)
+                dense = exl3.dequantize(trellis, 0, trellis.out_features)
+            elif not is_exact:  # values of the codes without rounding to float16
                 dense = torch.from_numpy(evaluate(checkpoint.matrix(f"{stem}.weight")))
             elif method == "exl2":
                 dense = exl2.dequantize(exl2.check(parts, stem))
@@ -404,14 +408,14 @@ def test_adapters_on_quantized_weights_match(method: str, is_exact: bool, tmp_pa
                 settings = gptq.parse_settings(GPTQ_SETTINGS, "test")
                 dense = gptq.dequantize(gptq.check(parts, settings, stem))
             weight = model.get_parameter(f"{stem}.weight")
-            weight.copy_(dense[:, : weight.shape[0]].T)
+            weight.copy_(dense[: weight.shape[1], : weight.shape[0]].T)
     options = LoadOptions(exact=True) if is_exact else LoadOptions(device="reference")
     ours = load_model(str(folder), options).model
     adapter = load_adapter(write_adapter(tmp_path / "adapter", stored(pairs)), ours)
     assert_close(logits_of(ours, AdapterUse(adapter)), expected_logits(merged(model, (pairs, 1))))
 
 
-@pytest.mark.parametrize("method", ["exl2", "gptq"])
+@pytest.mark.parametrize("method", ["exl2", "exl3", "gptq"])
 def test_adapters_of_other_rows_do_not_change_a_rows_bits(method: str, tmp_path: Path) -> None:
     """The fast kernels compute both rows in one product; the plain row must stay bit-equal."""
     ours = load_model(str(quantized_llama(method, tmp_path / "model"))).model

@@ -73,7 +73,7 @@ def test_every_linear_of_a_layer(name: str, tmp_path: Path) -> None:
     assert_equal_on_ranks(path, adapters_of(model, tmp_path), 1e-7)
 
 
-@pytest.mark.parametrize("method", ["exl2", "gptq", "awq"])
+@pytest.mark.parametrize("method", ["exl2", "exl3", "gptq", "awq"])
 def test_quantized_weights_whose_features_are_dealt(method: str, tmp_path: Path) -> None:
     """With act-order a rank's inputs of `down` are scattered features."""
     path = quantized_llama(method, tmp_path / "model")

@@ -116,8 +116,8 @@ def test_greedy_text_with_k_blocks(tmp_path_factory: pytest.TempPathFactory) -> 
         assert replies(divided, 24) == replies(whole, 24)
 
 
-@pytest.mark.parametrize("method", ["exl2", "gptq"])
-def test_greedy_text_with_act_order(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["exl2", "exl3", "gptq"])
+def test_greedy_text_of_quantized_weights(method: str, tmp_path: Path) -> None:
     path = quantized_llama(method, tmp_path / "model")
     whole = load_model(path, device="cpu")
     with loaded_ranks(path, 3) as divided:

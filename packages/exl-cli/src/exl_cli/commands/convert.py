@@ -219,29 +219,24 @@ def convert(
         _refuse_other_options(ctx)
         conversion.repack(spec, output, shard_bytes, from_bin=from_bin)
         return
-    conversion.run(
-        conversion.Wish(
-            spec=spec,
-            out=output,
-            bits=bits,
-            head_bits=head_bits,
-            target=target_format,
-            codebook=codebook,
-            calibration=calibration,
-            rows=rows,
-            length=length,
-            is_fast=fast,
-            seed=seed,
-            measurement=measurement,
-            work=work,
-            shard_bytes=shard_bytes,
-            device=device,
-        ),
-        command=_command(ctx),
-        force=force,
-        is_json=json,
-        is_quiet=quiet,
+    wish = conversion.Wish(
+        spec=spec,
+        out=output,
+        bits=bits,
+        head_bits=head_bits,
+        target=target_format,
+        codebook=codebook,
+        calibration=calibration,
+        rows=rows,
+        length=length,
+        is_fast=fast,
+        seed=seed,
+        measurement=measurement,
+        work=work,
+        shard_bytes=shard_bytes,
+        device=device,
     )
+    conversion.run(wish, command=_command(ctx), force=force, is_json=json, is_quiet=quiet)
 
 
 def _refuse_other_options(ctx: typer.Context) -> None:
