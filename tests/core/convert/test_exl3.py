@@ -286,3 +286,17 @@ def test_expected_losses_fall_with_the_rate_and_scale_with_the_sensitivity() -> 
     assert values == sorted(values, reverse=True)
     twice = trellis.expected_losses(weight, hessian, 2 * sensitivity, layouts)
     assert twice[layouts[3]][0] == pytest.approx(2 * values[3])
+
+
+def test_experts_are_stored_one_by_one_with_their_router(tmp_path: Path) -> None:
+    sizes = {**SIZES, "moe_intermediate_size": 64, "num_hidden_layers": 2}
+    model = tiny_models.tiny_qwen3_moe(**sizes, tie_word_embeddings=False)
+    out = convert(tiny_models.save(model, tmp_path / "source"), tmp_path)
+    tensors = load_file(out / "model.safetensors")
+    config = open_checkpoint(out)[1]
+    for row in module_table(config).rows:
+        if row.expert is not None:
+            assert tensors[f"{row.stem}.trellis"].dtype is torch.int16
+    assert tensors["model.layers.0.mlp.gate.weight"].dtype is torch.float16
+    report = verify(*open_checkpoint(out))
+    assert (report.problems, report.zeros) == ((), ())

@@ -44,6 +44,7 @@ from exl_core.convert.job import (
 from exl_core.convert.plan import ConvertOptions, Format
 from exl_core.convert.preflight import memory_needed
 from exl_core.convert.repack import repack as copy_tensors
+from exl_core.convert.target import target_of
 from exl_core.errors import ExlError, RequestError
 from exl_core.files import read_json_object
 from exl_core.ops.backends.cuda.device import parse_device
@@ -192,7 +193,7 @@ def _written_rows(wanted: Conversion, step: Callable[[int, int], None]) -> Calib
     files = open_model(wanted.source)
     how, at_once = LoadOptions(device=options.device), AT_ONCE
     if options.device == "cpu":
-        memory = memory_needed(files.config, wanted.rows * wanted.length, threads=1)
+        memory = memory_needed(files.config, wanted.rows * wanted.length, 1, target_of(options))
         at_once, cache_bytes = rows_at_once(files.config, wanted.length, memory)
         how = LoadOptions(device="cpu", held_bytes=max(0, memory - cache_bytes))
     loaded = load_model(files, how)

@@ -43,6 +43,7 @@ from exl_core.errors import (
 )
 from exl_core.files import naming_disk_failures, open_regular
 from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.codecs.exl3.matrix import stored_size
 from exl_core.formats.containers.source import Progress, TensorSource
 from exl_core.formats.verify import verify
 from exl_core.session.open import gguf_fields
@@ -51,8 +52,10 @@ from exl_core.tokenizer.check import check_vocab
 from exl_core.tokenizer.detect import load_tokenizer
 
 DISK_MARGIN = 1.05  # for group tables, scales, headers and records
-MEASURED_COPIES, QUANTIZED_COPIES = 7, 13
-"""Copies of a matrix in float32, while its layouts are measured and while it is quantized."""
+MEASURED_COPIES, QUANTIZED_COPIES, TRELLIS_COPIES = 7, 13, 20
+"""Copies of a matrix in float32: while its layouts are measured, and while it is quantized, to EXL2
+or to EXL3."""
+DEFAULT_TARGET = Target()  # EXL2
 LOGIT_BYTES = 36  # per logit, while a token is sampled and its gradient computed
 HASH_BYTES = 1 << 22  # bytes per read
 
@@ -255,7 +258,9 @@ def writing_problems(folder: Path) -> Iterator[ExlError]:
         yield error
 
 
-def memory_needed(config: ModelConfig, tokens: int, threads: int) -> int:
+def memory_needed(
+    config: ModelConfig, tokens: int, threads: int, target: Target = DEFAULT_TARGET
+) -> int:
     """Upper estimate of the bytes in memory at a time, which do not grow with the number of layers.
     `tokens` counts the tokens of all calibration rows."""
     table = module_table(config)
@@ -267,9 +272,16 @@ def memory_needed(config: ModelConfig, tokens: int, threads: int) -> int:
     different = {shape for shapes in matrices for shape in shapes}
     largest, widest = max(map(prod, different)), max(shape[1] for shape in different)
     hidden, vocab = config.hidden_size, padded(config.vocab_size)
-    measuring = MEASURED_COPIES * threads * max(largest, CPU_COLUMNS * widest)
     together = max(len(roles) for roles in matrix_groups(config, 0))
-    quantizing = QUANTIZED_COPIES * min(threads, together) * largest
+    if target.codebook is None:
+        measuring = MEASURED_COPIES * threads * max(largest, CPU_COLUMNS * widest)
+        quantizing = QUANTIZED_COPIES * min(threads, together) * largest
+    else:
+        sizes = {stored_size(rows) * stored_size(columns) for rows, columns in different}
+        largest, widest = max(sizes), stored_size(widest)
+        vocab, hidden = stored_size(vocab), stored_size(hidden)
+        measuring = MEASURED_COPIES * min(threads, together) * largest
+        quantizing = TRELLIS_COPIES * largest  # one matrix at a time
     # Six matrices in float64, the Hessian and the cross moment in float32.
     factors = (6 * 8 + 2 * 4) * widest**2
     compute_bytes = compute_type(torch.device("cpu")).itemsize
@@ -277,7 +289,8 @@ def memory_needed(config: ModelConfig, tokens: int, threads: int) -> int:
     # Rows and Hessians are those of one expert at a time (`experts.py`).
     layer_bytes = (4 + 2 * compute_bytes + 1) * layer_weights
     layer_bytes += 4 * max(measuring, quantizing) + factors
-    head_bytes = 4 * QUANTIZED_COPIES * vocab * hidden
+    copies = QUANTIZED_COPIES if target.codebook is None else TRELLIS_COPIES
+    head_bytes = 4 * copies * vocab * hidden
     logit_bytes = LOGIT_BYTES * threads * HEAD_ROWS * vocab
     states = 4 * tokens * hidden
     inputs = 2 * 2 * tokens * widest  # of one matrix, in two streams, 2 bytes per value
@@ -307,7 +320,8 @@ def space_needed(
     out = int(DISK_MARGIN * (numel * bits + head + 16 * vocab * hidden) / 8)
     tokens = rows * length
     is_on_cpu = options.device == "cpu"
-    memory = memory_needed(config, tokens, read_settings().threads if is_on_cpu else 1)
+    threads = read_settings().threads if is_on_cpu else 1
+    memory = memory_needed(config, tokens, threads, target_of(options))
     if writes_rows:
         memory = max(memory, checkpoint.bytes_at_once + rows_at_once(config, length, 0)[1])
     # Largest files of a stage: states before and after a layer, states for gradients, or weights
