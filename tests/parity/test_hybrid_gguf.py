@@ -18,6 +18,7 @@ from support.tiny_hybrids import (
     tiny_granite_hybrid,
     tiny_lfm2,
     tiny_lfm2_moe,
+    tiny_nemotron_h,
     tiny_qwen3_next,
     tiny_qwen35,
     tiny_qwen35_moe,
@@ -25,12 +26,22 @@ from support.tiny_hybrids import (
 from support.tiny_models import VOCAB_SIZE
 
 NO_LIMITS = {"time_step_limit": [0.0, float("inf")]}  # the format has no key for them
+NO_STEPS = {"time_step_min": 1e-30, "n_group": 1, "topk_group": 1}
 BUILDERS: dict[str, Callable[[], Any]] = {
     "lfm2": tiny_lfm2,
     "lfm2moe": lambda: tiny_lfm2_moe(routed_scaling_factor=1.0),
     "granitehybrid": lambda: tiny_granite_hybrid(**NO_LIMITS),
     "granitehybrid-moe": lambda: tiny_granite_hybrid(
         **NO_LIMITS, num_local_experts=4, intermediate_size=40, position_embedding_type="rope"
+    ),
+    "nemotron_h": lambda: tiny_nemotron_h(
+        layers_block_type=["mamba", "mlp", "attention", "mlp"], **NO_STEPS
+    ),
+    "nemotron_h_moe": lambda: tiny_nemotron_h(
+        layers_block_type=["mamba", "moe", "attention", "moe"], **NO_STEPS
+    ),
+    "nemotron_h_moe-latent": lambda: tiny_nemotron_h(
+        layers_block_type=["moe", "mamba", "attention"], moe_latent_size=32, **NO_STEPS
     ),
     "qwen35": tiny_qwen35,
     "qwen35moe": tiny_qwen35_moe,
@@ -42,7 +53,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
 def test_gguf_logits_of_hybrids_match_transformers(tmp_path: Path, arch: str) -> None:
     model = BUILDERS[arch]()
     ids = torch.randint(3, VOCAB_SIZE, (90,), generator=torch.Generator().manual_seed(11)).tolist()
-    path = write_hybrid(model, tmp_path / "tiny.gguf", arch.removesuffix("-moe"))
+    path = write_hybrid(model, tmp_path / "tiny.gguf", arch.split("-", maxsplit=1)[0])
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0]
 

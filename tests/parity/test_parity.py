@@ -17,6 +17,7 @@ from support.tiny_hybrids import (
     tiny_granite_hybrid,
     tiny_lfm2,
     tiny_lfm2_moe,
+    tiny_nemotron_h,
     tiny_qwen3_next,
     tiny_qwen35,
     tiny_qwen35_moe,
@@ -221,6 +222,13 @@ VARIANTS: dict[str, Any] = {
         mamba_conv_bias=False,
         mamba_proj_bias=True,
         time_step_limit=[0.0, float("inf")],
+    ),
+    "nemotron-h": lambda: tiny_nemotron_h(
+        layers_block_type=["mamba", "mlp", "attention", "mlp"], use_bias=True, use_conv_bias=False
+    ),
+    "nemotron-h-moe": tiny_nemotron_h,
+    "nemotron-h-latent": lambda: tiny_nemotron_h(
+        moe_latent_size=32, norm_topk_prob=False, n_group=1, topk_group=1
     ),
     "qwen3.5": tiny_qwen35,
     "qwen3.5-equal-heads": lambda: tiny_qwen35(

@@ -84,7 +84,32 @@ _GRANITE = {
     "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
     "block_sparse_moe.experts.down_proj": "ffn_down_exps.weight",
 }
+_NEMOTRON = {
+    "norm.weight": "attn_norm.weight",
+    **{f"mixer.{part}_proj.weight": f"attn_{part}.weight" for part in ("q", "k", "v")},
+    "mixer.o_proj.weight": "attn_output.weight",
+    "mixer.up_proj.weight": "ffn_up.weight",
+    "mixer.down_proj.weight": "ffn_down.weight",
+    "mixer.in_proj.weight": "ssm_in.weight",
+    "mixer.conv1d.weight": "ssm_conv1d.weight",
+    "mixer.conv1d.bias": "ssm_conv1d.bias",
+    "mixer.A_log": "ssm_a",
+    "mixer.D": "ssm_d",
+    "mixer.dt_bias": "ssm_dt.bias",
+    "mixer.norm.weight": "ssm_norm.weight",
+    "mixer.out_proj.weight": "ssm_out.weight",
+    "mixer.gate.weight": "ffn_gate_inp.weight",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mixer.experts.up_proj": "ffn_up_exps.weight",
+    "mixer.experts.down_proj": "ffn_down_exps.weight",
+    "mixer.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
+    "mixer.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
+    "mixer.fc1_latent_proj.weight": "ffn_latent_down.weight",
+    "mixer.fc2_latent_proj.weight": "ffn_latent_up.weight",
+}
 _TOP = {
+    "model.embeddings.weight": "token_embd.weight",
+    "model.norm_f.weight": "output_norm.weight",
     "model.embed_tokens.weight": "token_embd.weight",
     "model.embedding_norm.weight": "token_embd_norm.weight",
     "model.norm.weight": "output_norm.weight",
@@ -93,14 +118,15 @@ _TOP = {
 
 
 def write_hybrid(model: Any, path: Path, arch: str) -> Path:
-    """Writes all tensors as float32. `arch`: lfm2, lfm2moe, granitehybrid, qwen35, qwen35moe or
-    qwen3next."""
+    """Writes all tensors as float32. `arch`: lfm2, lfm2moe, granitehybrid, nemotron_h,
+    nemotron_h_moe, qwen35, qwen35moe or qwen3next."""
     config, writer = model.config, GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if not arch.startswith("nemotron_h"):
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if arch in ("lfm2", "lfm2moe"):
         _add_heads(writer, config)
         writer.add_feed_forward_length(model.model.layers[0].feed_forward.w1.out_features)
@@ -115,6 +141,8 @@ def write_hybrid(model: Any, path: Path, arch: str) -> Path:
             writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     elif arch == "granitehybrid":
         _add_granite(writer, config)
+    elif arch.startswith("nemotron_h"):
+        _add_nemotron(writer, config, arch)
     else:
         _add_delta_net(writer, config)
     add_vocabulary(writer)
@@ -152,6 +180,31 @@ def _add_granite(writer: GGUFWriter, config: Any) -> None:
     writer.add_ssm_conv_kernel(config.mamba_d_conv)
 
 
+def _add_nemotron(writer: GGUFWriter, config: Any, arch: str) -> None:
+    _add_heads(writer, config)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    writer.add_rope_scaling_finetuned(False)
+    widths = {"mlp": config.intermediate_size, "moe": config.moe_intermediate_size}
+    writer.add_feed_forward_length([widths.get(kind, 0) for kind in config.layer_types])
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    writer.add_ssm_time_step_rank(config.mamba_num_heads)
+    writer.add_ssm_state_size(config.ssm_state_size)
+    writer.add_ssm_group_count(config.n_groups)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    if arch == "nemotron_h_moe":
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_group_count(config.n_group)
+        if config.moe_latent_size is not None:
+            writer.add_moe_latent_size(config.moe_latent_size)
+
+
 def _add_delta_net(writer: GGUFWriter, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -173,7 +226,10 @@ def _add_delta_net(writer: GGUFWriter, config: Any) -> None:
 
 
 def _stored(model: Any, arch: str) -> Iterator[tuple[str, Tensor]]:
-    names = {"lfm2": _LFM2, "lfm2moe": _LFM2_MOE, "granitehybrid": _GRANITE}.get(arch, _QWEN)
+    names = {
+        **{"lfm2": _LFM2, "lfm2moe": _LFM2_MOE, "granitehybrid": _GRANITE},
+        **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _NEMOTRON),
+    }.get(arch, _QWEN)
     is_qwen = names is _QWEN
     for name, weight in model.state_dict().items():
         if name in _TOP:
@@ -201,12 +257,13 @@ def _stored(model: Any, arch: str) -> Iterator[tuple[str, Tensor]]:
 
 def _as_mamba2(config: Any, arch: str, part: str, weight: Tensor) -> Tensor:
     """The values as files of Mamba-2 have them. Rows of queries and keys are interleaved."""
-    if part == "mamba.A_log":
+    if part.endswith(".A_log"):
         return -torch.exp(weight).unsqueeze(1)
-    if part == "mamba.D":
+    if part.endswith(".D"):
         return weight.unsqueeze(1)
-    if part == "mamba.norm.weight":
-        return weight.view(config.mamba_n_groups, -1)
+    if part in ("mamba.norm.weight", "mixer.norm.weight"):
+        groups = config.mamba_n_groups if arch == "granitehybrid" else config.n_groups
+        return weight.view(groups, -1)
     if arch == "granitehybrid" and part in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
         is_query = part == "self_attn.q_proj.weight"
         heads = config.num_attention_heads if is_query else config.num_key_value_heads

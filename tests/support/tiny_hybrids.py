@@ -12,6 +12,8 @@ from transformers import (
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
     Lfm2MoeForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
@@ -76,6 +78,19 @@ def tiny_granite_hybrid(**changes: Any) -> GraniteMoeHybridForCausalLM:
     }
     config = GraniteMoeHybridConfig(**{**defaults, **changes})
     return randomized(GraniteMoeHybridForCausalLM(config))
+
+
+def tiny_nemotron_h(**changes: Any) -> NemotronHForCausalLM:
+    defaults = {
+        **{key: value for key, value in COMMON.items() if key != "num_hidden_layers"},
+        **EXPERTS,
+        "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba", "attention", "moe"],
+        **{"mamba_num_heads": 6, "mamba_head_dim": 28, "ssm_state_size": 16, "n_groups": 2},
+        **{"n_routed_experts": 8, "moe_shared_expert_intermediate_size": 48},
+        **{"routed_scaling_factor": 2.5, "time_step_min": 0.5},  # clamps many steps
+        **{"n_group": 4, "topk_group": 2},
+    }
+    return randomized(NemotronHForCausalLM(NemotronHConfig(**{**defaults, **changes})))
 
 
 _DELTA_NET: dict[str, Any] = {

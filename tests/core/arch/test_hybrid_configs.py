@@ -10,9 +10,22 @@ import pytest
 
 from exl_core.arch.gguf_config import read_gguf_config
 from exl_core.arch.hf_config import read_hf_config
-from exl_core.arch.layers import GatedDeltaNet, Mamba2, MoE, SharedExpert, ShortConv
+from exl_core.arch.layers import (
+    Activation,
+    Attention,
+    GatedDeltaNet,
+    Mamba2,
+    MoE,
+    NoFeedForward,
+    NoMixer,
+    Router,
+    RouterBias,
+    Scores,
+    SharedExpert,
+    ShortConv,
+)
 from exl_core.arch.spec import ModelConfig
-from exl_core.errors import ConfigError
+from exl_core.errors import ConfigError, UnsupportedModelError
 
 LFM2 = {
     "architectures": ["Lfm2ForCausalLM"],
@@ -238,3 +251,105 @@ def test_gguf_files_with_sizes_of_mamba_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="Mamba-2"):
         read_gguf_config(metadata("granitehybrid", **(GRANITE_HYBRID | changes)), set(), "file")
+
+
+NEMOTRON3_NANO: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "attention_bias": False,
+    "conv_kernel": 4,
+    "expand": 2,
+    "head_dim": 128,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "intermediate_size": 1856,
+    "layer_norm_epsilon": 1e-05,
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 64,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 262144,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1,
+    "n_groups": 8,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 2,
+    "routed_scaling_factor": 2.5,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "time_step_min": 0.001,
+    "topk_group": 1,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "vocab_size": 131072,
+}
+
+
+def test_nemotron3_has_one_part_in_each_layer(tmp_path: Path) -> None:
+    config = read(tmp_path, NEMOTRON3_NANO)
+    assert config.num_layers == 52
+    mixers = [type(layer.mixer) for layer in config.layers]
+    assert [mixers.count(kind) for kind in (Mamba2, Attention, NoMixer)] == [23, 6, 23]
+    assert config.layers[0].mixer == Mamba2(64, 64, 128, 8, 4, steps=(0.001, None))
+    assert config.layers[0].feed_forward == NoFeedForward()
+    assert config.layers[1].feed_forward == MoE(
+        Router(128, 6, Scores.SIGMOID, RouterBias.CHOICE, factor=2.5, eps=1e-20),
+        1856,
+        Activation.RELU2,
+        SharedExpert(3712),
+        is_gated=False,
+    )
+    assert config.layers[5].attention.rope is None
+    assert config.num_positions == 0
+
+
+def test_nemotron_may_name_its_layers_and_narrow_its_experts(tmp_path: Path) -> None:
+    names = {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "moe_latent_size": 1024}
+    values = {key: value for key, value in NEMOTRON3_NANO.items() if "pattern" not in key} | names
+    layers = read(tmp_path, values).layers
+    assert isinstance(layers[1].feed_forward, MoE)
+    assert layers[1].feed_forward.latent_size == 1024
+    assert layers[3].dense.intermediate_size == 1856
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"hybrid_override_pattern": "MX*"}, "describe the layers"),
+        ({"hybrid_override_pattern": "M*E", "n_routed_experts": None}, "no number of experts"),
+        ({"hybrid_override_pattern": "MEM"}, "no layer of attention"),
+        ({"n_groups": 7}, "Mamba-2"),
+    ],
+)
+def test_layers_of_nemotron_that_do_not_fit_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, {**NEMOTRON3_NANO, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mlp_bias": True}, {"sliding_window": 4096}, {"mlp_hidden_act": "silu"}]
+)
+def test_unsupported_variants_of_nemotron_are_refused(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(UnsupportedModelError):
+        read(tmp_path, {**NEMOTRON3_NANO, **changes})
+
+
+def test_gguf_files_of_nemotron_have_attention_or_a_feed_forward_part() -> None:
+    own = {**GRANITE_HYBRID, "attention.head_count_kv": [0, 2, 0, 0]}
+    own["feed_forward_length"] = [0, 0, 64, 0]
+    layers = read_gguf_config(metadata("nemotron_h", **own), {"output.weight"}, "file").layers
+    assert [type(layer.mixer) for layer in layers] == [Mamba2, Attention, NoMixer, Mamba2]
+    own["feed_forward_length"] = [0, 64, 64, 0]
+    with pytest.raises(ConfigError, match="both attention and a feed-forward part"):
+        read_gguf_config(metadata("nemotron_h", **own), {"output.weight"}, "file")

@@ -24,13 +24,14 @@ from exl_core.speculate.ngram import NgramDrafter
 from support.families import save_family
 from support.guessing import ScriptedDrafter
 from support.paged import PagedRun
-from support.tiny_hybrids import tiny_granite_hybrid, tiny_lfm2, tiny_qwen35
+from support.tiny_hybrids import tiny_granite_hybrid, tiny_lfm2, tiny_nemotron_h, tiny_qwen35
 
 GREEDY = SamplerParams(temperature=0)
 BUILDERS: dict[str, Callable[[], object]] = {
     "lfm2": tiny_lfm2,
     "qwen3.5": tiny_qwen35,
     "granite4": tiny_granite_hybrid,
+    "nemotron": tiny_nemotron_h,
 }
 
 

@@ -13,7 +13,7 @@ import typer
 
 from exl_cli import options, output
 from exl_cli.interrupt import exits_at_once
-from exl_core.arch.layers import MLA, Attention, FeedForward, LayerSpec, MoE
+from exl_core.arch.layers import MLA, Attention, FeedForward, LayerSpec, MoE, NoFeedForward
 from exl_core.cache.format import PAGE_SIZE, pages_for
 from exl_core.cache.state import default_snapshots
 from exl_core.errors import RequestError
@@ -274,7 +274,10 @@ def _facts(model: ModelDescription) -> Table:
         attention += (
             f"; {len(chunks)} of {c.num_layers} layers see their chunk of {chunks[0]} tokens"
         )
-    widths = " or ".join(dict.fromkeys(_width(layer.feed_forward) for layer in c.layers))
+    parts = (layer.feed_forward for layer in c.layers)
+    widths = " or ".join(
+        dict.fromkeys(_width(part) for part in parts if not isinstance(part, NoFeedForward))
+    )
     active = ""
     if model.active_parameters < model.parameters:
         active = f"{format_count(model.active_parameters)} active, "

@@ -11,6 +11,8 @@ from exl_core.arch.layers import (
     GatedDeltaNet,
     Mamba2,
     MoE,
+    NoFeedForward,
+    NoMixer,
     ShortConv,
     unsupported,
 )
@@ -36,9 +38,10 @@ def check_config(config: ModelConfig, where: object) -> None:
                 f"{attention.num_q_heads} query heads, {attention.num_kv_heads} key/value heads",
             )
     for layer in dict.fromkeys(config.layers):
-        if not isinstance(layer.mixer, Attention | MLA | ShortConv | GatedDeltaNet | Mamba2):
+        recurrent = ShortConv | GatedDeltaNet | Mamba2
+        if not isinstance(layer.mixer, Attention | MLA | recurrent | NoMixer):
             raise unsupported("mixer", layer.mixer)
-        if not isinstance(layer.feed_forward, Dense | MoE):
+        if not isinstance(layer.feed_forward, Dense | MoE | NoFeedForward):
             raise unsupported("feed-forward part", layer.feed_forward)
     head_dims = [
         (one.rope, one.head_dim if isinstance(one, Attention) else one.rope_dim)

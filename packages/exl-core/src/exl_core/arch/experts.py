@@ -25,7 +25,7 @@ def hf_experts(arch: ArchSpec, text: Fields, layers: int) -> Sequence[MoE | None
     if form is None or (form.flag_key is not None and not text.flag(form.flag_key, False)):
         return [None] * layers
     keys = form.num_experts_keys
-    if form.is_optional and any(text.values.get(key) == 0 for key in keys):
+    if form.is_optional and not any(text.values.get(key) for key in keys):
         return [None] * layers
     has_groups = form.has_groups and text.values.get("topk_method") != "greedy"
     count = text.integer(next((key for key in keys if text.has(key)), keys[0]), high=MAX_EXPERTS)
@@ -45,12 +45,15 @@ def hf_experts(arch: ArchSpec, text: Fields, layers: int) -> Sequence[MoE | None
     )
     size = text.integer(form.size_key, form.size_default, high=MAX_INTERMEDIATE_SIZE)
     check_router(router, text.where)
-    part = _part(arch, form, router, size, _shared_size(form, text, size))
+    latent_size = _latent_size(form, text)
+    part = _part(arch, router, size, _shared_size(form, text, size), latent_size)
     return [part if is_sparse else None for is_sparse in _sparse_layers(form, text, layers)]
 
 
-def _part(arch: ArchSpec, form: ExpertForm, router: Router, size: int, shared_size: int) -> MoE:
+def _part(arch: ArchSpec, router: Router, size: int, shared_size: int, latent_size: int) -> MoE:
     """Experts of width `size`, with a shared one of width `shared_size` if that is not 0."""
+    form = arch.experts
+    assert form is not None, "the caller has checked it"
     shared = SharedExpert(shared_size, form.has_shared_gate) if shared_size else None
     return MoE(
         router,
@@ -59,6 +62,8 @@ def _part(arch: ArchSpec, form: ExpertForm, router: Router, size: int, shared_si
         shared,
         weighs_inputs=form.weighs_inputs,
         has_bias=form.has_bias,
+        is_gated=arch.has_gated_mlp,
+        latent_size=latent_size,
     )
 
 
@@ -70,6 +75,15 @@ def _shared_size(form: ExpertForm, text: Fields, size: int) -> int:
         return 0
     count = text.integer(form.shared_count_key, form.shared_count_default, low=0, high=MAX_EXPERTS)
     return count * size
+
+
+def _latent_size(form: ExpertForm, fields: Fields) -> int:
+    """Width of the experts' inputs and outputs; 0 if it is the hidden size. Both kinds of files
+    have the same key."""
+    key = form.latent_size_key
+    if key is None or not fields.has(key):
+        return 0
+    return fields.integer(key, high=MAX_INTERMEDIATE_SIZE)
 
 
 def _normalizes(form: ExpertForm, text: Fields) -> bool:
@@ -157,7 +171,7 @@ def gguf_experts(
         is_equal = form.shared_size_key == form.size_key
         count = own.integer("expert_shared_count", int(is_equal), low=0, high=MAX_EXPERTS)
         shared = size * count
-    part = _part(arch, form, router, size, shared)
+    part = _part(arch, router, size, shared, _latent_size(form, own))
     return [
         part if names.is_stored("router", "weight", tensor_names, layer) else None
         for layer in range(layers)

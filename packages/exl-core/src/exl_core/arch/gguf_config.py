@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from exl_core.arch.blocks import as_blocks, gguf_blocks
 from exl_core.arch.checks import check_config
 from exl_core.arch.experts import GATING_FUNCTIONS, ROUTER_BIAS, gguf_experts
 from exl_core.arch.fields import (
@@ -178,7 +179,8 @@ def _layer_numbers(
     key = "expert_shared_feed_forward_length"
     is_shared = arch.intermediate_size_key == "shared_intermediate_size" and own.has(key)
     key = key if is_shared else "feed_forward_length"
-    widths = _by_layer(own, key, layers, MAX_INTERMEDIATE_SIZE)
+    low_width = 0 if arch.has_single_parts else 1
+    widths = _by_layer(own, key, layers, MAX_INTERMEDIATE_SIZE, low=low_width)
     scale = arch.attention_scale
     if scale is None:
         scale = _attention_scale(arch, layers, hidden_size, heads[0], head_dim)
@@ -192,7 +194,7 @@ def _layer_numbers(
         softcap=own.optional_number("attn_logit_softcapping") or arch.attention_softcap_default,
         has_qkv_bias=arch.gguf.is_stored("q", "bias", tensor_names, layer=0),
         has_output_bias=arch.gguf.is_stored("output", "bias", tensor_names, layer=0),
-        intermediate_size=widths[0],
+        intermediate_size=max(widths),
         has_mlp_bias=arch.gguf.is_stored("up", "bias", tensor_names, layer=0),
         temperature=_temperature(arch, own),
         head_norm=_head_norm(arch, own, tensor_names),
@@ -200,10 +202,10 @@ def _layer_numbers(
         chunk=_chunk(arch, own),
     )
     experts = gguf_experts(arch, own, tensor_names, layers)
-    return [
+    found = [
         replace(
             replace(first, num_q_heads=q, num_kv_heads=kv or first.num_kv_heads),
-            intermediate_size=width,
+            intermediate_size=width or first.intermediate_size,
             experts=part,
             recurrent=mixer,
         )
@@ -211,6 +213,10 @@ def _layer_numbers(
             heads, kv_heads, widths, experts, recurrent, strict=True
         )
     ]
+    if not arch.has_single_parts:
+        return found
+    has_experts = any(part is not None for part in experts)
+    return as_blocks(found, gguf_blocks(own, kv_heads, widths, has_experts=has_experts))
 
 
 def _own_heads(
@@ -312,7 +318,7 @@ def _is_rotated(arch: ArchSpec, own: Fields, windows: Sequence[Window]) -> Seque
             return [window is Window.LOCAL for window in windows]
         case NoRope.INTERVAL:
             return [(layer + 1) % NO_ROPE_INTERVAL != 0 for layer in range(len(windows))]
-        case NoRope.ALL:
+        case NoRope.ALL | NoRope.ALWAYS:
             return [False] * len(windows)
         case NoRope.STATED:  # the format has no key of its own for it
             return [own.flag("rope.scaling.finetuned", True)] * len(windows)

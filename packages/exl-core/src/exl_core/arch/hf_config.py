@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from exl_core.arch.blocks import Block, as_blocks, hf_blocks
 from exl_core.arch.checks import check_config
 from exl_core.arch.experts import hf_experts
 from exl_core.arch.fields import (
@@ -110,7 +111,7 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
     hidden_size = text.integer("hidden_size", arch.hidden_size_default, high=MAX_HIDDEN_SIZE)
     heads = text.integer("num_attention_heads", arch.num_q_heads_default, high=MAX_HEADS)
     head_dim = _head_dim(arch, text, hidden_size // heads)
-    layers = text.integer("num_hidden_layers", arch.num_layers_default, high=MAX_LAYERS)
+    layers = _num_layers(arch, text)
     if text.flag("use_bidirectional_attention", False):
         raise UnsupportedModelError("bidirectional attention is not supported", where=text.where)
     _check_activation(arch, text)
@@ -159,6 +160,12 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         has_normalized_head=arch.may_normalize_head and text.integer("norm_head", 0, low=0) != 0,
         num_positions=_context(arch, text) if arch.no_rope is NoRope.ALL else 0,
     )
+
+
+def _num_layers(arch: ArchSpec, text: Fields) -> int:
+    if arch.has_single_parts:
+        return len(hf_blocks(text))
+    return text.integer("num_hidden_layers", arch.num_layers_default, high=MAX_LAYERS)
 
 
 def _head_dim(arch: ArchSpec, text: Fields, default: int) -> int:
@@ -272,10 +279,22 @@ def _numbers_by_layer(
 ) -> list[LayerNumbers]:
     experts = hf_experts(arch, text, len(windows))
     recurrent = hf_recurrent(arch, text, len(windows))
-    return [
+    found = [
         replace(_numbers_of(arch, text, numbers, one), experts=part, recurrent=mixer)
         for one, part, mixer in zip(windows, experts, recurrent, strict=True)
     ]
+    if not arch.has_single_parts:
+        return found
+    blocks = hf_blocks(text)
+    _check_blocks(text, blocks, has_experts=experts[0] is not None)
+    return as_blocks(found, blocks)
+
+
+def _check_blocks(text: Fields, blocks: Sequence[Block], *, has_experts: bool) -> None:
+    if Block.EXPERTS in blocks and not has_experts:
+        raise ConfigError(
+            "the model has layers with experts, but no number of experts", where=text.where
+        )
 
 
 def _numbers_of(
@@ -347,7 +366,7 @@ def _is_rotated(arch: ArchSpec, text: Fields, windows: Sequence[Window]) -> Sequ
 def _rotated_layers(arch: ArchSpec, text: Fields, windows: Sequence[Window]) -> Sequence[bool]:
     if arch.no_rope is NoRope.GLOBAL and Window.LOCAL in windows:
         return [window is Window.LOCAL for window in windows]
-    if arch.no_rope is NoRope.ALL:
+    if arch.no_rope in (NoRope.ALL, NoRope.ALWAYS):
         return [False] * len(windows)
     if arch.no_rope is NoRope.STATED:
         kind = "position_embedding_type"

@@ -148,6 +148,16 @@ class FeedForward:
 
 
 @dataclass(frozen=True, slots=True)
+class NoMixer(Mixer):
+    """Layers of one part only (Nemotron-H): this one has a feed-forward part."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoFeedForward(FeedForward):
+    """Layers of one part only (Nemotron-H): this one has a mixer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Attention(Mixer):
     """Attention with keys and values shared by groups of query heads.
 
@@ -442,6 +452,10 @@ class MoE(FeedForward):
 
     If `is_beside_shared`, the experts have norms of their own before and after, and the shared
     expert has others. The norm after the layer's feed-forward part is that of their sum.
+
+    If it is not `is_gated`, an expert is down(activation(up(x))), and so is the shared one.
+    `latent_size`, if not 0, is the width of the inputs and outputs of the experts: one matrix of
+    the layer narrows the states before them, another one widens the sum after them.
     """
 
     router: Router
@@ -451,6 +465,8 @@ class MoE(FeedForward):
     is_beside_shared: bool = False
     weighs_inputs: bool = False
     has_bias: bool = False
+    is_gated: bool = True
+    latent_size: int = 0
 
     @property
     def inner_size(self) -> int:

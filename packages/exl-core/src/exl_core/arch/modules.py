@@ -30,6 +30,8 @@ from exl_core.arch.layers import (
     Mamba2,
     Mixer,
     MoE,
+    NoFeedForward,
+    NoMixer,
     NormKind,
     NormPlacement,
     RouterBias,
@@ -76,6 +78,8 @@ Packed = Literal[
     "expert_down",
     "shared_gate_up",
     "shared_down",
+    "latent_down",
+    "latent_up",
 ]
 """Matrices of a layer at run time. Projections that read the same input are packed into one. Each
 expert has its own two."""
@@ -283,7 +287,7 @@ class ModuleTable:
 
 def expert_matrices(expert: Mapping[str, ModuleRow]) -> dict[Packed, tuple[ModuleRow, ...]]:
     """Matrices of an expert by the packed matrix that they belong to, in order."""
-    gate_up = expert["expert_gate"], expert["expert_up"]
+    gate_up = tuple(expert[role] for role in ("expert_gate", "expert_up") if role in expert)
     return {"expert_gate_up": gate_up, "expert_down": (expert["expert_down"],)}
 
 
@@ -323,10 +327,12 @@ def _layer_parts(config: ModelConfig, layer: LayerSpec) -> list[_Part]:
             *("mlp_norm", "mlp_post_norm"),
         ),
     }[layer.norms]
+    absent = {"attention_norm"} if isinstance(layer.mixer, NoMixer) else set()
+    absent |= {"mlp_norm"} if isinstance(layer.feed_forward, NoFeedForward) else set()
     return [
         *matrices,
         *_feed_forward_parts(hidden, layer.feed_forward),
-        *(_norm_part(role, hidden, layer.norm_kind) for role in norms),
+        *(_norm_part(role, hidden, layer.norm_kind) for role in norms if role not in absent),
         *([_Part("scalar", Kind.SCALAR, (1,))] if layer.has_scalar else []),
         *others,
     ]
@@ -348,6 +354,8 @@ def _mixer_parts(config: ModelConfig, mixer: Mixer) -> list[_Part]:
             return _mamba2_parts(config.hidden_size, mixer)
         case MLA():
             return _latent_parts(config, mixer)
+        case NoMixer():
+            return []
         case _:
             raise unsupported("mixer", mixer)
 
@@ -490,6 +498,8 @@ def _feed_forward_parts(hidden: int, feed_forward: FeedForward) -> list[_Part]:
             return [wide, up, down] if is_gated else [up, down, *numbers]
         case MoE() as spec:
             return _moe_parts(hidden, spec)
+        case NoFeedForward():
+            return []
         case _:
             raise unsupported("feed-forward part", feed_forward)
 
@@ -507,6 +517,11 @@ def _moe_parts(hidden: int, spec: MoE) -> list[_Part]:
     if spec.is_beside_shared:
         norms += ["expert_norm", "expert_post_norm", "shared_post_norm"]
     parts += [_Part(role, Kind.NORM, (hidden,)) for role in norms]
+    if spec.latent_size:
+        narrow = (spec.latent_size, hidden)
+        latent = _Part("latent_down", Kind.LINEAR, narrow, packed="latent_down", is_converted=True)
+        back = latent._replace(role="latent_up", shape=narrow[::-1], packed="latent_up")
+        parts += [latent, back]
     if spec.shared is None:
         return parts
     inner = spec.shared.intermediate_size
@@ -514,7 +529,7 @@ def _moe_parts(hidden: int, spec: MoE) -> list[_Part]:
     wide = wide._replace(shard=Shard.OUT_FEATURES, is_converted=True)
     down = _Part("shared_down", Kind.LINEAR, (hidden, inner), packed="shared_down")
     down = down._replace(shard=Shard.IN_FEATURES, is_converted=True)
-    parts += [wide, wide._replace(role="shared_up"), down]
+    parts += [*([wide] if spec.is_gated else []), wide._replace(role="shared_up"), down]
     if spec.shared.is_gated:
         parts.append(_Part("shared_router", Kind.LINEAR, (1, hidden)))
     return parts
@@ -543,6 +558,7 @@ def _surplus_row(spec: MoE, hidden: int, layer: int, forms: tuple[FileForm, File
 
 
 def _expert_parts(hidden: int, spec: MoE) -> list[_Part]:
+    hidden = spec.latent_size or hidden
     wide = _Part(
         *("expert_gate", Kind.LINEAR, (spec.intermediate_size, hidden), spec.has_bias),
         packed="expert_gate_up",
@@ -555,7 +571,7 @@ def _expert_parts(hidden: int, spec: MoE) -> list[_Part]:
         shard=Shard.IN_FEATURES,
         is_converted=True,
     )
-    return [wide, wide._replace(role="expert_up"), down]
+    return [*([wide] if spec.is_gated else []), wide._replace(role="expert_up"), down]
 
 
 def _rows(

@@ -18,6 +18,7 @@ from exl_core.arch.spec import ArchSpec, Recurrence
 from exl_core.errors import ConfigError
 
 MAX_TAPS = 64
+LEAST_STEP = 0.001  # default of `time_step_min`
 PAIR = 2
 ATTENTION_TYPES = ("full_attention", "attention")
 RECURRENT_TYPES = {
@@ -35,6 +36,8 @@ def hf_recurrent(arch: ArchSpec, text: Fields, layers: int) -> Sequence[Mixer | 
     if arch.recurrence is Recurrence.NONE:
         return [None] * layers
     mixer = _hf_mixer(arch, text)
+    if arch.has_single_parts:  # `arch/blocks.py` reads where it is
+        return [mixer] * layers
     return [mixer if found else None for found in _is_recurrent(arch, text, layers)]
 
 
@@ -79,17 +82,19 @@ def _hf_mixer(arch: ArchSpec, text: Fields) -> Mixer:
         )
     size = text.integer("hidden_size", arch.hidden_size_default, high=MAX_HIDDEN_SIZE)
     if arch.recurrence is Recurrence.MAMBA2:
-        return _hf_mamba2(text, size)
+        return _hf_mamba2(arch, text, size)
     taps = text.integer("conv_L_cache", 3, low=2, high=MAX_TAPS)
     return ShortConv(size, taps, text.flag("conv_bias", False))
 
 
-def _hf_mamba2(text: Fields, hidden_size: int) -> Mamba2:
+def _hf_mamba2(arch: ArchSpec, text: Fields, hidden_size: int) -> Mamba2:
     heads = text.integer("mamba_n_heads", 128, high=MAX_HEADS)
     width = text.integer("mamba_expand", 2, high=MAX_TAPS) * hidden_size
     key = "mamba_d_head"
     is_stated = isinstance(text.values.get(key), int)
     head_dim = text.integer(key, high=MAX_HEAD_DIM) if is_stated else width // heads
+    if arch.has_single_parts:
+        width = heads * head_dim  # it is not a multiple of the hidden size
     mixer = Mamba2(
         heads,
         head_dim,
@@ -98,13 +103,15 @@ def _hf_mamba2(text: Fields, hidden_size: int) -> Mamba2:
         text.integer("mamba_d_conv", 4, low=2, high=MAX_TAPS),
         has_bias=text.flag("mamba_proj_bias", False),
         has_taps_bias=text.flag("mamba_conv_bias", True),
-        steps=_steps(text),
+        steps=_steps(arch, text),
     )
     return _checked_mamba2(mixer, width, text.where)
 
 
-def _steps(text: Fields) -> tuple[float, float | None]:
-    """Least and largest step of the state: `time_step_limit`."""
+def _steps(arch: ArchSpec, text: Fields) -> tuple[float, float | None]:
+    """Least and largest step of the state: `time_step_limit`, or the family's key of the least."""
+    if arch.least_step_key is not None:
+        return text.number(arch.least_step_key, LEAST_STEP), None
     limits = text.values.get("time_step_limit")
     if limits is None:
         return 0.0, None
@@ -178,12 +185,19 @@ def gguf_recurrent(
         return [mixer if is_recurrent else None for is_recurrent in between]
     recurrent: Mixer
     if arch.recurrence is Recurrence.MAMBA2:
-        first = next((layer for layer, heads in enumerate(kv_heads) if not heads), 0)
+        layers = range(len(kv_heads))
+        first = next((i for i in layers if _is_stored(arch, "mixer_in", tensor_names, i)), 0)
         recurrent = _gguf_mamba2(arch, own, tensor_names, first)
     else:
         size = own.integer("embedding_length", high=MAX_HIDDEN_SIZE)
         recurrent = ShortConv(size, own.integer("shortconv.l_cache", low=2, high=MAX_TAPS))
+    if arch.has_single_parts:  # `arch/blocks.py` reads where it is
+        return [recurrent] * len(kv_heads)
     return [None if heads else recurrent for heads in kv_heads]
+
+
+def _is_stored(arch: ArchSpec, role: str, tensor_names: Collection[str], layer: int) -> bool:
+    return arch.gguf.is_stored(role, "weight", tensor_names, layer)
 
 
 def _gguf_mamba2(arch: ArchSpec, own: Fields, tensor_names: Collection[str], layer: int) -> Mamba2:

@@ -27,6 +27,7 @@ from exl_core.arch.families.llama import ARCEE, INDEX, LLAMA, ORION, YI
 from exl_core.arch.families.llama4 import LLAMA4
 from exl_core.arch.families.minimax import MINIMAX_M2
 from exl_core.arch.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
+from exl_core.arch.families.nemotron_h import NEMOTRON_H
 from exl_core.arch.families.olmo import OLMO2
 from exl_core.arch.families.phi3 import PHI3
 from exl_core.arch.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL_MOE
@@ -45,7 +46,7 @@ ARCHITECTURES = (
     *(GLM4, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, ERNIE4_5_MOE, HUNYUAN_MOE, MINIMAX_M2),
     *(GRANITE_MOE, QWEN3_VL_MOE, DBRX, LLAMA4, GPT_OSS, GPT2, GPT_BIGCODE, LFM2),
     *(LFM2_MOE, QWEN35, QWEN35_MOE, QWEN3_NEXT),
-    *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE),
+    *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, NEMOTRON_H),
 )
 
 

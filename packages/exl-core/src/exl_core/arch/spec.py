@@ -25,6 +25,8 @@ from exl_core.arch.layers import (
     LayerSpec,
     Mixer,
     MoE,
+    NoFeedForward,
+    NoMixer,
     NormKind,
     NormPlacement,
     QueryTemperature,
@@ -45,13 +47,14 @@ class NoRope(Enum):
     """Layers without RoPE. GLOBAL: layers without a window, if others have one. INTERVAL: each
     fourth layer, or as a checkpoint's `no_rope_layers` says. ALL: all layers, as positions have
     vectors that are added to the embedding. STATED: all layers, unless `position_embedding_type`
-    is `rope`."""
+    is `rope`. ALWAYS: all layers, and positions have no vectors either."""
 
     NONE = "none"
     GLOBAL = "global"
     INTERVAL = "interval"
     ALL = "all"
     STATED = "stated"
+    ALWAYS = "always"
 
 
 class Window(Enum):
@@ -178,6 +181,8 @@ class ExpertForm:
     """The matrices of the experts have biases."""
     is_optional: bool = False
     """A checkpoint may have 0 experts: then all layers are dense."""
+    latent_size_key: str | None = None
+    """Key of the width of the experts' inputs and outputs, if it is not the hidden size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +213,8 @@ class LayerNumbers:
     recurrent: Mixer | None = None
     latent: MLA | None = None
     """Replaces the attention. Its table is the one that `rope` says."""
+    has_mixer: bool = True
+    has_feed_forward: bool = True
 
 
 def with_windows(
@@ -259,12 +266,16 @@ def decoder_layer(arch: ArchSpec, numbers: LayerNumbers) -> LayerSpec:
         has_qkv_bias=numbers.has_qkv_bias,
         has_output_bias=numbers.has_output_bias,
     )
-    mixer = numbers.recurrent or attention
+    mixer: Mixer = numbers.recurrent or attention
+    if not numbers.has_mixer:
+        mixer = NoMixer()
     return LayerSpec(mixer, part, arch.norm_placement, arch.norm_kind, arch.has_layer_scalar)
 
 
 def _feed_forward(arch: ArchSpec, numbers: LayerNumbers) -> FeedForward:
     experts, form = numbers.experts, arch.experts
+    if not numbers.has_feed_forward:
+        return NoFeedForward()
     if experts is not None and form is not None and form.is_beside_dense:
         shared = SharedExpert(numbers.intermediate_size)
         return replace(experts, shared=shared, is_beside_shared=True)
@@ -297,6 +308,10 @@ class ArchSpec:
     """None: all layers have dense MLPs."""
     recurrence: Recurrence = Recurrence.NONE
     """Mixer of the layers without attention, which a checkpoint's `layer_types` names."""
+    least_step_key: str | None = None
+    """Key of the least step of Mamba-2 in families whose checkpoints have no other limits of it."""
+    has_single_parts: bool = False
+    """A layer is a mixer or a feed-forward part, as the checkpoint's list of them says."""
     has_tiled_gguf: bool = False
     """GGUF files have the value heads of a `GatedDeltaNet` in tiled order."""
     head_norm: HeadNorm = HeadNorm.NONE

@@ -26,14 +26,16 @@ from exl_core.arch.layers import (
     LayerSpec,
     Mamba2,
     MoE,
+    NoMixer,
     NormKind,
     ShortConv,
 )
 from exl_core.arch.modules import ModuleRow, ModuleTable, expert_matrices, module_table
 from exl_core.arch.spec import ModelConfig
+from exl_core.errors import UnsupportedModelError
 from exl_core.formats.containers.source import Progress
 from exl_core.formats.tensors import WeightTensors
-from exl_core.model.layers.mlp import GATES
+from exl_core.model.layers.mlp import ACTIVATIONS, GATES
 from exl_core.model.packer import Packer
 from exl_core.model.recurrent_weights import recurrent_weights
 from exl_core.model.source import WeightSource
@@ -234,17 +236,21 @@ def block_weights(config: ModelConfig, layer: int, source: WeightSource) -> Bloc
         kind = config.layers[layer].norm_kind
         return _norm(source, rows[role], kind, config.state_eps) if role in rows else None
 
-    mixer: MixerWeights
+    mixer: MixerWeights | None
     match config.layers[layer].mixer:
         case ShortConv() | GatedDeltaNet() | Mamba2():
             mixer = recurrent_weights(config, layer, source, norm_of)
         case MLA() as latent:
             mixer = _latent(config, layer, source, latent, norm_of)
+        case NoMixer():
+            mixer = None
         case _:
             mixer = _attention(config, layer, source, norm_of)
-    mlp: MlpWeights | MoeWeights
+    mlp: MlpWeights | MoeWeights | None
     if "router" in rows:
         mlp = _moe(config, layer, source, norm_of)
+    elif "down" not in rows:
+        mlp = None
     else:
         mlp = MlpWeights(
             norm=norm_of("mlp_norm"),
@@ -339,6 +345,8 @@ def _moe(
         expert_factors=vector("expert_factors"),
         expert_norm=norm_of("expert_norm"),
         expert_post_norm=norm_of("expert_post_norm"),
+        latent_down=source.packed(matrices["latent_down"]) if "latent_down" in matrices else None,
+        latent_up=source.packed(matrices["latent_up"]) if "latent_up" in matrices else None,
     )
 
 
@@ -350,7 +358,15 @@ def _experts(config: ModelConfig, layer: int, source: WeightSource) -> ExpertMlp
         source.stack([source.packed(one[name]) for one in matrices])
         for name in ("expert_gate_up", "expert_down")
     )
-    return ExpertMlp(gate_up, down, GATES[spec.activation])
+    if spec.is_gated:
+        return ExpertMlp(gate_up, down, GATES[spec.activation])
+    if source.device.type != "cpu":
+        raise UnsupportedModelError(
+            "experts without a gate run on the CPU only",
+            got=source.device,
+            next_step="Use --device cpu.",
+        )
+    return ExpertMlp(gate_up, down, ACTIVATIONS[spec.activation], is_gated=False)
 
 
 def _xielu(layer: LayerSpec, rows: Mapping[str, ModuleRow], source: WeightSource) -> XIelu | None:

@@ -176,6 +176,7 @@ class MoeWeights:
     the layer has no such norm. `router_norm` and `expert_norm` replace `norm` for the router and
     for the experts. `expert_post_norm` comes after the experts. `shared` is an MLP that every token
     passes, with at most a `post_norm`, and `shared_router` [1, hidden] scores its output.
+    `latent_down` [latent, hidden] is before the experts, `latent_up` [hidden, latent] after them.
     """
 
     norm: Norm | None
@@ -189,13 +190,18 @@ class MoeWeights:
     expert_factors: Tensor | None = None
     expert_norm: Norm | None = None
     expert_post_norm: Norm | None = None
+    latent_down: PackedLinear | None = None
+    latent_up: PackedLinear | None = None
 
     @property
     def matrices(self) -> dict[Packed, PackedLinear]:
         """Matrices that every token passes, except the routers."""
-        if self.shared is None:
-            return {}
-        return {"shared_gate_up": self.shared.gate_up, "shared_down": self.shared.down}
+        found: dict[Packed, PackedLinear] = {}
+        if self.latent_down is not None and self.latent_up is not None:
+            found = {"latent_down": self.latent_down, "latent_up": self.latent_up}
+        if self.shared is not None:
+            found |= {"shared_gate_up": self.shared.gate_up, "shared_down": self.shared.down}
+        return found
 
     @property
     def vectors(self) -> tuple[Tensor, ...]:
@@ -222,11 +228,12 @@ class MoeWeights:
 class BlockWeights:
     """One layer: the weights of its mixer and of its feed-forward part.
 
-    `scalar` multiplies the states after the layer; None: there is no such factor.
+    A part is None if the layer has none. `scalar` multiplies the states after the layer; None:
+    there is no such factor.
     """
 
-    mixer: MixerWeights
-    mlp: MlpWeights | MoeWeights
+    mixer: MixerWeights | None
+    mlp: MlpWeights | MoeWeights | None
     scalar: float | None = None
 
     @property
@@ -240,11 +247,13 @@ class BlockWeights:
     @property
     def matrices(self) -> dict[Packed, PackedLinear]:
         """Packed matrices by their names in the module table, without those of experts."""
-        return self.mixer.matrices | self.mlp.matrices
+        parts = (part.matrices for part in (self.mixer, self.mlp) if part is not None)
+        return {name: matrix for matrices in parts for name, matrix in matrices.items()}
 
     @property
     def size_bytes(self) -> int:
-        vectors = (*self.mixer.vectors, *self.mlp.vectors)
+        parts = (part for part in (self.mixer, self.mlp) if part is not None)
+        vectors = [vector for part in parts for vector in part.vectors]
         size = sum(matrix.size_bytes for matrix in self.matrices.values())
         if isinstance(self.mlp, MoeWeights):
             size += self.mlp.other_bytes

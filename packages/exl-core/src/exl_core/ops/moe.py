@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 from torch import Tensor
 
-from exl_core.ops.elementwise import GateKind
+from exl_core.ops.elementwise import ActivationKind, GateKind
 from exl_core.ops.linear import PackedLinear
 
 ScoreKind = Literal["softmax", "sigmoid"]
@@ -63,11 +63,28 @@ class PackedExperts(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertMlp:
-    """gate_up [2i, d] of each expert, the gate first, down [d, i], and the gate's activation."""
+    """gate_up [2i, d] of each expert, the gate first, down [d, i], and the gate's activation.
+
+    If the experts are not `is_gated`, gate_up is up [i, d], and `kind` the activation of its
+    outputs.
+    """
 
     gate_up: PackedExperts
     down: PackedExperts
-    kind: GateKind
+    kind: GateKind | ActivationKind
+    is_gated: bool = True
+
+    @property
+    def gate(self) -> GateKind:
+        """The activation of experts with a gate."""
+        assert self.is_gated, "the caller has checked it"
+        return cast(GateKind, self.kind)
+
+    @property
+    def activation(self) -> ActivationKind:
+        """The activation of experts without a gate."""
+        assert not self.is_gated, "the caller has checked it"
+        return cast(ActivationKind, self.kind)
 
 
 class RoutedOps(Protocol):
@@ -85,7 +102,8 @@ class RoutedOps(Protocol):
         ...
 
     def expert_mlp(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
-        """Sum over j of weights[:, j] * down(act(gate(x)) * up(x)) with the experts ids[:, j].
+        """Sum over j of weights[:, j] * down(act(gate(x)) * up(x)) with the experts ids[:, j], or
+        of weights[:, j] * down(act(up(x))) without a gate.
 
         x [m, d] strided rows -> [m, d], float32. The k parts of a row are added in an order that
         depends on the row alone. Roundings of x and of the activations are those of `linear`.

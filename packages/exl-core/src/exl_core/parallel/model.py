@@ -170,6 +170,7 @@ def _divided(config: ModelConfig, weights: ModelWeights, rank: Rank) -> ModelWei
             shared = block.mlp.shared
             mlp = replace(block.mlp, shared=None if shared is None else _partial_mlp(shared))
         else:
+            assert block.mlp is not None, "layers with attention alone are refused"
             mlp = _partial_mlp(block.mlp)
         blocks.append(replace(block, mixer=attention, mlp=mlp))
     return replace(weights, blocks=tuple(blocks))

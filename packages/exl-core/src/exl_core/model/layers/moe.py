@@ -8,27 +8,36 @@ import torch
 from torch import Tensor
 
 from exl_core.arch.layers import MoE, Router
-from exl_core.model.layers.mlp import GATES
-from exl_core.model.layers.residual import add_output, normed, read_gated_linear
+from exl_core.model.layers.mlp import ACTIVATIONS, GATES
+from exl_core.model.layers.residual import (
+    add_output,
+    normed,
+    read_activated_linear,
+    read_gated_linear,
+)
 from exl_core.model.layers.state import PassState
 from exl_core.model.weights import BlockWeights, MoeWeights
-from exl_core.ops.elementwise import GateKind
+from exl_core.ops.elementwise import ActivationKind, GateKind
 from exl_core.ops.moe import Routed, Routing
 from exl_core.ops.table import LayerOps
 
 
 class MoeStep(NamedTuple):
-    """Choices of one layer's experts, the same in every pass."""
+    """Choices of one layer's experts, the same in every pass. Either `gate` or `activation` is
+    None."""
 
     layer: int
     routing: Routing
-    gate: GateKind
+    gate: GateKind | None
+    activation: ActivationKind | None
     weighs_inputs: bool
 
     @classmethod
     def of(cls, layer: int, spec: MoE) -> MoeStep:
         routing = routing_of(spec.router)
-        return cls(layer, routing, GATES[spec.activation], spec.weighs_inputs)
+        gate = GATES[spec.activation] if spec.is_gated else None
+        activation = None if spec.is_gated else ACTIVATIONS[spec.activation]
+        return cls(layer, routing, gate, activation, spec.weighs_inputs)
 
 
 def routing_of(router: Router) -> Routing:
@@ -55,7 +64,11 @@ def moe(step: MoeStep, ops: LayerOps, x: Tensor, block: BlockWeights, state: Pas
     if weights.expert_factors is not None:
         factors = weights.expert_factors[routed.ids.long()]  # [R, k]
         routed = Routed(routed.ids, routed.weights * factors)
-    y = _experts(step, ops, inputs, routed, weights)  # [R, hidden]
+    if weights.latent_down is not None:
+        inputs = ops.linear(inputs, weights.latent_down)  # [R, latent]
+    y = _experts(step, ops, inputs, routed, weights)  # [R, hidden or latent]
+    if weights.latent_up is not None:
+        y = ops.linear(y, weights.latent_up)  # [R, hidden]
     if weights.expert_post_norm is not None:
         y = normed(ops, y, weights.expert_post_norm)
     if weights.shared is not None:
@@ -84,7 +97,11 @@ def _add_shared(step: MoeStep, ops: LayerOps, h: Tensor, y: Tensor, weights: Moe
     there are scores."""
     shared = weights.shared
     assert shared is not None, "the caller has checked it"
-    inner = read_gated_linear(ops, h, None, shared.gate_up, step.gate)  # [R, intermediate]
+    if step.gate is not None:
+        inner = read_gated_linear(ops, h, None, shared.gate_up, step.gate)  # [R, intermediate]
+    else:
+        assert step.activation is not None, "one of the two is there"
+        inner = read_activated_linear(ops, h, None, shared.gate_up, step.activation)
     if weights.shared_router is None:
         return add_output(ops, y, inner, shared.down, shared.post_norm)
     scores = torch.sigmoid(ops.linear(h, weights.shared_router))  # [R, 1]

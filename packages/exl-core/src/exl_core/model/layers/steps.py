@@ -21,6 +21,8 @@ from exl_core.arch.layers import (
     LayerSpec,
     Mamba2,
     MoE,
+    NoFeedForward,
+    NoMixer,
     NormPlacement,
     ShortConv,
     unsupported,
@@ -87,7 +89,10 @@ def layer_steps(index: int, layer: LayerSpec) -> tuple[Step, ...]:
     """Steps of the layer with that index."""
     if layer.norms is NormPlacement.PARALLEL:
         return (_parallel_step(index, layer),)
-    return _mixer_step(index, layer), _feed_forward_step(index, layer)
+    has_mixer = not isinstance(layer.mixer, NoMixer)
+    has_feed_forward = not isinstance(layer.feed_forward, NoFeedForward)
+    mixer = (_mixer_step(index, layer),) if has_mixer else ()
+    return (*mixer, _feed_forward_step(index, layer)) if has_feed_forward else mixer
 
 
 def _parallel_step(index: int, layer: LayerSpec) -> Step:

@@ -38,4 +38,7 @@ class AutogradRoutedOps:
 def expert_inner(x: Tensor, experts: ExpertMlp, expert: int) -> Tensor:
     """Inputs [m, i] of the expert's matrix `down`, for inputs x [m, hidden] of the expert."""
     gate_up = cast(StackedExperts, experts.gate_up).experts[expert]
-    return AutogradProductOps.gated_activation(AutogradProductOps.linear(x, gate_up), experts.kind)
+    wide = AutogradProductOps.linear(x, gate_up)
+    if experts.is_gated:
+        return AutogradProductOps.gated_activation(wide, experts.gate)
+    return AutogradProductOps.activation(wide, experts.activation)

@@ -46,14 +46,15 @@ class CpuMoeOps:
     def expert_mlp(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
         gate_up = cast(exl_kernels.Experts, experts.gate_up)
         down = cast(exl_kernels.Experts, experts.down)
-        if not exl_kernels.has_expert_kernel(gate_up, down):
+        if not experts.is_gated or not exl_kernels.has_expert_kernel(gate_up, down):
             return self._one_by_one(x, routed, experts)
         out = torch.empty(x.shape[0], down.out_features)
-        self._ops.expert_mlp(x, routed.ids, routed.weights, gate_up, down, experts.kind, out)
+        self._ops.expert_mlp(x, routed.ids, routed.weights, gate_up, down, experts.gate, out)
         return out
 
     def _one_by_one(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
-        """Experts that are dense, or have codes of floats: each with the kernels of a linear."""
+        """Experts that are dense, have codes of floats or no gate: each with the kernels of a
+        linear."""
         gate_up = cast(exl_kernels.Experts, experts.gate_up).experts
         down = cast(exl_kernels.Experts, experts.down).experts
         ids, weights = routed.ids, routed.weights
@@ -62,8 +63,12 @@ class CpuMoeOps:
         for expert in sorted(set(ids.flatten().tolist())):
             rows, slots = (ids == expert).nonzero(as_tuple=True)
             wide = self._product(x[rows], gate_up[expert])
-            h = torch.empty(len(rows), wide.shape[1] // 2)
-            self._ops.gated_activation(wide, experts.kind, h)
+            if experts.is_gated:
+                h = torch.empty(len(rows), wide.shape[1] // 2)
+                self._ops.gated_activation(wide, experts.gate, h)
+            else:
+                h = torch.empty(wide.shape)
+                self._ops.activation(wide, cast(str, experts.activation), h)
             parts[rows, slots] = self._product(h, down[expert])
         y = parts[:, 0] * weights[:, :1]
         for slot in range(1, ids.shape[1]):

@@ -116,7 +116,7 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         width = 32 * down.num_blocks if is_final else down.in_features
         inner = gpu.empty(rows * top_k, width, dtype=torch.float16)
         args = items.product(gate_up, inputs, inner)
-        args.epilogue, args.gate = cuda.GATED, cuda.GATES[experts.kind]
+        args.epilogue, args.gate = cuda.GATED, cuda.GATES[experts.gate]
         if is_final and not down.is_plain:
             args.next = down.table.data_ptr()
         gpu.call("expert_linear", args)
@@ -168,7 +168,7 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         weights.scatter_(1, routed.ids.long(), routed.weights)  # [m, E]
         y = x.new_zeros(len(x), down[0].out_features, dtype=torch.float32)
         for expert, (wide, narrow) in enumerate(zip(gate_up, down, strict=True)):
-            h = self.gated_activation(self.linear(x, wide), experts.kind)
+            h = self.gated_activation(self.linear(x, wide), experts.gate)
             weight = weights[:, expert, None]
             # An output of infinity times a weight of zero would be NaN.
             y += torch.where(weight == 0, 0.0, self.linear(h, narrow) * weight)

@@ -48,7 +48,10 @@ class ReferenceMoeOps:
         for expert in sorted(set(routed.ids.flatten().tolist())):
             rows, slots = (routed.ids == expert).nonzero(as_tuple=True)
             h = ReferenceLinearOps.linear(x[rows], gate_up.experts[expert])
-            h = ReferenceElementwiseOps.gated_activation(h, experts.kind)
+            if experts.is_gated:
+                h = ReferenceElementwiseOps.gated_activation(h, experts.gate)
+            else:
+                h = ReferenceElementwiseOps.activation(h, experts.activation)
             part = ReferenceLinearOps.linear(h, down.experts[expert]).double()
             y.index_add_(0, rows, part * routed.weights[rows, slots, None])
         return y.float()
