@@ -157,11 +157,11 @@ def test_chunks_equal_steps() -> None:
         ([0, 1], [0, 2, 5], "row_starts"),
     ],
 )
-def test_kernels_refuse_rows_and_slots_that_do_not_fit(
-    kernels: OpTable, slots: list[int], starts: list[int], what: str
+def test_rows_and_slots_that_do_not_fit_are_refused(
+    cpu_table: OpTable, slots: list[int], starts: list[int], what: str
 ) -> None:
     run, shape, width = CASES["conv-3"]
     states, past = torch.zeros(SLOTS, *shape), torch.zeros(2, dtype=torch.int32)
     rows = StateRows(torch.tensor(starts, dtype=torch.int32), past, torch.tensor(slots))
     with pytest.raises(ValueError, match=f"causal_conv: {what}"):
-        run(kernels, torch.zeros(4, width), states, rows)
+        run(cpu_table, torch.zeros(4, width), states, rows)

@@ -14,7 +14,7 @@ from exl_core.ops.backends.recurrence import (
     spans,
     start_of,
 )
-from exl_core.ops.checks import F32, check, check_contiguous, check_range
+from exl_core.ops.checks import F32, OpInputError, check, check_contiguous, check_range
 from exl_core.ops.recurrent import DeltaRule, StateRows, StateScan, Taps
 
 
@@ -72,10 +72,15 @@ class ReferenceRecurrentOps:
 
 
 def check_rows(op: str, rows: StateRows, states: Tensor, count: int) -> None:
-    """Checks that the sequences cover `count` rows and have slots."""
+    """Checks that the sequences cover `count` rows, in order, and have slots of their own."""
     seqs = len(rows.slots)
     check(op, "row_starts", rows.row_starts, (torch.int32,), seqs + 1)
     check(op, "past_lens", rows.past_lens, (torch.int32,), seqs)
     check(op, "slots", rows.slots, (torch.int64,), seqs)
     check_range(op, "slots", rows.slots, len(states))
-    check_range(op, "row_starts", rows.row_starts, count + 1)
+    starts = rows.row_starts.tolist()
+    if starts[0] != 0 or starts[-1] != count or starts != sorted(starts):
+        raise OpInputError(f"{op}: row_starts (expected ascending from 0 to {count}, got {starts})")
+    used = [span.slot for span in spans(rows)]
+    if len(set(used)) < len(used):
+        raise OpInputError(f"{op}: slots (expected one for each sequence, got {used})")
