@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -21,6 +21,43 @@ class PackedLinear(Protocol):
     def in_features(self) -> int: ...
     @property
     def size_bytes(self) -> int: ...
+
+
+L = TypeVar("L", bound=WeightLayout)
+
+
+class LayoutSizes(Generic[L]):
+    """Numbers of inputs and outputs of a run-time form that keeps its layout."""
+
+    __slots__ = ()
+    layout: L
+
+    @property
+    def out_features(self) -> int:
+        return self.layout.out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.layout.in_features
+
+
+class JoinedSizes:
+    """Sizes of matrices with the same inputs, whose outputs are side by side."""
+
+    __slots__ = ()
+    parts: Sequence[PackedLinear]
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.out_features for part in self.parts)
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[0].in_features
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.size_bytes for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,7 +32,7 @@ from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, T
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import GateKind, LayerNorm, Norm, RmsNorm
-from exl_core.ops.linear import DenseLinear, PackedLinear
+from exl_core.ops.linear import DenseLinear, JoinedSizes, PackedLinear
 from exl_core.ops.weights import (
     DenseColumns,
     DenseLayout,
@@ -64,22 +64,10 @@ Part = CudaLinear | CudaQuantLinear | CudaTrellis
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CudaJoined:
+class CudaJoined(JoinedSizes):
     """Several linears with the same inputs, whose outputs are side by side."""
 
     parts: tuple[Part, ...]
-
-    @property
-    def out_features(self) -> int:
-        return sum(part.out_features for part in self.parts)
-
-    @property
-    def in_features(self) -> int:
-        return self.parts[0].in_features
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(part.size_bytes for part in self.parts)
 
 
 @dataclass(slots=True, eq=False)

@@ -22,6 +22,7 @@ from torch import Tensor
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
+from exl_core.ops.linear import LayoutSizes
 from exl_core.ops.weights import (
     EXPONENT_BIAS,
     FILL_STEP,
@@ -142,7 +143,7 @@ def plan_tiles(runs: tuple[GroupRun, ...], scale_bytes: int, offset_bytes: int) 
     )
 
 
-class CudaQuantLinear:
+class CudaQuantLinear(LayoutSizes[GroupedLayout]):
     """A quantized matrix on the GPU (`PackedLinear`).
 
     `matrix` is the struct that kernels take. It points into tensors that this object owns. Matrices
@@ -206,14 +207,6 @@ class CudaQuantLinear:
             offset_kind=cuda.OFFSETS[offset_kind],
             values=cuda.VALUES[values],
         )
-
-    @property
-    def out_features(self) -> int:
-        return self.layout.out_features
-
-    @property
-    def in_features(self) -> int:
-        return self.layout.in_features
 
     @property
     def has_integers(self) -> bool:

@@ -25,6 +25,7 @@ from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.backends.reference.trellis import check_trellis_layout
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.linear import LayoutSizes
 from exl_core.ops.weights import HADAMARD, TILE, TrellisColumns, TrellisLayout
 from exl_kernels import cuda
 
@@ -38,7 +39,7 @@ FORMS = {"integers": 0, "halves": 1, "plain": 2}
 CODEBOOKS = {"3inst": 0, "mcg": 1, "mul1": 2}
 
 
-class CudaTrellis:
+class CudaTrellis(LayoutSizes[TrellisLayout]):
     """A matrix of trellis codes on the GPU (`PackedLinear`).
 
     `matrix` is the struct that kernels take. It points into tensors that this object owns.
@@ -67,14 +68,6 @@ class CudaTrellis:
             tile_words=layout.tile_words,
             codebook=CODEBOOKS[layout.codebook],
         )
-
-    @property
-    def out_features(self) -> int:
-        return self.layout.out_features
-
-    @property
-    def in_features(self) -> int:
-        return self.layout.in_features
 
     @property
     def size_bytes(self) -> int:

@@ -18,7 +18,7 @@ from exl_core.ops.backends.reference.quantized import PlainQuantized, fill_group
 from exl_core.ops.backends.reference.trellis import PlainTrellis, fill_trellis, new_trellis
 from exl_core.ops.checks import F32, OpInputError, check, check_contiguous, check_range
 from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, RmsNorm
-from exl_core.ops.linear import DenseLinear, Inputs, PackedLinear
+from exl_core.ops.linear import DenseLinear, Inputs, JoinedSizes, PackedLinear
 from exl_core.ops.weights import (
     DenseColumns,
     DenseLayout,
@@ -43,22 +43,10 @@ class PlainLinear(DenseLinear):
 
 
 @dataclass(frozen=True, slots=True)
-class PlainJoined:
+class PlainJoined(JoinedSizes):
     """Linears with the same input; their outputs are concatenated."""
 
     parts: tuple[PlainLinear | PlainQuantized | PlainTrellis, ...]
-
-    @property
-    def out_features(self) -> int:
-        return sum(part.out_features for part in self.parts)
-
-    @property
-    def in_features(self) -> int:
-        return self.parts[0].in_features
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(part.size_bytes for part in self.parts)
 
     @property
     def bias(self) -> Tensor | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.checks import OpInputError, check, check_contiguous, check_range
+from exl_core.ops.linear import LayoutSizes
 from exl_core.ops.weights import (
     EXPONENT_BIAS,
     IQ4_NL,
@@ -59,7 +60,7 @@ class _Parts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlainQuantized:
+class PlainQuantized(LayoutSizes[GroupedLayout]):
     """A quantized matrix: codes uint8 [k, n] in stored order, scales and offsets [groups, n]."""
 
     layout: GroupedLayout
@@ -69,14 +70,6 @@ class PlainQuantized:
     scales: Tensor
     offsets: Tensor | None
     bias: Tensor | None
-
-    @property
-    def out_features(self) -> int:
-        return self.layout.out_features
-
-    @property
-    def in_features(self) -> int:
-        return self.layout.in_features
 
     @property
     def size_bytes(self) -> int:

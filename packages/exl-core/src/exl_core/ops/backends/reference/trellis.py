@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.checks import OpInputError, check, check_contiguous
+from exl_core.ops.linear import LayoutSizes
 from exl_core.ops.weights import (
     CODEBOOKS,
     HADAMARD,
@@ -26,7 +27,7 @@ from exl_core.ops.weights import (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlainTrellis:
+class PlainTrellis(LayoutSizes[TrellisLayout]):
     """A matrix of trellis codes as stored, bias float32 [out_features]."""
 
     layout: TrellisLayout
@@ -34,14 +35,6 @@ class PlainTrellis:
     in_scales: Tensor
     out_scales: Tensor
     bias: Tensor | None
-
-    @property
-    def out_features(self) -> int:
-        return self.layout.out_features
-
-    @property
-    def in_features(self) -> int:
-        return self.layout.in_features
 
     @property
     def size_bytes(self) -> int:
