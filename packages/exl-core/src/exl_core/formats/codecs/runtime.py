@@ -48,6 +48,12 @@ class StoredColumns:
         return within, wanted - start
 
 
+def stored_rows(count: int, first: int, stored: Tensor | None) -> Tensor:
+    """Stored row of each of a matrix's `count` columns, int64, in files that store it transposed:
+    consecutive ones from `first` on, or those that `stored` lists."""
+    return torch.arange(first, first + count) if stored is None else stored
+
+
 class RuntimeMatrix(Protocol):
     """A matrix [in_features, out_features] without padding, read in ranges of columns."""
 
@@ -76,6 +82,18 @@ def check_scales(scales: Tensor, name: str, where: object) -> None:
             where=where,
             expected="a finite number",
             got=float(scales.flatten()[at]),
+        )
+
+
+def refuse_nan(count: int, name: str, where: object) -> None:
+    """Raises WeightValueError unless `count`, the number of a tensor's values that are NaN, is
+    0."""
+    if count:
+        raise WeightValueError(
+            f"tensor {name!r} holds {count} values that are NaN",
+            where=where,
+            next_step="The file is damaged or its conversion failed; get the model from another"
+            " source.",
         )
 
 

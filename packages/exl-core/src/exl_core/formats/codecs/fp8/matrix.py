@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from exl_core.errors import WeightValueError
 from exl_core.formats.codecs.fp8 import layout as fp8
 from exl_core.formats.codecs.fp8.layout import Fp8Linear
 from exl_core.formats.codecs.gptq.matrix import group_runs
-from exl_core.formats.codecs.runtime import Move, exact_scales, stay
+from exl_core.formats.codecs.runtime import Move, exact_scales, refuse_nan, stay, stored_rows
 from exl_core.ops.weights import GroupedColumns, GroupedLayout
 
 BITS = 8
@@ -33,9 +32,7 @@ class Fp8Matrix:
     ) -> None:
         self._linear = linear
         self._where = where
-        self._rows = torch.arange(first_column, first_column + out_features)
-        if stored_columns is not None:
-            self._rows = stored_columns
+        self._rows = stored_rows(out_features, first_column, stored_columns)
         self._scale_dtype = exact_scales(linear.scales).dtype
         self.layout = GroupedLayout(
             out_features=out_features,
@@ -49,14 +46,7 @@ class Fp8Matrix:
     def columns(self, first: int, last: int, move: Move = stay) -> GroupedColumns:
         rows = self._rows[first:last]
         codes = move(self._linear.weight.view(torch.uint8)[rows])
-        bad = int(((codes & 0x7F) == 0x7F).sum())
-        if bad:
-            raise WeightValueError(
-                f"tensor 'weight' holds {bad} values that are NaN",
-                where=self._where,
-                next_step="The file is damaged or its conversion failed; get the model from"
-                " another source.",
-            )
+        refuse_nan(int(((codes & 0x7F) == 0x7F).sum()), "weight", self._where)
         scales = self._linear.row_scales(rows).T.to(self._scale_dtype)
         return GroupedColumns("bytes", codes.T.contiguous(), scales=scales.contiguous())
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from exl_core.errors import WeightValueError
 from exl_core.formats.codecs.mxfp4 import layout as mxfp4
 from exl_core.formats.codecs.mxfp4.layout import BITS, GROUP_ROWS, Mxfp4Linear
-from exl_core.formats.codecs.runtime import Move, stay
+from exl_core.formats.codecs.runtime import Move, refuse_nan, stay, stored_rows
 from exl_core.ops.weights import NO_EXPONENT, GroupedColumns, GroupedLayout, GroupRun
 
 
@@ -34,9 +33,7 @@ class Mxfp4Matrix:
     ) -> None:
         self._linear = linear
         self._where = where
-        self._rows = torch.arange(first_column, first_column + out_features)
-        if stored_columns is not None:
-            self._rows = stored_columns
+        self._rows = stored_rows(out_features, first_column, stored_columns)
         self.layout = GroupedLayout(
             out_features=out_features,
             in_features=linear.in_features,
@@ -49,14 +46,7 @@ class Mxfp4Matrix:
     def columns(self, first: int, last: int, move: Move = stay) -> GroupedColumns:
         rows = self._rows[first:last]
         scales = self._linear.scales[rows]
-        bad = int((scales == NO_EXPONENT).sum())
-        if bad:
-            raise WeightValueError(
-                f"tensor 'scales' holds {bad} values that are NaN",
-                where=self._where,
-                next_step="The file is damaged or its conversion failed; get the model from"
-                " another source.",
-            )
+        refuse_nan(int((scales == NO_EXPONENT).sum()), "scales", self._where)
         codes = mxfp4.codes_of(move(self._linear.blocks[rows]))
         return GroupedColumns("bytes", codes.T.contiguous(), scales=scales.T.contiguous())
 
