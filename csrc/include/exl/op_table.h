@@ -8,6 +8,7 @@
 #include "exl/ops/moe.h"
 #include "exl/ops/quant_linear.h"
 #include "exl/ops/recurrent.h"
+#include "exl/ops/rings.h"
 #include "exl/ops/sampling.h"
 #include "exl/ops/trellis.h"
 #include "exl/thread_pool.h"
@@ -29,6 +30,7 @@ struct OpTable {
     void (*quant_linear)(ThreadPool&, const QuantLinearArgs&);
     void (*expert_mlp)(ThreadPool&, const ExpertMlpArgs&);
     void (*trellis_linear)(ThreadPool&, const TrellisLinearArgs&);
+    void (*nearest_rings)(ThreadPool&, const RingArgs&);
     SampleResult (*sample)(const SampleArgs&);
     void (*causal_conv)(ThreadPool&, const CausalConvArgs&);
     void (*delta_rule)(ThreadPool&, const DeltaRuleArgs&);

@@ -233,6 +233,15 @@ class Table:
         head_shift: _Tensor | None,
         sinks: _Tensor | None = None,
     ) -> None: ...
+    def nearest_rings(
+        self,
+        targets: _Tensor,
+        values: _Tensor,
+        even_bits: int,
+        odd_bits: int,
+        reach: int,
+        states: _Tensor,
+    ) -> None: ...
     def sample(
         self,
         logits: _Tensor,

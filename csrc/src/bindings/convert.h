@@ -102,6 +102,7 @@ Gate gate_of(Operand operand, const std::string& kind);
 
 void bind_weights(py::module_& module);
 void bind_trellis(py::module_& module);
+void bind_rings(py::class_<Table>& table);
 void bind_linear(py::class_<Table>& table);
 void bind_elementwise(py::class_<Table>& table);
 void bind_attention(py::class_<Table>& table);

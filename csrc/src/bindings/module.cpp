@@ -50,5 +50,6 @@ PYBIND11_MODULE(_C, module) {
     bind_cache(table);
     bind_moe(module, table);
     bind_recurrent(table);
+    bind_rings(table);
     bind_sampling(table);
 }

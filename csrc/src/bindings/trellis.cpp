@@ -1,4 +1,4 @@
-// Bindings of matrices of trellis codes.
+// Bindings of matrices of trellis codes, and of the search for codes.
 #include "bindings/convert.h"
 
 namespace exl {
@@ -76,6 +76,42 @@ static void fill_trellis(
     };
     py::gil_scoped_release release;
     w.fill(from);
+}
+
+static void nearest_rings(
+    Table& table, py::handle targets, py::handle values, int even_bits, int odd_bits, int64_t reach,
+    py::handle states
+) {
+    const char* op = "nearest_rings";
+    const TensorView wanted =
+        view_of({op, "targets"}, targets, {DType::f32}, {kAnySize, kRingPositions}, 1);
+    const TensorView known = view_of({op, "values"}, values, {DType::f32}, {kStates}, 0);
+    const TensorView found =
+        view_of({op, "states"}, states, {DType::i32}, {wanted.shape[0], kRingPositions}, 0);
+    const bool is_whole = even_bits >= 1 && even_bits <= 8 && odd_bits == even_bits;
+    const bool is_half = even_bits >= 1 && even_bits <= 3 && odd_bits == even_bits + 1;
+    if (!is_whole && !is_half) {
+        fail(
+            {op, "rate"}, "1 to 8, or 1.5, 2.5 or 3.5 bits",
+            std::to_string(even_bits) + " and " + std::to_string(odd_bits)
+        );
+    }
+    if (reach < 1 || reach > kRingPositions / 2) {
+        fail({op, "reach"}, "1 to 128", std::to_string(reach));
+    }
+    const RingArgs args{
+        wanted.as<float>(), wanted.shape[0], wanted.stride[0],   known.as<float>(), even_bits,
+        odd_bits,           reach,           found.as<int32_t>()
+    };
+    py::gil_scoped_release release;
+    if (args.count > 0) table.ops->nearest_rings(table.pool, args);
+}
+
+void bind_rings(py::class_<Table>& table) {
+    table.def(
+        "nearest_rings", &nearest_rings, py::arg("targets"), py::arg("values"),
+        py::arg("even_bits"), py::arg("odd_bits"), py::arg("reach"), py::arg("states")
+    );
 }
 
 void bind_trellis(py::module_& module) {

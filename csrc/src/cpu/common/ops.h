@@ -22,6 +22,7 @@ void causal_conv(ThreadPool& pool, const CausalConvArgs& args);
 void delta_rule(ThreadPool& pool, const DeltaRuleArgs& args);
 void state_scan(ThreadPool& pool, const StateScanArgs& args);
 void trellis_linear(ThreadPool& pool, const TrellisLinearArgs& args);
+void nearest_rings(ThreadPool& pool, const RingArgs& args);
 SampleResult sample(const SampleArgs& args);
 
 // Number of activations per work item of elementwise ops, 1 to 3 us of work. Distributing less over

@@ -13,18 +13,13 @@ from torch import Tensor
 
 POSITIONS = 256
 STATES = 1 << 16
-REACH_BITS = 128  # new bits on each side of position 0. A state forgets after 16
+REACH = POSITIONS // 2  # positions on each side of position 0 that decide where a ring is closed
 
 
 def new_bits(rate: float) -> tuple[int, ...]:
     """New bits of each position: the rate, or for half rates the integers around it in turn."""
     low = int(rate)
     return (low, low if rate == low else low + 1) * (POSITIONS // 2)
-
-
-def search_reach(rate: float) -> int:
-    """Positions on both sides of position 0 that decide which node the ring is closed at."""
-    return min(POSITIONS // 2, REACH_BITS // int(rate))
 
 
 class RingOps(Protocol):
@@ -38,8 +33,8 @@ class RingOps(Protocol):
         rate     bits per position: one of `TRELLIS_RATES`
 
         Minimizes the sum of (values[state] - target)^2 over the rings through one node before
-        position 0. This node is taken from the best path without ends over the `search_reach`
-        positions on both sides. Sums are float32 in the order of the positions, with the square
+        position 0. This node is taken from the best path without ends over the `REACH` positions
+        on both sides. Sums are float32 in the order of the positions, with the square
         added by a fused multiply-add where the processor has one. Of equal ones, the state with the
         lowest leading bits wins. Targets are finite.
         """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.checks import OpInputError
-from exl_core.ops.rings import POSITIONS, STATES, new_bits, search_reach
+from exl_core.ops.rings import POSITIONS, REACH, STATES, new_bits
 from exl_core.ops.weights import TRELLIS_RATES
 
 STATE_BITS = 16
@@ -37,7 +37,7 @@ class TorchRingOps:
         chunks = torch.split(targets, CHUNK_ROWS)
         if not chunks:
             return targets.to(torch.int32)
-        return torch.cat([search(chunk, values, rate, search_reach(rate)) for chunk in chunks])
+        return torch.cat([search(chunk, values, rate, REACH) for chunk in chunks])
 
 
 def search(targets: Tensor, values: Tensor, rate: float, reach: int) -> Tensor:

@@ -16,9 +16,9 @@ from exl_core.ops.backends.cpu.library import exl_kernels, native_isas
 from exl_core.ops.backends.cpu.linear import CpuLinearOps
 from exl_core.ops.backends.cpu.moe import CpuMoeOps
 from exl_core.ops.backends.cpu.recurrent import CpuRecurrentOps
+from exl_core.ops.backends.cpu.rings import CpuRingOps
 from exl_core.ops.backends.cpu.sampling import CpuSamplingOps
 from exl_core.ops.backends.latent import AbsorbedLatentOps
-from exl_core.ops.backends.rings import TorchRingOps
 
 
 class CpuTable(
@@ -29,7 +29,7 @@ class CpuTable(
     CpuMoeOps,
     CpuRecurrentOps,
     CpuSamplingOps,
-    TorchRingOps,
+    CpuRingOps,
 ):
     """OpTable of the CPU kernels for one instruction set, with their thread pool."""
 
