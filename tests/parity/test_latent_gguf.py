@@ -15,7 +15,13 @@ from exl_core.errors import UnsupportedModelError
 from exl_core.session.load import LoadOptions, load_model
 from support.gguf_latent import with_quantized_weights, write_latent
 from support.paged import PagedRun, logits_of
-from support.tiny_models import VOCAB_SIZE, tiny_deepseek2, tiny_deepseek3, tiny_glm4_moe_lite
+from support.tiny_models import (
+    VOCAB_SIZE,
+    tiny_deepseek2,
+    tiny_deepseek3,
+    tiny_glm4_moe_lite,
+    tiny_mistral4,
+)
 
 BUILDERS: dict[str, Callable[[], Any]] = {
     "deepseek2-lite": lambda: tiny_deepseek2(n_group=1, topk_group=1),
@@ -23,6 +29,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "deepseek3-yarn": tiny_deepseek3,
     "kimi": lambda: tiny_deepseek3(n_group=1, topk_group=1),
     "glm4.7-flash": tiny_glm4_moe_lite,
+    "mistral4": tiny_mistral4,
 }
 LAYOUTS = pytest.mark.parametrize("is_split", [True, False], ids=["k_b-v_b", "kv_b"])
 
@@ -43,7 +50,8 @@ def test_logits_match_transformers_in_prefill_and_decode(
     tmp_path: Path, name: str, is_split: bool
 ) -> None:
     model, ids = BUILDERS[name](), random_ids(120)
-    path = write_latent(model, tmp_path / "tiny.gguf", is_split=is_split)
+    arch = "mistral4" if name == "mistral4" else "deepseek2"
+    path = write_latent(model, tmp_path / "tiny.gguf", arch=arch, is_split=is_split)
     expected = expected_logits(model, ids)
 
     run = PagedRun(load_model(str(path), LoadOptions(exact=True)).model, num_seqs=1, max_len=120)

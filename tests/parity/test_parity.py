@@ -58,6 +58,7 @@ from support.tiny_models import (
     tiny_minimax_m2,
     tiny_ministral3,
     tiny_mistral,
+    tiny_mistral4,
     tiny_mixtral,
     tiny_olmo2,
     tiny_olmo3,
@@ -182,6 +183,10 @@ VARIANTS: dict[str, Any] = {
     "deepseek3": tiny_deepseek3,
     "deepseek3-no-q-rank": lambda: tiny_deepseek3(q_lora_rank=None, norm_topk_prob=False),
     "glm4-moe-lite": tiny_glm4_moe_lite,
+    "mistral4": tiny_mistral4,
+    "mistral4-groups-no-q-rank": lambda: tiny_mistral4(
+        n_group=4, topk_group=2, q_lora_rank=None, norm_topk_prob=False
+    ),
     "ernie4.5-moe": tiny_ernie_moe,
     "hunyuan-moe": tiny_hunyuan_moe,
     "minimax-m2": tiny_minimax_m2,

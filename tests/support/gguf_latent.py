@@ -62,7 +62,7 @@ def write_latent(
     writer.add_head_count(config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     _add_heads(writer, config, is_split=is_split)
-    _add_rope(writer, config.rope_parameters, arch)
+    _add_rope(writer, config.rope_parameters)
     _add_experts(writer, config, gating)
     add_vocabulary(writer)
     for name, weight in _stored(model, is_split=is_split):
@@ -92,15 +92,14 @@ def _add_heads(writer: GGUFWriter, config: Any, *, is_split: bool) -> None:
         writer.add_value_length(config.v_head_dim)
 
 
-def _add_rope(writer: GGUFWriter, rope: dict[str, Any], arch: str) -> None:
+def _add_rope(writer: GGUFWriter, rope: dict[str, Any]) -> None:
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] != "yarn":
         return
     writer.add_rope_scaling_type(RopeScalingType.YARN)
     writer.add_rope_scaling_factor(rope["factor"])
     writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    unit = 0.1 if arch == "deepseek2" else 1.0
-    writer.add_rope_scaling_yarn_log_mul(unit * rope["mscale_all_dim"])
+    writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
     if "llama_4_scaling_beta" in rope:
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
@@ -135,6 +134,8 @@ def _stored(model: Any, *, is_split: bool) -> Iterator[tuple[str, Tensor]]:
         prefix = f"blk.{layer}."
         if part == "mlp.gate.e_score_correction_bias":
             yield f"{prefix}exp_probs_b.bias", weight
+        elif stem == "mlp.experts.gate_up_proj" and config.model_type == "mistral4":
+            yield f"{prefix}ffn_gate_up_exps.weight", weight
         elif stem == "mlp.experts.gate_up_proj":
             for half, values in zip(("gate", "up"), weight.chunk(2, 1), strict=True):
                 yield f"{prefix}ffn_{half}_exps.weight", values

@@ -72,6 +72,8 @@ from transformers import (
     MiniMaxM2ForCausalLM,
     Ministral3Config,
     Ministral3ForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -212,6 +214,16 @@ def tiny_glm4_moe_lite(**changes: Any) -> Glm4MoeLiteForCausalLM:
     defaults = {**_LATENT, "q_lora_rank": 24, "n_group": 1, "topk_group": 1}
     defaults.pop("first_k_dense_replace")
     return randomized(Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**{**defaults, **changes})))
+
+
+def tiny_mistral4(**changes: Any) -> Mistral4ForCausalLM:
+    """Layer 0 is dense. Queries grow from position 32 on."""
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0}
+    rope |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 32}
+    rope |= {"llama_4_scaling_beta": 0.5, "max_position_embeddings": 2048}
+    defaults = {**_LATENT, "q_lora_rank": 24, "rope_parameters": rope}
+    defaults |= {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5}
+    return randomized(Mistral4ForCausalLM(Mistral4Config(**{**defaults, **changes})))
 
 
 def tiny_ernie_moe(**changes: Any) -> Ernie4_5_MoeForCausalLM:

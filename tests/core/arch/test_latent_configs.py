@@ -11,7 +11,15 @@ import pytest
 
 from exl_core.arch.gguf_config import read_gguf_config
 from exl_core.arch.hf_config import read_hf_config
-from exl_core.arch.layers import MLA, MoE, Router, RouterBias, Scores, SharedExpert
+from exl_core.arch.layers import (
+    MLA,
+    MoE,
+    QueryTemperature,
+    Router,
+    RouterBias,
+    Scores,
+    SharedExpert,
+)
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
 from exl_core.errors import UnsupportedModelError
 from exl_core.parallel.plan import Rank, share_config
@@ -49,6 +57,19 @@ GLM = {
     **{"topk_method": "noaux_tc", "moe_intermediate_size": 1536, "norm_topk_prob": True},
     **{"routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5, "rope_theta": 1000000},
 }
+MISTRAL_SMALL4 = {
+    **{"architectures": ["Mistral4ForCausalLM"], "hidden_act": "silu", "num_hidden_layers": 4},
+    **{"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64},
+    **{"v_head_dim": 128, "hidden_size": 4096, "num_attention_heads": 32, "n_group": 1},
+    **{"n_routed_experts": 128, "num_experts_per_tok": 4, "n_shared_experts": 1, "topk_group": 1},
+    **{"moe_intermediate_size": 2048, "first_k_dense_replace": 0, "norm_topk_prob": True},
+    **{"routed_scaling_factor": 1.0, "max_position_embeddings": 1048576},
+    "rope_parameters": {
+        **{"type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32.0},
+        **{"beta_slow": 1.0, "original_max_position_embeddings": 8192, "mscale": 1.0},
+        **{"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+    },
+}
 SIGMOID: dict[str, Any] = {"scores": Scores.SIGMOID, "bias": RouterBias.CHOICE, "eps": 1e-20}
 
 
@@ -70,6 +91,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], MLA, Router, SharedExpert, int]] = {
         Router(256, 8, groups=8, kept_groups=4, factor=2.5, **SIGMOID),
         SharedExpert(2048),
         3,
+    ),
+    "Mistral-Small-4": (
+        MISTRAL_SMALL4,
+        MLA(
+            *(32, 1024, 256, 64, 64, 128, 128**-0.5 * squared_magnitude(1.0)),
+            temperature=QueryTemperature(0.1, 8192),
+        ),
+        Router(128, 4, eps=1e-20),
+        SharedExpert(2048),
+        0,
     ),
     "GLM-4.7-Flash": (
         GLM,
@@ -94,8 +125,9 @@ def test_published_numbers(tmp_path: Path, name: str) -> None:
     assert (part.router, part.shared) == (router, shared)
     is_sparse = [isinstance(layer.feed_forward, MoE) for layer in config.layers]
     assert is_sparse == [layer >= dense for layer in range(4)]
-    assert kv_bytes_per_token(config.kv_shapes, KVFormat.FP16) == 4 * 1152
-    assert kv_bytes_per_token(config.kv_shapes, KVFormat.Q6) == 4 * (576 + 36)
+    row = latent.row_dim
+    assert kv_bytes_per_token(config.kv_shapes, KVFormat.FP16) == 4 * 2 * row
+    assert kv_bytes_per_token(config.kv_shapes, KVFormat.Q6) == 4 * (row + row // 16)
 
 
 def test_kimi_is_read_from_its_text_config(tmp_path: Path) -> None:

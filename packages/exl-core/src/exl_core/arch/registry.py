@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from exl_core.arch.families.apertus import APERTUS
 from exl_core.arch.families.cohere import COHERE, COHERE2
 from exl_core.arch.families.dbrx import DBRX
-from exl_core.arch.families.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE
+from exl_core.arch.families.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, MISTRAL4
 from exl_core.arch.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from exl_core.arch.families.exaone4 import EXAONE4
 from exl_core.arch.families.gemma import GEMMA
@@ -46,7 +46,7 @@ ARCHITECTURES = (
     *(GLM4, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, ERNIE4_5_MOE, HUNYUAN_MOE, MINIMAX_M2),
     *(GRANITE_MOE, QWEN3_VL_MOE, DBRX, LLAMA4, GPT_OSS, GPT2, GPT_BIGCODE, LFM2),
     *(LFM2_MOE, QWEN35, QWEN35_MOE, QWEN3_NEXT),
-    *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, NEMOTRON_H),
+    *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, MISTRAL4, NEMOTRON_H),
 )
 
 

@@ -1,5 +1,5 @@
-"""DeepSeek V2 and V3 with their relatives, Kimi K2 and GLM-4.7-Flash: latent attention, and experts
-beside a shared one. The first layers are dense.
+"""DeepSeek V2 and V3 with their relatives, Kimi K2, GLM-4.7-Flash and Mistral Small 4: latent
+attention, and experts beside a shared one. The first layers are dense.
 
 V2 chooses experts by softmax scores, and groups of them by their best score. The others choose by
 sigmoid scores with a bias. Rotated rows are interleaved in all files. Checkpoints and GGUF files
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from exl_core.arch.layers import RouterBias, Scores
-from exl_core.arch.names import GGUF, HF, MULTIMODAL_ROOTS
+from exl_core.arch.names import GGUF, HF, MULTIMODAL_ROOTS, Fused
 from exl_core.arch.spec import ArchSpec, ExpertForm
 
 _V2_EXPERTS = ExpertForm(
@@ -78,3 +78,36 @@ GLM4_MOE_LITE = ArchSpec(
     safetensors=replace(HF, is_interleaved=True),
     gguf=replace(GGUF, is_interleaved=True),
 )
+
+MISTRAL4 = ArchSpec(
+    name="mistral4",
+    hf_names=("Mistral4ForCausalLM", "Mistral3ForConditionalGeneration"),
+    text_types=("mistral4",),
+    gguf_names=("mistral4",),
+    has_latent=True,
+    has_query_temperature=True,
+    experts=replace(
+        _V2_EXPERTS,
+        normalizes=None,
+        normalizes_default=True,
+        gguf_normalizes=True,
+        eps=1e-20,
+        group_scores=2,
+        shared_count_default=1,
+    ),
+    required=_COMMON,
+    safetensors=replace(
+        HF,
+        is_interleaved=True,
+        roots=MULTIMODAL_ROOTS,
+        aliases={"expert_down": ("mlp.experts.down_proj",)},
+        fused=(Fused("mlp.experts.gate_up_proj", ("expert_gate", "expert_up"), is_bare=True),),
+        bare=("router_bias", "mlp.experts.down_proj"),
+    ),
+    gguf=replace(
+        GGUF,
+        is_interleaved=True,
+        fused=(Fused("ffn_gate_up_exps", ("expert_gate", "expert_up")),),
+    ),
+)
+"""Queries grow with the logarithm of their position. The scores of the experts are a softmax."""
