@@ -116,9 +116,8 @@ def expected_losses(
     """Expected increase of the loss for each layout of a matrix, in nats per token.
 
     `weight` [out, in], `sensitivity` [out]. In the rotated and scaled form of a matrix the error of
-    every weight has the same variance, which depends on the rate only. The sum of the output errors
-    is this variance times the trace of D, of the factorization L D L' of the rotated Hessian
-    (`ldlq.py`). So nothing has to be encoded.
+    every weight has the same variance, which depends on the rate only. The rows before it then make
+    up for a part of its effect (`ldlq.py`). So nothing has to be encoded.
     """
     source = weight.T.double()
     scales = source.square().mean(0).sqrt()  # of the outputs
@@ -131,7 +130,18 @@ def expected_losses(
     signs = (2.0 * torch.randint(2, (len(scaled),), generator=generator) - 1.0).to(scaled)
     rotated = exl3.rotate(exl3.rotate(signs[:, None] * scaled * signs).T)
     lower, failed = torch.linalg.cholesky_ex(damped(rotated, DAMPING))
-    blocks = lower.view(len(lower) // TILE, TILE, -1, TILE).diagonal(0, 0, 2)
-    trace = rotated.diagonal().sum() if int(failed) else blocks.square().sum()
+    trace = rotated.diagonal().sum() if int(failed) else _remaining(rotated, lower)
     loss = float((sensitivity.double() * scales.square()).sum() * trace / 2)
     return {one: [DISTORTION[one.rate] * 4.0**-one.rate * loss] for one in layouts}
+
+
+def _remaining(rotated: Tensor, lower: Tensor) -> Tensor:
+    """Sum of the output errors for errors of unit variance: tr(L^-1 M L^-T), where L D L' is the
+    factorization of the damped M. `lower` is its Cholesky factor."""
+    size = len(lower)
+    blocks = lower.view(size // TILE, TILE, -1, TILE).diagonal(0, 0, 2).permute(2, 0, 1)
+    eye = torch.eye(size).to(lower)
+    inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
+    unit = (blocks @ inverse.view(-1, TILE, size)).view(size, size)  # L^-1
+    remaining: Tensor = ((unit @ rotated) * unit).sum()
+    return remaining
