@@ -46,6 +46,22 @@ static StateRows view_rows(
     return found;
 }
 
+// States [slots, heads, rows, columns], whose heads share the operand `shared` in equal groups.
+static TensorView view_states(
+    const char* op, py::handle states, const char* shared, int64_t count
+) {
+    const TensorView held =
+        view_of({op, "states"}, states, {DType::f32}, {kAnySize, kAnySize, kAnySize, kAnySize}, 0);
+    if (count < 1 || held.shape[1] % count != 0) {
+        fail({op, shared}, "a divisor of the heads", std::to_string(count));
+    }
+    return held;
+}
+
+static std::unique_ptr<float[]> new_scratch(int64_t rows, int64_t each) {
+    return std::unique_ptr<float[]>(new float[static_cast<size_t>(rows * each)]);
+}
+
 static const float* vector_of(const char* op, const char* name, py::handle x, int64_t size) {
     return view_of({op, name}, x, {DType::f32}, {size}, 0).as<float>();
 }
@@ -84,20 +100,15 @@ static void delta_rule(
     py::handle past_lens, py::handle slots, py::handle y
 ) {
     const char* op = "delta_rule";
-    const TensorView held =
-        view_of({op, "states"}, states, {DType::f32}, {kAnySize, kAnySize, kAnySize, kAnySize}, 0);
+    const TensorView held = view_states(op, states, "key_heads", key_heads);
     const int64_t heads = held.shape[1], key_dim = held.shape[2], value_dim = held.shape[3];
-    if (key_heads < 1 || heads % key_heads != 0) {
-        fail({op, "key_heads"}, "a divisor of the value heads", std::to_string(key_heads));
-    }
     const int64_t width = 2 * key_heads * key_dim + heads * value_dim;
     const TensorView from = view_of({op, "qkv"}, qkv, {DType::f32}, {kAnySize, width}, 1);
     const int64_t rows = from.shape[0];
     const TensorView from_a = view_of({op, "a"}, a, {DType::f32}, {rows, heads}, 1);
     const TensorView from_b = view_of({op, "b"}, b, {DType::f32}, {rows, heads}, 1);
     const TensorView to = view_of({op, "out"}, y, {DType::f32}, {rows, heads * value_dim}, 0);
-    const int64_t each = 2 * key_heads * key_dim + 2 * heads;
-    const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(rows * each)]);
+    const auto scratch = new_scratch(rows, 2 * key_heads * key_dim + 2 * heads);
     const DeltaRuleArgs args{
         from.as<float>(),
         from.stride[0],
@@ -128,18 +139,14 @@ static void state_scan(
     py::handle row_starts, py::handle past_lens, py::handle slots, py::handle y
 ) {
     const char* op = "state_scan";
-    const TensorView held =
-        view_of({op, "states"}, states, {DType::f32}, {kAnySize, kAnySize, kAnySize, kAnySize}, 0);
+    const TensorView held = view_states(op, states, "groups", groups);
     const int64_t heads = held.shape[1], head_dim = held.shape[2], size = held.shape[3];
-    if (groups < 1 || heads % groups != 0) {
-        fail({op, "groups"}, "a divisor of the heads", std::to_string(groups));
-    }
     const int64_t width = heads * head_dim + 2 * groups * size;
     const TensorView from = view_of({op, "xbc"}, xbc, {DType::f32}, {kAnySize, width}, 1);
     const int64_t rows = from.shape[0];
     const TensorView from_dt = view_of({op, "dt"}, dt, {DType::f32}, {rows, heads}, 1);
     const TensorView to = view_of({op, "out"}, y, {DType::f32}, {rows, heads * head_dim}, 0);
-    const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(rows * 2 * heads)]);
+    const auto scratch = new_scratch(rows, 2 * heads);
     const StateScanArgs args{
         from.as<float>(),
         from.stride[0],
