@@ -101,6 +101,16 @@ def test_table(convert: Command, tmp_path: Path) -> None:
     assert (tmp_path / "out/config.json").is_file()
 
 
+def test_a_family_that_exllamav2_does_not_know(
+    convert: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = convert()
+    assert "exllamav2 does not know" not in done.out
+    monkeypatch.setattr(conversion, "EXLLAMAV2_FAMILIES", ())
+    done = convert(out="other")
+    assert "exllamav2 does not know models of the family llama" in " ".join(done.out.split())
+
+
 def test_json_events(convert: Command, tmp_path: Path) -> None:
     done = convert("--json", "--head-bits", 8)
     assert (done.code, done.err) == (0, "")

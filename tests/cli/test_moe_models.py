@@ -10,15 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from exl_core.convert import preflight
 from exl_core.session.load import LoadOptions, load_model
 from support.commands import Command
 from support.gguf_models import write_gguf
+from support.mxfp4 import save_as_mxfp4
 from support.paged import logits_of
 from support.quantized_models import METHODS, SIZES, quantize
 from support.tiny_models import (
     save,
     tiny_dbrx,
     tiny_gemma4_moe,
+    tiny_gpt_oss,
     tiny_llama4,
     tiny_mixtral,
     tiny_qwen3_moe,
@@ -160,6 +163,16 @@ STACKED = {
         ),
         "num_experts_per_tok",
     ),
+    "gpt-oss": (
+        tiny_gpt_oss,
+        ("model.layers.0.mlp.router.weight", "model.layers.1.mlp.experts.gate_up_proj"),
+        "num_experts_per_tok",
+    ),
+    "gpt-oss-mxfp4": (
+        tiny_gpt_oss,
+        ("model.layers.0.mlp.router.weight", "model.layers.1.mlp.experts.gate_up_proj_blocks"),
+        "num_experts_per_tok",
+    ),
 }
 """Families of which one tensor holds all experts: a builder, the names of a router and of such a
 tensor, and the key of the number of experts that a token uses."""
@@ -168,7 +181,8 @@ tensor, and the key of the number of experts that a token uses."""
 @pytest.fixture(params=STACKED)
 def stacked(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, tuple[str, str], str]:
     build, names, key = STACKED[request.param]
-    return save(build(), tmp_path / "moe"), names, key
+    store = save_as_mxfp4 if request.param.endswith("mxfp4") else save
+    return store(build(), tmp_path / "moe"), names, key
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["router", "experts"])
@@ -177,10 +191,11 @@ def test_a_stack_of_another_number_of_experts(
     stacked: tuple[Path, tuple[str, str], str], exl: Command, which: int, count: int
 ) -> None:
     folder, names, _ = stacked
-    name = names[which]
+    name = names[which].removesuffix("_blocks")
 
     def resize(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[name] = torch.zeros(count, *tensors[name].shape[1:])
+        for part in [key for key in tensors if key.startswith(name)]:  # codes and their scales
+            tensors[part] = tensors[part].new_zeros(count, *tensors[part].shape[1:])
 
     change_tensors(folder, resize)
     line = exl("generate", "-m", folder, "-p", "x").error_line(3)
@@ -217,7 +232,10 @@ def test_chunks_of_attention_that_are_no_pages(tmp_path: Path, exl: Command) -> 
     assert "multiple of 256" in line
 
 
-def test_convert_refuses_families_that_it_does_not_know(tmp_path: Path, exl: Command) -> None:
+def test_convert_refuses_families_that_it_does_not_know(
+    tmp_path: Path, exl: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "FAMILIES_WITH_EXPERTS", ("mixtral",))
     folder = save(tiny_gemma4_moe(), tmp_path / "moe")
     line = exl("convert", folder, "-o", tmp_path / "out", "--bits", 4).error_line(3)
     assert "models with experts of the family 'gemma4' cannot be converted yet" in line

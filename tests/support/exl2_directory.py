@@ -40,6 +40,15 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
+NUMBERS = (
+    *("correction_bias", "expert_bias", "per_expert_scale", "self_attn.sinks"),
+    *("conv1d.weight", "conv.conv.weight", "linear_attn.norm.weight", "mamba.norm.weight"),
+    *("A_log", "dt_bias", "mamba.D"),
+)
+"""Endings of the names of numbers in float32: those of routers decide between scores that differ
+little, and those of recurrent layers act on every later token."""
+
+
 def read_model(folder: Path) -> dict[str, np.ndarray]:
     """Dequantized matrices [in, out] as `<stem>.weight`, and all other tensors as stored."""
     tensors = read_tensors(folder)
@@ -48,12 +57,9 @@ def read_model(folder: Path) -> dict[str, np.ndarray]:
     for stem in stems:
         parts = {part: tensors.pop(f"{stem}.{part}") for part in PARTS}
         model[f"{stem}.weight"] = multiply_out(parts)
-    assert not [
-        name for name in tensors if ".q_" in name and "q_norm" not in name and "q_proj" not in name
-    ]
+    assert not [name for name in tensors if name.rpartition(".")[2].startswith("q_")]
     for name, values in tensors.items():
-        # Numbers that choose experts decide between scores that differ little.
-        assert values.dtype == (np.float32 if "correction_bias" in name else np.float16), name
+        assert values.dtype == (np.float32 if name.endswith(NUMBERS) else np.float16), name
     return {**model, **tensors}
 
 

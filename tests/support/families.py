@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support import tiny_hybrids as hybrids
 from support import tiny_models as tiny
 from support.renamed_models import (
     as_index,
@@ -96,9 +97,49 @@ EXPERT_FAMILIES: dict[str, Callable[..., Any]] = {
     ),
     "qwen3-vl-moe": lambda: tiny.tiny_qwen3_vl_moe(**_EXPERTS),
     "granite-moe": lambda: tiny.tiny_granite_moe(intermediate_size=160),
+    "gpt-oss": lambda **more: tiny.tiny_gpt_oss(head_dim=32, **more),
+    "gemma4-moe": _wide(tiny.tiny_gemma4_moe, moe_intermediate_size=64),
+    "llama4": lambda: tiny.tiny_llama4(
+        hidden_size=96, head_dim=32, intermediate_size=64, intermediate_size_mlp=160
+    ),
+    "dbrx": lambda: tiny.tiny_dbrx(
+        ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 8, "moe_top_k": 3}
+    ),
 }
 """Builders of families with experts. Layer 1 of Qwen3-MoE and layer 0 of GLM-4.5 and ERNIE are
-dense. Qwen2-MoE has a shared expert with a gate. Granite stores all experts in one tensor."""
+dense. Qwen2-MoE has a shared expert with a gate. Granite, gpt-oss, Gemma 4, Llama 4 and DBRX store
+all experts in one tensor."""
+
+_DELTA_NET: dict[str, Any] = {**_OWN_HEADS, "linear_value_head_dim": 32}
+_EXPERTS_BESIDE = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+_MAMBA: dict[str, Any] = {"hidden_size": 96, "head_dim": 16, "mamba_d_head": 32}
+
+HYBRID_FAMILIES: dict[str, Callable[..., Any]] = {
+    "lfm2": _wide(hybrids.tiny_lfm2, head_dim=16, block_multiple_of=32),
+    "lfm2-moe": _wide(hybrids.tiny_lfm2_moe, head_dim=16, moe_intermediate_size=64),
+    "qwen3.5": lambda: hybrids.tiny_qwen35(**_DELTA_NET),
+    "qwen3.5-moe": lambda: hybrids.tiny_qwen35_moe(**_DELTA_NET, **_EXPERTS_BESIDE),
+    "qwen3-next": lambda: hybrids.tiny_qwen3_next(**_DELTA_NET, **_EXPERTS_BESIDE),
+    "granite4-hybrid": lambda: hybrids.tiny_granite_hybrid(**_MAMBA, shared_intermediate_size=160),
+    "granite4-hybrid-moe": lambda: hybrids.tiny_granite_hybrid(
+        **{**_MAMBA, "shared_intermediate_size": 96, "intermediate_size": 64},
+        **{"num_local_experts": 6, "num_experts_per_tok": 3},
+    ),
+}
+"""Builders of families whose layers are recurrent or attention."""
+
+_LATENT: dict[str, Any] = {**_WIDTHS, "kv_lora_rank": 64, "v_head_dim": 32}
+
+LATENT_FAMILIES: dict[str, Callable[..., Any]] = {
+    "deepseek2": lambda: tiny.tiny_deepseek2(**_LATENT, moe_intermediate_size=64),
+    "deepseek3": lambda **more: tiny.tiny_deepseek3(
+        **_LATENT, moe_intermediate_size=64, q_lora_rank=32, **more
+    ),
+    "glm4.7-flash": lambda: tiny.tiny_glm4_moe_lite(
+        **_LATENT, moe_intermediate_size=64, q_lora_rank=32
+    ),
+}
+"""Builders of families with latent attention, all with experts and a dense layer 0."""
 
 REWRITTEN: dict[str, Callable[[Path], Path]] = {
     "yi": as_yi,

@@ -123,9 +123,3 @@ GGUF_FAMILIES: dict[str, tuple[str | None, Any]] = {
     ),
 }
 """Name of the architecture in the file, if it is not that of the model's class, and a builder."""
-EXPERTS = (
-    *("qwen3moe", "mixtral", "qwen2moe", "glm4moe"),
-    *("ernie4_5-moe", "hunyuan-moe", "minimax-m2", "granitemoe", "gemma4-moe"),
-    *("qwen3vlmoe", "dbrx", "llama4", "gpt-oss"),
-)
-"""Families with experts, which `exl convert` refuses."""

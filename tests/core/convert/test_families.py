@@ -22,7 +22,13 @@ from exl_core.session.load import LoadOptions
 from exl_core.session.open import open_checkpoint
 from support.conversions import conversion, hooks, run
 from support.exl2_directory import read_model
-from support.families import EXPERT_FAMILIES, FAMILIES, save_family
+from support.families import (
+    EXPERT_FAMILIES,
+    FAMILIES,
+    HYBRID_FAMILIES,
+    LATENT_FAMILIES,
+    save_family,
+)
 from support.paged import logits_of
 from support.profiles import first_by_default
 from support.tiny_models import VOCAB_SIZE
@@ -52,7 +58,7 @@ def our_logits(folder: Path, x: Tensor) -> Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-BUILDERS = FAMILIES | EXPERT_FAMILIES
+BUILDERS = FAMILIES | EXPERT_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES
 
 
 @pytest.mark.parametrize("family", BUILDERS)

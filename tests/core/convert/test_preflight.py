@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from exl_core.arch.layers import Activation, Dense
+from exl_core.arch.layers import Activation, Dense, ShortConv
+from exl_core.arch.spec import ModelConfig
 from exl_core.convert import preflight
 from exl_core.convert.events import Stage
 from exl_core.convert.job import MEASUREMENT_NAME
@@ -30,7 +31,7 @@ from exl_core.errors import (
 )
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.session.open import open_checkpoint
-from support import tiny_models
+from support import tiny_hybrids, tiny_models
 from support.conversions import conversion, hooks, recorder, run
 from support.profiles import first_by_default
 from support.quantized_models import quantized_llama
@@ -48,6 +49,10 @@ def refused(source: Path, folder: Path, **changes: Any) -> ExlError:
     assert sorted(path.name for path in folder.iterdir()) == before
     assert "\n" not in str(caught.value)
     return caught.value
+
+
+def config_of(source: Path) -> ModelConfig:
+    return open_checkpoint(source)[1]
 
 
 @pytest.fixture
@@ -106,6 +111,32 @@ def test_quantized_source_is_refused(tmp_path: Path) -> None:
 def test_other_quantized_sources_are_dequantized(tmp_path: Path, method: str) -> None:
     source = quantized_llama(method, tmp_path / "source")
     assert not list(preflight.model_problems(source, *open_checkpoint(source), target=Target()))
+
+
+def test_unknown_kinds_of_layers_are_refused_by_name(
+    source_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "CONVERTED_MIXERS", (ShortConv,))
+    error = refused(source_dir, tmp_path)
+    assert "layers of these kinds" in str(error)
+    assert "Attention" in str(error)
+    assert error.exit_code == ModelError.exit_code
+
+
+@pytest.mark.parametrize(
+    ("build", "changes", "label"),
+    [
+        (tiny_hybrids.tiny_lfm2, {}, "recurrent layers"),
+        (tiny_hybrids.tiny_qwen35, {"linear_value_head_dim": 20}, "recurrent layers"),
+        (tiny_models.tiny_deepseek3, {"q_lora_rank": 24}, "rank of the queries"),
+    ],
+)
+def test_unstorable_sizes_of_mixers_are_refused(
+    tmp_path: Path, build: Any, changes: dict[str, int], label: str
+) -> None:
+    source = tiny_models.save(build(**changes), tmp_path / "odd")
+    problems = preflight.shape_problems(source, config_of(source), Target())
+    assert label in " ".join(map(str, problems))
 
 
 def test_source_without_tokenizer_is_refused(source_dir: Path, tmp_path: Path) -> None:

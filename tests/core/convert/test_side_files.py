@@ -12,8 +12,10 @@ from exl_core.convert import side_files
 from exl_core.errors import ConfigError, TokenizerError, UnsupportedModelError
 from exl_core.session.open import open_checkpoint
 from support import tiny_models
-from support.gguf_families import EXPERTS, GGUF_FAMILIES
+from support.gguf_families import GGUF_FAMILIES
+from support.gguf_hybrids import write_hybrid
 from support.gguf_models import write_gguf
+from support.tiny_hybrids import tiny_lfm2
 
 SHAPE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
 
@@ -40,9 +42,11 @@ def test_changed_config_or_tokenizer_is_an_error(tmp_path: Path) -> None:
         side_files.check(folder, gguf, source, config)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in GGUF_FAMILIES if name not in (*EXPERTS, "apertus")]
-)
+UNSTATED = ("apertus", "dbrx", "llama4")
+"""Families for which no `config.json` can be made from a GGUF file."""
+
+
+@pytest.mark.parametrize("name", [name for name in GGUF_FAMILIES if name not in UNSTATED])
 def test_a_written_configuration_reads_back_the_same(tmp_path: Path, name: str) -> None:
     arch, build = GGUF_FAMILIES[name]
     gguf = write_gguf(build(), tmp_path / "tiny.gguf", arch=arch)
@@ -58,6 +62,27 @@ def test_numbers_in_the_metadata_alone_are_refused(tmp_path: Path) -> None:
     gguf = write_gguf(GGUF_FAMILIES["apertus"][1](), tmp_path / "tiny.gguf")
     source, config, _ = open_checkpoint(gguf)
     with pytest.raises(UnsupportedModelError, match="activation's numbers"):
+        side_files.collect(gguf, source, config, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dbrx", "config.json of dbrx models cannot be made"),
+        ("llama4", "differ in ways that config.json cannot state"),
+        ("lfm2", "config.json of lfm2 models cannot be made"),
+    ],
+)
+def test_configurations_that_cannot_be_made_are_refused(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    if name == "lfm2":
+        gguf = write_hybrid(tiny_lfm2(), path, name)
+    else:
+        gguf = write_gguf(GGUF_FAMILIES[name][1](), path)
+    source, config, _ = open_checkpoint(gguf)
+    with pytest.raises(UnsupportedModelError, match=message):
         side_files.collect(gguf, source, config, {})
 
 

@@ -65,6 +65,13 @@ MANY_STEPS, SECONDS_BETWEEN_STEPS = 500, 1.0
 """A stage with more than `MANY_STEPS` steps counts tokens or bytes. It reports one of them a
 second."""
 
+EXLLAMAV2_FAMILIES = (
+    *("llama", "yi", "mistral", "mixtral", "qwen2", "qwen3", "qwen3moe", "phi3", "granite"),
+    *("gemma", "gemma2", "gemma3", "cohere", "cohere2", "starcoder2", "dbrx", "minicpm"),
+    *("internlm2", "index", "orion", "glm4"),
+)
+"""Families that exllamav2 loads too. It takes any other model for a Llama."""
+
 Say = Callable[[Event], None]
 
 
@@ -290,6 +297,8 @@ def _show(out: Path, record: Mapping[str, object], seconds: float) -> None:
     size = sum(path.stat().st_size for path in out.iterdir())
     kld, ratio = figures["kld"], figures["ln_ppl_ratio"]
     incidents = sum(len(matrix["incidents"]) for matrix in _matrices(record))
+    family = open_checkpoint(out)[1].arch.name
+    is_known = family in EXLLAMAV2_FAMILIES or "format" in options  # only EXL2 does not name it
     print_answer(
         facts_table(
             {
@@ -304,10 +313,15 @@ def _show(out: Path, record: Mapping[str, object], seconds: float) -> None:
                 f"{figures['ln_ppl_ratio_stderr']:.5f}",
                 "held-out text": f"{figures['tokens']} tokens, sha256 {figures['text_sha256']}",
                 **({"incidents": f"{incidents}, see {RECORD_NAME}"} if incidents else {}),
+                **({} if is_known else {"loads in": _only_exl(family)}),
                 "time": f"{seconds:.0f} s",
             }
         )
     )
+
+
+def _only_exl(family: str) -> str:
+    return f"exl; exllamav2 does not know models of the family {family}"
 
 
 def _matrices(record: Mapping[str, object]) -> list[dict[str, list[object]]]:

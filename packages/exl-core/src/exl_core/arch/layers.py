@@ -239,6 +239,11 @@ class ShortConv(Mixer):
     has_bias: bool = False
 
     @property
+    def output_size(self) -> int:
+        """Width of the inputs of the last matrix."""
+        return self.size
+
+    @property
     def state_shape(self) -> StateShape:
         return StateShape((self.taps - 1, self.size))
 
@@ -275,6 +280,11 @@ class GatedDeltaNet(Mixer):
         return self.is_tiled and 1 < self.key_heads < self.value_heads
 
     @property
+    def output_size(self) -> int:
+        """Width of the inputs of the last matrix."""
+        return self.value_size
+
+    @property
     def channels(self) -> int:
         """Width of the convolution."""
         return 2 * self.key_size + self.value_size
@@ -308,6 +318,11 @@ class Mamba2(Mixer):
     def size(self) -> int:
         """Width of the inputs and outputs of the state."""
         return self.heads * self.head_dim
+
+    @property
+    def output_size(self) -> int:
+        """Width of the inputs of the last matrix."""
+        return self.size
 
     @property
     def channels(self) -> int:

@@ -37,7 +37,8 @@ def hf_config(config: ModelConfig, where: Path) -> dict[str, object]:
     """Content of a `config.json` for `config`. Raises UnsupportedModelError for layers or RoPE that
     it cannot state."""
     arch, layers = config.arch, config.layers
-    if any(not isinstance(layer.mixer, Attention) for layer in layers):
+    has_other_keys = any("." in key for _, key in arch.renamed_keys)
+    if has_other_keys or any(not isinstance(layer.mixer, Attention) for layer in layers):
         raise UnsupportedModelError(
             f"config.json of {arch.name} models cannot be made from a GGUF file",
             where=where,
@@ -62,7 +63,7 @@ def hf_config(config: ModelConfig, where: Path) -> dict[str, object]:
         "model_type": MODEL_TYPES.get(arch.name, arch.name),
         "torch_dtype": "float16",
         "hidden_size": config.hidden_size,
-        arch.intermediate_size_key: mlp.intermediate_size,
+        arch.intermediate_size_key: _dense_width(mlp),
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": attention.num_q_heads,
         "num_key_value_heads": attention.num_kv_heads,
@@ -83,10 +84,12 @@ def hf_config(config: ModelConfig, where: Path) -> dict[str, object]:
         **_required(arch, config.num_layers),
         **({} if experts is None else _experts(config, experts)),
     }
-    activation = next(name for name, kind in ACTIVATIONS.items() if kind is mlp.activation)
+    names = [name for name, kind in ACTIVATIONS.items() if kind is mlp.activation]
+    activation = next(iter((*names, *arch.activation_aliases)))
     written |= dict.fromkeys(("hidden_act", "hidden_activation"), activation)
     if arch.global_head_dim_default is not None:
         written |= _global_heads(wide.attention)
+        written |= {"enable_moe_block": experts is not None}
     if attention.head_norm is not arch.head_norm:
         written["use_qk_norm"] = True
     if config.has_normalized_head:
@@ -136,6 +139,13 @@ def _scales(config: ModelConfig, attention: Attention) -> dict[str, object]:
     if not arch.has_multipliers and arch.attention_scale is None and not is_usual:
         found["query_pre_attn_scalar"] = _as_float32(attention.scale**-2)
     return found
+
+
+def _dense_width(part: Dense | MoE) -> int:
+    """Width of the MLP that every token passes; of the experts if there is none beside them."""
+    if isinstance(part, MoE) and part.is_beside_shared:
+        return part.inner_size
+    return part.intermediate_size
 
 
 def _experts(config: ModelConfig, part: MoE) -> dict[str, object]:
@@ -216,7 +226,6 @@ def _global_heads(attention: Attention) -> dict[str, object]:
         "attention_k_eq_v": attention.is_value_key,
         "hidden_size_per_layer_input": 0,
         "num_kv_shared_layers": 0,
-        "enable_moe_block": False,
     }
 
 

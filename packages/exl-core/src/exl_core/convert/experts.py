@@ -46,21 +46,25 @@ class ExpertRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Experts of all calibration rows in one layer: `ids` int32 [m, k], `scores` float32 [m, E]."""
+    """Experts of all calibration rows in one layer: `ids` int32 [m, k], `scores` float32 [m, E].
+    `weights` float32 [m, k] are factors of the experts' inputs; None if they are factors of the
+    outputs."""
 
     ids: Tensor
     scores: Tensor
+    weights: Tensor | None = None
 
     @classmethod
     def of(cls, function: LayerFunction, inputs: Sequence[Tensor], workers: Workers) -> Routes:
         """Routes `inputs`, pieces [R, T, hidden] of the router's inputs."""
 
-        def run(piece: Tensor) -> tuple[Tensor, Tensor]:
+        def run(piece: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             h = piece.flatten(0, 1)
-            return function.choices(h), function.scores(h)
+            routed = function.choices(h)
+            return routed.ids, routed.weights, function.scores(h)
 
-        ids, scores = zip(*workers.map(run, inputs), strict=True)
-        return cls(torch.cat(ids), torch.cat(scores))
+        ids, weights, scores = map(torch.cat, zip(*workers.map(run, inputs), strict=True))
+        return cls(ids, scores, weights if function.weighs_inputs else None)
 
     def rows_of(self, expert: int, minimum: int) -> ExpertRows:
         """The rows that chose the expert, and further rows up to `minimum` or to all rows."""
@@ -72,6 +76,17 @@ class Routes:
             # A stable sort, and not topk: of equal scores, the first row's comes first.
             is_used[others.sort(stable=True, descending=True).indices[:missing]] = True
         return ExpertRows(is_used.nonzero().flatten(), chosen)
+
+    def inputs_of(self, expert: int, rows: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+        """Inputs [n, K] of the expert for `rows`, from those of all experts, pieces [R, T, K]. The
+        factor of a row that did not choose the expert is the expert's score."""
+        x = gather(pieces, rows)
+        if self.weights is None:
+            return x
+        is_own = self.ids[rows] == expert  # [n, k]
+        weights = (self.weights[rows] * is_own).sum(-1)
+        factors = torch.where(is_own.any(-1), weights, self.scores[rows, expert])
+        return (x * factors[:, None]).to(x.dtype)
 
 
 def expert_keys(config: ModelConfig, layer: int) -> Iterator[ExpertKeys]:

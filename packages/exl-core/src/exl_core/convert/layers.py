@@ -59,23 +59,44 @@ class LayerSource:
     @property
     def matrix_keys(self) -> tuple[str, ...]:
         """Keys of the matrices that a conversion quantizes."""
-        return tuple(key for key, row in self.rows.items() if row.packed is not None)
+        return tuple(key for key, row in self.rows.items() if row.is_converted)
 
-    def routers(self, *, is_stored: bool = False) -> dict[str, Tensor]:
-        """Routers by key, float32; with `is_stored` rounded to float16 as EXL2 files store them."""
-        routers = {key: self.matrix(key) for key, row in self.rows.items() if is_router(row)}
-        return {key: x.half().float() for key, x in routers.items()} if is_stored else routers
+    def kept(self, *, is_stored: bool = False) -> dict[str, Tensor]:
+        """Matrices by key that are not quantized; with `is_stored` rounded to float16 as EXL2 files
+        store them."""
+        kept = {key: row for key, row in self.rows.items() if is_kept(row)}
+        values = {key: self.matrix(key) for key in kept}
+        if is_stored:
+            values = {key: x.half().float() for key, x in values.items()}
+        return {key: values[key].to(product_type(row, self.device)) for key, row in kept.items()}
 
     def products(self) -> Product:
         """Products with the source's matrices."""
-        dtype = compute_type(self.device)
-        weights = {key: self.matrix(key).to(dtype) for key in self.matrix_keys}
-        return product_of(weights | self.routers(), self.bias)
+        weights = {
+            key: self.matrix(key).to(product_type(self.rows[key], self.device))
+            for key in self.matrix_keys
+        }
+        return product_of(weights | self.kept(), self.bias)
 
 
-def is_router(row: ModuleRow) -> bool:
-    """Whether this is a matrix of a layer that is never quantized."""
-    return row.kind is Kind.LINEAR and row.packed is None
+def is_kept(row: ModuleRow) -> bool:
+    """Whether this is a matrix of a layer that is never quantized: a router, small projections of a
+    delta net, or one that no op reads as codes."""
+    return row.kind is Kind.LINEAR and not row.is_converted
+
+
+def product_type(row: ModuleRow, device: torch.device) -> torch.dtype:
+    """Type of products with a matrix of a layer. It is float32 where rounding is not just noise of
+    one token: a router's could change the choice of experts, and a recurrent mixer's acts on every
+    later token."""
+    is_recurrent = row.packed in ("mixer_in", "mixer_out")
+    is_small = is_kept(row) and not row.is_dense
+    return torch.float32 if is_recurrent or is_small else compute_type(device)
+
+
+EXACT_KINDS = (Kind.ROUTER_VECTOR, Kind.SINKS, Kind.TAPS, Kind.VECTOR)
+"""Numbers that EXL2 files store in float32: rounding those of a router could change the choice of
+experts, and the others are few."""
 
 
 def product_of(weights: Mapping[str, Tensor], bias: Callable[[str], Tensor | None]) -> Product:
@@ -109,10 +130,9 @@ def stored_vector(row: ModuleRow, values: Tensor, *, repeats_norms: bool = True)
     """A norm's factors, or a number, as the converted files store them, in float16.
 
     Norms are rounded as factors. With `repeats_norms`, a norm of one head is repeated for every
-    head, as in EXL2 files. Numbers of a router stay float32, because rounding them could change the
-    choice of experts.
+    head, as in EXL2 files. `EXACT_KINDS` stay float32.
     """
-    if row.kind is Kind.ROUTER_VECTOR:
+    if row.kind in EXACT_KINDS:
         return values
     rounded, addend = values.half(), row.written.addend
     stored = in_file_order(row, (rounded - addend).half() if addend else rounded)
@@ -122,7 +142,9 @@ def stored_vector(row: ModuleRow, values: Tensor, *, repeats_norms: bool = True)
 
 
 def as_factor(row: ModuleRow, stored: Tensor) -> Tensor:
-    """Inverse of `stored_vector`: float32, with one dimension."""
+    """Inverse of `stored_vector`: float32, with one dimension unless it is a convolution's."""
+    if row.kind in EXACT_KINDS:
+        return stored
     one = stored[0] if row.kind is Kind.HEAD_NORM and stored.dim() > 1 else stored.flatten()
     values = in_model_order(row, one.float())
     return values + row.written.addend if row.written.addend else values
@@ -167,7 +189,7 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     Raises WeightValueError for values that are not finite or exceed float16.
     """
     row = checkpoint.rows[name]
-    if row.is_norm or row.kind is Kind.ROUTER_VECTOR:
+    if row.is_norm or row.kind in EXACT_KINDS:
         values = checkpoint.norm(name)
     else:
         values = torch.empty(checkpoint.stored[name].shape)

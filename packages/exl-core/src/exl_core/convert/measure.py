@@ -10,7 +10,7 @@ from torch import Tensor
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.convert.candidates import Costs, cost_of
-from exl_core.convert.experts import Routes, expert_keys, gather, minimum_rows
+from exl_core.convert.experts import Routes, expert_keys, minimum_rows
 from exl_core.convert.gptq import Variant, factorize, identity_factor, quantize_columns
 from exl_core.convert.hessian import measure_hessian
 from exl_core.convert.layers import LayerSource
@@ -67,7 +67,7 @@ def measure_layer(
     measured: list[MatrixMeasurement] = []
     for keys in layer_pass.groups():
         if ROUTER in keys:
-            measured += layer.measure_experts(function, layer_pass.inputs)
+            measured += layer.measure_experts(layer_pass)
         measured += layer.measure([key for key in keys if key != ROUTER], layer_pass.inputs)
     return LayerMeasurement(source.layer, tuple(measured))
 
@@ -92,19 +92,19 @@ class _LayerMeasurer:
             for key, costs in self._costs(keys, inputs).items():
                 yield self._measurement(key, costs, 1)
 
-    def measure_experts(
-        self, function: LayerFunction, inputs: Sequence[Tensor]
-    ) -> Iterator[MatrixMeasurement]:
-        """Measures the experts, each on its own rows of `inputs`. The costs of a layout are summed
-        over the experts: their sensitivities already count how often each is used."""
+    def measure_experts(self, layer_pass: CapturingPass) -> Iterator[MatrixMeasurement]:
+        """Measures the experts, each on its own rows. The pass is at the router. The costs of a
+        layout are summed over the experts: their sensitivities already count how often each is
+        used."""
         layer, sums = self.source.layer, dict[str, Costs]()
-        routes = Routes.of(function, inputs, self.workers)
+        routes = Routes.of(layer_pass.function, layer_pass.inputs, self.workers)
+        inputs = layer_pass.expert_inputs()
         minimum = minimum_rows(self.config, layer)
         experts = list(expert_keys(self.config, layer))
         for expert, gate_up, down in experts:
-            x = gather(inputs, routes.rows_of(expert, minimum).rows)
+            x = routes.inputs_of(expert, routes.rows_of(expert, minimum).rows, inputs)
             costs = self._costs(gate_up, [x[None]])
-            inner = function.expert_inner(expert, x)[None].to(x)
+            inner = layer_pass.function.expert_inner(expert, x)[None].to(x)
             costs |= self._costs(down, [inner])
             for key, own in costs.items():
                 role = self.source.rows[key].role

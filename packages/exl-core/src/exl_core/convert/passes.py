@@ -16,14 +16,14 @@ from torch import Tensor
 
 from exl_core.arch.layers import (
     MLA,
-    LayerSpec,
+    KVShape,
     MoE,
     NormPlacement,
     QueryTemperature,
-    unsupported,
 )
 from exl_core.arch.modules import ModuleRow, module_table
 from exl_core.arch.spec import ModelConfig, RopeConfig
+from exl_core.cache.state_store import LayerState
 from exl_core.convert.layers import Vectors, bias_role, compute_type
 from exl_core.convert.parallel import Workers
 from exl_core.errors import UnsupportedModelError
@@ -41,8 +41,10 @@ from exl_core.ops.backends.autograd.linear import Product, RoleMatrices
 from exl_core.ops.backends.autograd.moe import expert_inner
 from exl_core.ops.backends.autograd.table import AUTOGRAD
 from exl_core.ops.backends.routing import StackedExperts, scores_of
+from exl_core.ops.elementwise import Norm
 from exl_core.ops.linear import PackedLinear
-from exl_core.ops.moe import PackedExperts, Routing
+from exl_core.ops.moe import PackedExperts, Routed, Routing
+from exl_core.ops.recurrent import StateRows
 
 ROUTER = "router"
 _PARALLEL_ORDER = ("qkv", "gate_up", "output", "down")
@@ -90,9 +92,20 @@ class LayerFunction:
         """The router's scores of all experts, float32 [m, E], for inputs h [m, hidden]."""
         return scores_of(self.product(ROUTER, h).float(), self._routing)
 
-    def choices(self, h: Tensor) -> Tensor:
-        """Experts of each row, int32 [m, k], for the same inputs."""
-        return AUTOGRAD.route(h, self._moe.router, self._routing, self._moe.router_bias).ids
+    def choices(self, h: Tensor) -> Routed:
+        """Experts of each row, and their weights, for the same inputs."""
+        return AUTOGRAD.route(h, self._moe.router, self._routing, self._moe.router_bias)
+
+    @property
+    def weighs_inputs(self) -> bool:
+        """Whether these weights are factors of the experts' inputs."""
+        return cast(MoE, self._spec.feed_forward).weighs_inputs
+
+    @property
+    def expert_norm(self) -> Norm | None:
+        """Norm of the experts' inputs; None if these are the router's."""
+        own = self._moe.expert_norm
+        return self._moe.norm if own is None and self._moe.router_norm is not None else own
 
     def expert_inner(self, expert: int, h: Tensor) -> Tensor:
         """Inputs of the expert's last matrix, for those of its first ones."""
@@ -108,9 +121,15 @@ class LayerFunction:
 
     def _state(self, x: Tensor) -> PassState:
         count = self._layer + 1  # entries are by layer
-        attention = self._spec.attending
+        attention, buffers = (
+            self._spec.attending,
+            make_buffers(AUTOGRAD, {self._layer: self._spec}, 0),
+        )
+        caches, smoothing = _NoCache(self._spec.kv_shape or KVShape(0, 0)), (None,) * count
         if attention is None:
-            raise unsupported("mixer", self._spec.mixer)
+            return PassState(
+                caches, {}, smoothing, buffers, held_states=_NoStates(), held_rows=_NO_ROWS
+            )
         if 0 < attention.chunk < x.shape[1]:
             raise UnsupportedModelError(
                 "calibration rows are longer than a chunk of the model's attention",
@@ -122,10 +141,10 @@ class LayerFunction:
             for index in {attention.rope, attention.attend_rope}
         }
         return PassState(
-            caches=_NoCache(self._spec),
+            caches=caches,
             rows={RowsKey(index, attention.chunk): one for index, one in rows.items()},
-            smoothing=(None,) * count,
-            buffers=make_buffers(AUTOGRAD, {self._layer: self._spec}, 0),
+            smoothing=smoothing,
+            buffers=buffers,
             temperatures=_factors(attention.temperature, x.shape[1], x.device),
             angles={index: (one.cos, one.sin) for index, one in rows.items()},
         )
@@ -175,14 +194,22 @@ class _Source:
 class _NoCache:
     """LayerCaches of one layer, with no pages."""
 
-    def __init__(self, spec: LayerSpec) -> None:
-        shape = spec.kv_shape
-        if shape is None:
-            raise unsupported("mixer", spec.mixer)
+    def __init__(self, shape: KVShape) -> None:
         self._layer = no_pages(shape.num_kv_heads, shape.head_dim)
 
     def layer(self, layer: int) -> CacheLayer:  # noqa: ARG002 - there is one layer
         return self._layer
+
+
+class _NoStates:
+    """LayerStates of one layer, which keeps none."""
+
+    @staticmethod
+    def layer(layer: int) -> LayerState:  # noqa: ARG004 - there is one layer
+        return LayerState(torch.empty(0), torch.empty(0))
+
+
+_NO_ROWS = StateRows(*(torch.empty(0, dtype=torch.int32) for _ in range(3)))
 
 
 def _factors(
@@ -205,16 +232,22 @@ def _sequences(rope: RopeConfig | None, length: int, device: torch.device) -> Wh
 
 def matrix_groups(config: ModelConfig, layer: int) -> tuple[tuple[str, ...], ...]:
     """Keys of a layer's matrices, grouped by the inputs that they read, in the order in which these
-    are computed. Experts, of which each reads its own rows, are not among them: the router, whose
-    inputs are theirs, stands for all of them."""
+    are computed. Experts, of which each reads its own rows, are not among them: the router, which
+    comes just before them, stands for all of them."""
     table = module_table(config)
-    groups = {name: tuple(row.key for row in rows) for name, rows in table.packed(layer).items()}
+    groups = {
+        name: tuple(row.key for row in rows if row.is_converted)
+        for name, rows in table.packed(layer).items()
+    }
     if config.layers[layer].norms is NormPlacement.PARALLEL:
         # Attention and MLP read the same states, before either adds its outputs to them.
         groups = {name: groups[name] for name in sorted(groups, key=_PARALLEL_ORDER.index)}
-    if ROUTER in table.layers[layer]:
-        groups["shared_gate_up"] = (ROUTER, *groups.get("shared_gate_up", ()))
-    return tuple(groups.values())
+    if ROUTER not in table.layers[layer]:
+        return tuple(groups.values())
+    shared, down = (groups.pop(name, ()) for name in ("shared_gate_up", "shared_down"))
+    has_own_norm = "router_norm" in table.layers[layer]
+    routed = ((ROUTER,), shared) if has_own_norm else ((ROUTER, *shared),)
+    return tuple(group for group in (*groups.values(), *routed, down) if group)
 
 
 class CapturingPass:
@@ -232,7 +265,7 @@ class CapturingPass:
         self, function: LayerFunction, states: Tensor, device: torch.device, workers: Workers
     ) -> None:
         self.inputs: list[Tensor] = []
-        self._function = function
+        self.function = function
         self._states = states
         self._device = device
         self._dtype = compute_type(device)
@@ -241,10 +274,21 @@ class CapturingPass:
         self._reached: tuple[str, ...] = ()  # `inputs` are those of these matrices
 
     def groups(self) -> Iterator[tuple[str, ...]]:
-        for roles in self._function.groups:
+        for roles in self.function.groups:
             self._run(roles)
             yield roles
         self.to_end()
+
+    def expert_inputs(self) -> list[Tensor]:
+        """Inputs of the experts, pieces [R, T, hidden], when the pass is at the router."""
+        norm = self.function.expert_norm
+        if norm is None:
+            return self.inputs
+
+        def run(states: Tensor) -> Tensor:
+            return normed(AUTOGRAD, states.to(self._device), norm).to(self._dtype)
+
+        return self._workers.map(run, torch.split(self._states, self._workers.rows_per_piece))
 
     def to_end(self) -> None:
         """Goes on to the end of the layer."""
@@ -265,7 +309,7 @@ class CapturingPass:
         inputs at the last stop."""
         step = self._workers.rows_per_piece
         rows = slice(piece * step, piece * step + step)
-        function = self._function.with_product(_stopping(self._function.product, until))
+        function = self.function.with_product(_stopping(self.function.product, until))
         x, first = self._states[rows].to(self._device), self._step
         if known and function.can_finish(first, self._reached):
             x, first = function.finish_step(first, x, known[piece]), first + 1

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from exl_core.arch.layers import MLA, MoE, unsupported
+from exl_core.arch.layers import MLA, Attention, GatedDeltaNet, Mamba2, MoE, ShortConv
 from exl_core.arch.modules import module_table
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
@@ -63,9 +63,14 @@ HASH_BYTES = 1 << 22  # bytes per read
 FAMILIES_WITH_EXPERTS = (
     *("qwen3moe", "mixtral", "qwen2moe", "glm4moe"),
     *("ernie4_5-moe", "hunyuan-moe", "minimax-m2", "granitemoe", "qwen3vlmoe"),
+    *("gpt-oss", "gemma4", "llama4", "dbrx"),
+    *("lfm2moe", "qwen35moe", "qwen3next", "granite4"),
+    *("deepseek2", "deepseek3", "glm4moelite"),
 )
 """Families with experts whose conversion is tested. A conversion must know all that enters an
 expert's outputs."""
+CONVERTED_MIXERS = (Attention, MLA, ShortConv, GatedDeltaNet, Mamba2)
+"""Mixers whose conversion is tested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +126,13 @@ def model_problems(
             next_step="Models that are quantized already can be used.",
         )
         return
-    if config.state_bytes:
+    mixers = {type(layer.mixer).__name__ for layer in config.layers}
+    unknown = mixers - {one.__name__ for one in CONVERTED_MIXERS}
+    if unknown:
         yield UnsupportedModelError(
-            "models with recurrent layers cannot be converted yet",
+            "models with layers of these kinds cannot be converted yet",
             where=path,
-            got=config.arch.name,
+            got=", ".join(sorted(unknown)),
             next_step="Models that are quantized already can be used.",
         )
         return
@@ -163,13 +170,13 @@ def shape_problems(path: Path, config: ModelConfig, target: Target) -> Iterator[
     """Sizes that the format cannot store, each reported once for the model."""
     widths = [("the hidden size", config.hidden_size)]
     for layer in config.layers:
-        attending = layer.attending
-        if attending is None:
-            raise unsupported("mixer", layer.mixer)
-        widths.append(("the width of the attention", attending.output_size))
-        if isinstance(attending, MLA) and attending.q_rank:
-            widths.append(("the rank of the queries", attending.q_rank))
-        part = layer.feed_forward
+        mixer, part = layer.mixer, layer.feed_forward
+        if isinstance(mixer, Attention | MLA):
+            widths.append(("the width of the attention", mixer.output_size))
+        if isinstance(mixer, MLA) and mixer.q_rank:
+            widths.append(("the rank of the queries", mixer.q_rank))
+        if isinstance(mixer, ShortConv | GatedDeltaNet | Mamba2):
+            widths.append(("the width of the recurrent layers", mixer.output_size))
         if part.inner_size:
             widths.append(("the intermediate size", part.inner_size))
         if isinstance(part, MoE):
@@ -265,14 +272,15 @@ def memory_needed(
     `tokens` counts the tokens of all calibration rows."""
     table = module_table(config)
     matrices = [
-        [row.shape for row in table.weights_of(layer).values() if row.is_converted]
+        [row for row in table.weights_of(layer).values() if row.is_matrix]
         for layer in range(config.num_layers)
     ]
-    layer_weights = max(sum(map(prod, shapes)) for shapes in matrices)
-    different = {shape for shapes in matrices for shape in shapes}
+    layer_weights = max(sum(prod(row.shape) for row in rows) for rows in matrices)
+    different = {row.shape for rows in matrices for row in rows if row.is_converted}
     largest, widest = max(map(prod, different)), max(shape[1] for shape in different)
     hidden, vocab = config.hidden_size, padded(config.vocab_size)
-    together = max(len(roles) for roles in matrix_groups(config, 0))
+    kinds = {layer: index for index, layer in enumerate(config.layers)}
+    together = max(len(keys) for index in kinds.values() for keys in matrix_groups(config, index))
     if target.codebook is None:
         measuring = MEASURED_COPIES * threads * max(largest, CPU_COLUMNS * widest)
         quantizing = QUANTIZED_COPIES * min(threads, together) * largest

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from exl_core.arch.modules import Kind, module_table
 from exl_core.arch.spec import ModelConfig
-from exl_core.convert.experts import Routes, expert_keys, gather, minimum_rows
+from exl_core.convert.experts import Routes, expert_keys, minimum_rows
 from exl_core.convert.hessian import InputStatistics, measure_hessian
 from exl_core.convert.layers import (
     LayerSource,
@@ -20,6 +20,7 @@ from exl_core.convert.layers import (
     in_file_order,
     in_model_order,
     product_of,
+    product_type,
     read_final_norm,
     read_tensor,
     stored_vector,
@@ -62,7 +63,7 @@ def quantize_layer(
         if row.is_converted:
             tensors |= named_pieces(row.stem, quantizer.pieces[row.key])
         elif row.is_matrix:
-            tensors[row.name] = values.half().cpu()  # a router
+            tensors[row.name] = values.half().cpu()
         elif row.kind is Kind.BIAS and row.packed is not None:
             padding = (0, -len(values) % target.bias_step)
             tensors[row.name] = pad(in_file_order(row, values), padding).half().cpu()
@@ -94,7 +95,7 @@ class _LayerQuantizer:
         self._allocation = allocation
         self._workers = workers
         self._options = options
-        self._weights = source.routers(is_stored=True)  # and the finished matrices, in compute type
+        self._weights = source.kept(is_stored=True)  # and the finished matrices
 
     def run(self, states: States) -> None:
         """Quantizes all matrices, and replaces `states` by those after the layer."""
@@ -106,7 +107,7 @@ class _LayerQuantizer:
         quantized = CapturingPass(stored, states.quantized, source.device, workers)
         for keys, _ in zip(quantized.groups(), original.groups(), strict=True):
             if ROUTER in keys:
-                self._quantize_experts(stored, exact, quantized.inputs, original.inputs)
+                self._quantize_experts(quantized, original)
             matrices = tuple(key for key in keys if key != ROUTER)
             self._quantize(matrices, quantized.inputs, original.inputs)
 
@@ -120,7 +121,7 @@ class _LayerQuantizer:
         statistics = measure_hessian(inputs, sources, self._workers)
         group = self._source.rows[keys[0]].name
         quantizer = _quantizer(group, statistics, self._options, self._workers)
-        source, dtype = self._source, compute_type(self._source.device)
+        source = self._source
 
         def quantize(key: str) -> QuantizedMatrix:
             row = source.rows[key]
@@ -134,28 +135,30 @@ class _LayerQuantizer:
         for key, matrix in zip(keys, done, strict=True):
             self.pieces[key] = matrix.pieces
             self.reports[key] = matrix.report
-            self._weights[key] = in_model_order(source.rows[key], matrix.weight).to(dtype)
+            weight = in_model_order(source.rows[key], matrix.weight)
+            self._weights[key] = weight.to(product_type(source.rows[key], source.device))
 
-    def _quantize_experts(
-        self,
-        stored: LayerFunction,
-        exact: LayerFunction,
-        inputs: Sequence[Tensor],
-        sources: Sequence[Tensor],
-    ) -> None:
+    def _quantize_experts(self, quantized: CapturingPass, original: CapturingPass) -> None:
         """Quantizes the experts one by one, each on the rows that the quantized layer routes to it
-        (`experts.py`). `inputs` and `sources` are those of the router."""
-        layer = self._source.layer
-        routes = Routes.of(stored, inputs, self._workers)
+        (`experts.py`). The passes are at the router."""
+        layer, workers = self._source.layer, self._workers
+        routes = Routes.of(quantized.function, quantized.inputs, workers)
+        own = (
+            routes
+            if routes.weights is None
+            else Routes.of(original.function, original.inputs, workers)
+        )
+        inputs, sources = quantized.expert_inputs(), original.expert_inputs()
         minimum = minimum_rows(self._config, layer)
         counts: list[int] = []
         for expert, gate_up, down in expert_keys(self._config, layer):
             rows, chosen = routes.rows_of(expert, minimum)
-            x, s = gather(inputs, rows), gather(sources, rows)
+            x = routes.inputs_of(expert, rows, inputs)
+            s = own.inputs_of(expert, rows, sources)
             self._quantize(gate_up, [x[None]], [s[None]])
             inner, exact_inner = (
-                function.expert_inner(expert, h)[None].to(x)
-                for function, h in ((stored, x), (exact, s))
+                one.function.expert_inner(expert, h)[None].to(x)
+                for one, h in ((quantized, x), (original, s))
             )
             self._quantize(down, [inner], [exact_inner])
             counts.append(chosen)

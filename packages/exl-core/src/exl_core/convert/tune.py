@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from exl_core.arch.layers import inner_width
+from exl_core.arch.layers import Mixer, inner_width
 from exl_core.arch.modules import Kind, ModuleRow, ModuleTable, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import free_memory_bytes
@@ -33,14 +33,14 @@ from exl_core.convert.layers import (
     compute_type,
     embed_rows,
     in_model_order,
-    is_router,
+    is_kept,
     product_of,
+    product_type,
     read_final_norm,
     read_layer,
     read_tensor,
     stored_vector,
 )
-from exl_core.convert.measurement import matrix_shapes
 from exl_core.convert.parallel import Workers
 from exl_core.convert.passes import CapturingPass, LayerFunction, final_states
 from exl_core.convert.plan import ConvertOptions
@@ -56,6 +56,9 @@ STEPS = 48
 ROWS_PER_STEP = 4
 LENGTH = 512
 LEARNING_RATE = 0.005
+RECURRENT_VALUES = 24
+"""Values that the backward pass through a recurrent layer keeps of a token, for each channel of its
+convolution: its inputs and outputs, those of the chunks, and the heads' decays within a chunk."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's moments of each parameter, by torch's names
 
 LoadTensor = Callable[[], Tensor]
@@ -139,10 +142,14 @@ def _restore(
 
 def scratch_bytes(config: ModelConfig, device: torch.device) -> int:
     """Bytes of the offloaded tensors: weights in the device's compute type, states in float32."""
-    weights = config.vocab_size * config.hidden_size
-    weights += sum(rows * columns for rows, columns in matrix_shapes(config).values())
+    head = compute_type(device).itemsize * config.vocab_size * config.hidden_size
+    weights = sum(
+        product_type(row, device).itemsize * math.prod(row.shape)
+        for row in module_table(config).rows
+        if row.is_converted and row.layer is not None
+    )
     states = config.num_layers * ROWS_PER_STEP * LENGTH * config.hidden_size
-    return compute_type(device).itemsize * weights + 4 * states
+    return head + weights + 4 * states
 
 
 def fits_in_memory(config: ModelConfig, device: torch.device) -> bool:
@@ -151,12 +158,26 @@ def fits_in_memory(config: ModelConfig, device: torch.device) -> bool:
     As files, the tensors take no memory that another process needs. But each step is only fast if
     they are in the page cache.
     """
-    widest = max(inner_width(layer) for layer in config.layers)
-    values = LENGTH * (16 * config.hidden_size + 6 * widest)
+    widest = max(
+        6 * inner_width(layer) + RECURRENT_VALUES * _channels(layer.mixer)
+        for layer in config.layers
+    )
+    values = LENGTH * (16 * config.hidden_size + widest)
     head = compute_type(device).itemsize * config.vocab_size * config.hidden_size
-    needed = scratch_bytes(config, device) + head + 4 * ROWS_PER_STEP * values
+    kept = sum(
+        product_type(row, device).itemsize * math.prod(row.shape)
+        for row in module_table(config).rows
+        if row.layer is not None and is_kept(row)
+    )
+    needed = scratch_bytes(config, device) + head + kept + 4 * ROWS_PER_STEP * values
     free = free_memory_bytes(device)
     return free is not None and needed < free // 2
+
+
+def _channels(mixer: Mixer) -> int:
+    """Width of the convolution of a recurrent layer; 0 for other layers."""
+    state = mixer.state_shape
+    return 0 if state is None else state.inputs[1]
 
 
 def _source_states(
@@ -253,17 +274,19 @@ class _TunedModel:
             elif name == table.head.name:  # not quantized
                 load_weight = _offload(tensors[name].to(device, dtype), scratch / table.head.stem)
                 model.matrices[table.head.stem] = _Matrix(load_weight)
-            elif name in table and (not table[name].is_matrix or is_router(table[name])):
+            elif name in table and (not table[name].is_matrix or is_kept(table[name])):
                 row = table[name]
                 values = in_model_order(row, tensors[name][: row.shape[0]])
-                model.constants[name] = values.to(device, torch.float32)
+                dtype = product_type(row, device) if row.is_matrix else torch.float32
+                model.constants[name] = values.to(device, dtype)
         for parameter in parameters.values():
             parameter.requires_grad_()
         return model
 
     def _add_matrix(self, stem: str, tensors: Mapping[str, Tensor]) -> None:
         """Adds a quantized matrix and its parameters."""
-        row, device, dtype = self.table[f"{stem}.weight"], self.device, compute_type(self.device)
+        row, device = self.table[f"{stem}.weight"], self.device
+        dtype = product_type(row, device)
         features = torch.arange(row.shape[1])
         if f"{stem}.trellis" in tensors:
             parts = {p: tensors[f"{stem}.{p}"] for p in exl3.PARTS if f"{stem}.{p}" in tensors}
@@ -372,9 +395,9 @@ class _TunedModel:
     def _layer_function(self, layer: int) -> Callable[[Tensor], Tensor]:
         """The layer as a function. Its weights are in memory as long as the function exists."""
         rows = self.table.weights_of(layer)
-        stems = {key: row.stem for key, row in rows.items() if row.packed is not None}
+        stems = {key: row.stem for key, row in rows.items() if row.is_converted}
         weights = {key: self.matrices[stem].weight() for key, stem in stems.items()}
-        weights |= {key: self.constants[row.name] for key, row in rows.items() if is_router(row)}
+        weights |= {key: self.constants[row.name] for key, row in rows.items() if is_kept(row)}
 
         def bias(key: str) -> Tensor | None:
             name = rows[key].bias

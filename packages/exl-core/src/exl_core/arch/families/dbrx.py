@@ -1,7 +1,7 @@
 """DBRX: LayerNorm without a bias, fused and clipped q, k and v, 4 of 16 experts in every layer.
 
 Checkpoints stack the matrices of all experts, those of `down` transposed. EXL2 files have a tensor
-per expert, and Llama's names.
+per expert, and Llama's names, which are the canonical ones here.
 """
 
 from __future__ import annotations
@@ -12,39 +12,32 @@ from exl_core.arch.layers import NormKind
 from exl_core.arch.names import GGUF, FileForm, Fused
 from exl_core.arch.spec import ArchSpec, ExpertForm
 
+_PARTS = ("w1", "v1", "w2")
+_EXPERTS = ("expert_gate", "expert_up", "expert_down")
+_STACKED = {role: f"ffn.experts.mlp.{name}" for role, name in zip(_EXPERTS, _PARTS, strict=True)}
 _NAMES = {
-    "embed": "wte",
-    "final_norm": "norm_f",
+    "embed": "embed_tokens",
+    "final_norm": "norm",
     "head": "lm_head",
-    "q": "norm_attn_norm.attn.q_proj",
-    "k": "norm_attn_norm.attn.k_proj",
-    "v": "norm_attn_norm.attn.v_proj",
-    "output": "norm_attn_norm.attn.out_proj",
-    "attention_norm": "norm_attn_norm.norm_1",
-    "mlp_norm": "norm_attn_norm.norm_2",
-    "router": "ffn.router.layer",
-    "expert_gate": "ffn.experts.{}.w1",
-    "expert_up": "ffn.experts.{}.v1",
-    "expert_down": "ffn.experts.{}.w2",
-}
-_STACKED = {
-    role: f"ffn.experts.mlp.{name}"
-    for role, name in zip(
-        ("expert_gate", "expert_up", "expert_down"), ("w1", "v1", "w2"), strict=True
-    )
+    **{role: f"self_attn.{role}_proj" for role in ("q", "k", "v")},
+    "output": "self_attn.o_proj",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "router": "block_sparse_moe.gate",
+    **{
+        role: f"block_sparse_moe.experts.{{}}.{name}"
+        for role, name in zip(_EXPERTS, _PARTS, strict=True)
+    },
 }
 _ALIASES = {
-    "embed": ("embed_tokens",),
-    "final_norm": ("norm",),
-    **{role: (f"self_attn.{role}_proj",) for role in ("q", "k", "v")},
-    "output": ("self_attn.o_proj",),
-    "attention_norm": ("input_layernorm",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "router": ("block_sparse_moe.gate",),
-    **{
-        role: (name, f"block_sparse_moe.experts.{{}}.{name[-2:]}")
-        for role, name in _STACKED.items()
-    },
+    "embed": ("wte",),
+    "final_norm": ("norm_f",),
+    **{role: (f"norm_attn_norm.attn.{role}_proj",) for role in ("q", "k", "v")},
+    "output": ("norm_attn_norm.attn.out_proj",),
+    "attention_norm": ("norm_attn_norm.norm_1",),
+    "mlp_norm": ("norm_attn_norm.norm_2",),
+    "router": ("ffn.router.layer",),
+    **{role: (name,) for role, name in _STACKED.items()},
 }
 
 DBRX = ArchSpec(
@@ -77,9 +70,9 @@ DBRX = ArchSpec(
     ),
     safetensors=FileForm(
         _NAMES,
-        roots=("transformer.", "model."),
-        layer="blocks.{}.",
-        other_layers=("layers.{}.",),
+        roots=("model.", "transformer."),
+        layer="layers.{}.",
+        other_layers=("blocks.{}.",),
         aliases=_ALIASES,
         fused=(Fused("norm_attn_norm.attn.Wqkv", ("q", "k", "v")),),
         bare=tuple(_STACKED.values()),

@@ -87,9 +87,12 @@ def _experts(
     if not step.weighs_inputs:
         return ops.expert_mlp(x, routed, weights.experts)
     rows, count = routed.weights.shape
-    weighed = (x[:, None] * routed.weights[..., None]).flatten(0, 1)  # [R * k, hidden]
+    # The autograd backend has sequences of rows.
+    states = x.view(rows, -1)
+    weighed = (states[:, None] * routed.weights[..., None]).flatten(0, 1)  # [R * k, hidden]
     each = Routed(routed.ids.view(-1, 1), torch.ones_like(routed.weights).view(-1, 1))
-    return ops.expert_mlp(weighed, each, weights.experts).view(rows, count, -1).sum(1)
+    y = ops.expert_mlp(weighed, each, weights.experts).view(rows, count, -1).sum(1)
+    return y.view(x.shape)
 
 
 def _add_shared(step: MoeStep, ops: LayerOps, h: Tensor, y: Tensor, weights: MoeWeights) -> Tensor:
