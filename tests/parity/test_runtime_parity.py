@@ -41,11 +41,20 @@ from support.quantized_models import (
     quantized_llama,
 )
 from support.runtime_form import evaluate
+from support.tiny_hybrids import (
+    tiny_granite_hybrid,
+    tiny_lfm2_moe,
+    tiny_nemotron_h,
+    tiny_qwen35,
+)
 from support.tiny_models import (
     VOCAB_SIZE,
     save,
+    tiny_deepseek2,
+    tiny_deepseek3,
     tiny_gemma3,
     tiny_glm4_moe,
+    tiny_glm4_moe_lite,
     tiny_llama,
     tiny_mixtral,
     tiny_qwen2_moe,
@@ -150,6 +159,55 @@ def test_quantized_experts_match_transformers(tmp_path: Path, family: str, metho
 
 # k and v have 8 columns each. In a fused matrix they begin inside a word of scale codes, and are
 # followed by padding.
+LATENT: dict[str, Any] = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4},
+    **{"num_key_value_heads": 4, "moe_intermediate_size": 64, "kv_lora_rank": 64},
+    **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32, "q_lora_rank": 96},
+}
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+OTHERS: dict[str, Callable[..., Any]] = {
+    "deepseek2": lambda **more: tiny_deepseek2(**{**LATENT, "q_lora_rank": None}, **more),
+    "deepseek3": lambda **more: tiny_deepseek3(**LATENT, **more),
+    "glm4-moe-lite": lambda **more: tiny_glm4_moe_lite(**LATENT, **more),
+    "lfm2-moe": lambda **more: tiny_lfm2_moe(
+        **{**SIZES, "head_dim": 16}, moe_intermediate_size=64, **more
+    ),
+    "qwen3.5": lambda **more: tiny_qwen35(
+        **SIZES, linear_num_value_heads=8, linear_value_head_dim=16, **more
+    ),
+    "granite4-hybrid": lambda **more: tiny_granite_hybrid(
+        **{**SIZES, **MAMBA, "head_dim": 16}, shared_intermediate_size=96, **more
+    ),
+    "nemotron-h": lambda **_: tiny_nemotron_h(  # its head cannot be tied
+        **{**SIZES, "vocab_size": 304, "mamba_num_heads": 8, "mamba_head_dim": 16},
+        **{"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 96},
+        moe_latent_size=64,
+    ),
+}
+"""Latent attention and recurrent layers, with sizes that all formats can store."""
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "exl3"])
+@pytest.mark.parametrize("family", OTHERS)
+def test_quantized_latent_attention_and_hybrids_match_transformers(
+    tmp_path: Path, family: str, method: str
+) -> None:
+    model = OTHERS[family](tie_word_embeddings=method in TIED)
+    folder = save(model, tmp_path)
+    pieces = quantize(folder, *METHODS[method])
+    weights = {stem: unrounded(method, parts) for stem, parts in pieces.items()}
+    expected = expected_logits(model, weights)
+
+    ours = logits_of(folder, IDS, LoadOptions(device="reference"))
+    # Matrices from latent vectors to keys and values are 16-bit numbers.
+    tolerance = 5e-3 if "kv_lora_rank" in model.config.to_dict() else 1e-4
+    assert (ours - expected).abs().max() <= tolerance * expected.abs().max()
+    # Rounded activations change the choice of experts at some positions, and with it their logits.
+    error = (logits_of(folder, IDS) - expected).abs().amax(-1).median()
+    assert error <= 0.05 * expected.abs().max()
+    assert describe_model(str(folder)).unused_tensors == ()
+
+
 NARROW = {**SIZES, "head_dim": 8, "num_attention_heads": 8, "num_key_value_heads": 1}
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

@@ -43,7 +43,7 @@ GPTQ_SETTINGS = {
 }
 ROUTERS = (
     *("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.gate.wg.weight"),
-    "block_sparse_moe.router.layer.weight",
+    *("block_sparse_moe.router.layer.weight", "feed_forward.gate.weight", "mixer.gate.weight"),
     "mlp.shared_expert_gate.weight",
 )
 """Endings of the names of routers, which are never quantized."""
@@ -90,14 +90,18 @@ def separate_experts(folder: Path) -> Path:
 
 def parameter_of(parameters: dict[str, Tensor], stem: str) -> Tensor:
     """The part of a parameter that is stored under `stem`. Experts are stacked in transformers."""
-    expert = re.fullmatch(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)", stem)
+    stem = re.sub(r"^backbone\.", "model.", stem)
+    owners = "mlp|block_sparse_moe|feed_forward|mixer"
+    expert = re.fullmatch(rf"(.+)\.({owners})\.experts\.(\d+)\.(\w+)", stem)
     if expert is None:
         return parameters[f"{stem}.weight"]
-    layer, index, part = expert.groups()
+    layer, owner, index, part = expert.groups()
     has_mlp = f"{layer}.mlp.experts.down_proj" in parameters
-    stacked = f"{layer}.{'mlp' if has_mlp else 'block_sparse_moe'}.experts"
+    stacked = f"{layer}.{'mlp' if has_mlp else owner}.experts"
     if part in ("down_proj", "w2"):
         return parameters[f"{stacked}.down_proj"][int(index)]
+    if f"{stacked}.up_proj" in parameters:  # no gate
+        return parameters[f"{stacked}.up_proj"][int(index)]
     halves = parameters[f"{stacked}.gate_up_proj"][int(index)].chunk(2)
     return halves[0 if part in ("gate_proj", "w1") else 1]
 

@@ -90,9 +90,9 @@ REFUSED = {
     "language-model": (
         {
             "architectures": ["Mistral3ForConditionalGeneration"],
-            "text_config": {"model_type": "mistral4"},
+            "text_config": {"model_type": "mistral9"},
         },
-        "'Mistral3ForConditionalGeneration' with a language model 'mistral4'.*mistral",
+        "'Mistral3ForConditionalGeneration' with a language model 'mistral9'.*mistral4",
     ),
     "rope-method": ({"rope_scaling": {"type": "unheard", "factor": 2.0}}, "'unheard'.*longrope"),
     "growing-queries": (
