@@ -16,6 +16,7 @@ import torch
 from exl_cli.model_options import print_warnings
 from exl_cli.render import bytes_progress
 from exl_core.errors import ContextLengthError, RequestError
+from exl_core.session.hosts import load_on_hosts
 from exl_core.session.load import LoadedModel, LoadOptions, load_model, resolve_device
 from exl_core.session.open import ModelFiles, open_model
 from exl_core.session.runtime import (
@@ -102,7 +103,8 @@ def loader(*, is_quiet: bool) -> Loader:
     def load(model: ModelFiles | str | Path | None, options: LoadOptions) -> LoadedModel:
         torch.set_num_threads(1)
         with bytes_progress("loading", is_quiet=is_quiet) as progress:
-            loaded = load_model(model, options, progress)
+            load_here = load_model if options.job is None else load_on_hosts
+            loaded = load_here(model, options, progress)
         lines = [] if loaded.ranks is None else [str(loaded.ranks)]
         lines += ["; ".join(map(str, loaded.plan))] if loaded.plan else []
         if not is_quiet and sys.stderr is not None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from exl_core.cache.format import KVFormat
     from exl_core.session.load import LoadedModel, LoadOptions
     from exl_core.session.runtime import Runtime
+    from exl_core.settings import Launched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,20 @@ class RunningOptions(ModelOptions):
             self.cache_type, self.lora, self.draft_model, self.draft_tokens, ngram=self.ngram
         )
 
+    def loading(self) -> LoadOptions:
+        """How the model is loaded."""
+        return replace(
+            self.load_options(),
+            device=self.device,
+            threads=self.threads,
+            exact=self.exact,
+            held_bytes=options.held_bytes(self.held_memory),
+            split=self.split,
+            cpu_layers=self.cpu_layers,
+            tensor_parallel=parse_ranks(self.tensor_parallel),
+            batch_invariant=self.batch_invariant,
+        )
+
     def open(
         self,
         spec: str | None,
@@ -67,9 +82,10 @@ class RunningOptions(ModelOptions):
         has_guidance: bool = False,
         max_batch: int = 1,
         cache_tokens: int | None = None,
+        job: Launched | None = None,
     ) -> Runtime:
         """Load the model. `cache_tokens`: size of the cache that all requests share; None: one
-        context."""
+        context. `job`: the processes that the model is divided among, seen from rank 0."""
         path = resolve_model(spec)  # reports an unknown name before torch is imported
         with exits_at_once():
             from exl_cli.load import loader
@@ -77,19 +93,8 @@ class RunningOptions(ModelOptions):
         draft = None
         if choices.ngram or choices.draft_model is not None:
             draft = DraftOptions(choices.draft_model, choices.draft_tokens)
-        held_bytes = options.held_bytes(self.held_memory)
         runtime_options = RuntimeOptions(
-            load=replace(
-                self.load_options(),
-                device=self.device,
-                threads=self.threads,
-                exact=self.exact,
-                held_bytes=held_bytes,
-                split=self.split,
-                cpu_layers=self.cpu_layers,
-                tensor_parallel=parse_ranks(self.tensor_parallel),
-                batch_invariant=self.batch_invariant,
-            ),
+            load=replace(self.loading(), job=job),
             ctx_size=self.ctx_size,
             cache_tokens=cache_tokens,
             max_batch=max_batch,

@@ -37,6 +37,52 @@ def read_settings() -> Settings:
     return Settings(isa=isa, threads=threads)
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """This process among those that torchrun has started, by torchrun's variables.
+
+    rank         `RANK`, from 0 to `world_size` - 1 (`WORLD_SIZE`)
+    local_rank   `LOCAL_RANK`, from 0 to `local_size` - 1 (`LOCAL_WORLD_SIZE`): the processes of
+                 one host
+    address      `MASTER_ADDR` and `MASTER_PORT`: the store of torchrun, where the processes meet
+    run          `TORCHELASTIC_RUN_ID` and the number of the attempt
+    trusts_network  the processes may listen where other machines reach them; chosen by the user
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    address: tuple[str, int]
+    run: str
+    trusts_network: bool = False
+
+
+def launched() -> Launched | None:
+    """This process among those of torchrun; None if it was not started by torchrun.
+
+    RequestError if the variables contradict each other.
+    """
+    if os.environ.get("TORCHELASTIC_RUN_ID") is None:
+        return None
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    texts = [os.environ.get(name, "") for name in names]
+    numbers = [int(text) if text.isascii() and text.isdecimal() else -1 for text in texts]
+    rank, world_size, local_rank, local_size, port = numbers
+    are_ranks = 0 <= rank < world_size and 0 <= local_rank < local_size <= world_size
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and 0 < port < 1 << 16
+    if not are_ranks or not has_store or world_size % local_size or rank % local_size != local_rank:
+        raise RequestError(
+            "the processes cannot form a group",
+            expected="torchrun's variables, with the same number of processes on every host",
+            got=", ".join(f"{name}={text}" for name, text in zip(names, texts, strict=True)),
+        )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    run = f"{os.environ['TORCHELASTIC_RUN_ID']}/{attempt}"
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1"), port
+    return Launched(rank, world_size, local_rank, local_size, address, run)
+
+
 def server_key() -> str | None:
     """`EXL_API_KEY`: API key that clients of the server must send, unless an option sets one."""
     return os.environ.get("EXL_API_KEY") or None

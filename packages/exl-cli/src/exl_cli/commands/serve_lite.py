@@ -12,6 +12,7 @@ import typer
 
 from exl_cli import options
 from exl_cli.engine_options import DEFAULT_CACHE_TOKENS
+from exl_cli.hosts import check_options, end_with_job, join_job
 from exl_cli.interrupt import exits_at_once
 from exl_cli.option_groups import RunningOptions, spread
 from exl_core.errors import RequestError, printable
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
     from exl_cli.server.limits import Limits
     from exl_cli.server.models import Embedder, ModelHost, Prompting
     from exl_core.session.runtime import Runtime
+    from exl_core.settings import Launched
 
 EXAMPLES = (
     ("exl serve-lite", "the default model on http://127.0.0.1:8080"),
     ("exl serve-lite model.gguf --port 9000 --ngram", "a model file, with n-gram drafts"),
     ("exl serve-lite --models-dir models", "any model of a folder, one loaded at a time"),
     ("EXL_API_KEY=secret exl serve-lite --host 0.0.0.0", "reachable by other machines, with a key"),
+    ("torchrun --nproc-per-node 2 -m exl_cli serve-lite model.gguf", "divided among processes"),
 )
 KEY_FILE_LIMIT_BYTES = 2**20
 _SERVER = "Server"
@@ -213,6 +216,15 @@ EmbeddingPooling = Annotated[
         rich_help_panel=_SERVER,
     ),
 ]
+TrustNetwork = Annotated[
+    bool,
+    typer.Option(
+        "--trust-network",
+        help="With torchrun on several hosts: let its processes connect over the network, without "
+        "encryption. Whoever reaches their ports can take part, so use a private network.",
+        rich_help_panel=_SERVER,
+    ),
+]
 MaxBatch = Annotated[
     int,
     typer.Option(
@@ -302,6 +314,15 @@ class ServerOptions:
     format: options.Format = None
     embedding_model: EmbeddingModel = None
     embedding_pooling: EmbeddingPooling = "auto"
+    trust_network: TrustNetwork = False
+
+    def of_several_models(self) -> dict[str, str | None]:
+        """Options that load other models than one at the start."""
+        return {
+            "--models-dir": self.models_dir,
+            "--admin-key": self.admin_key,
+            "--embedding-model": self.embedding_model,
+        }
 
     def prompting(self) -> Prompting:
         """Sampler defaults and prompt format. Raises RequestError for invalid ones."""
@@ -363,26 +384,28 @@ def serve_lite(
     stops it at once. The log has one line per request. Request fields that the server does not know
     are ignored, and named in the response header x-exl-ignored and in the log. There is no TLS: on
     an untrusted network, use a reverse proxy.
+
+    'torchrun --nnodes 2 --nproc-per-node 2 ... -m exl_cli serve-lite MODEL' divides the layers of
+    a model among hosts, and every matrix among the processes of a host. The first process serves.
     """
-    choices = running.choices()
     model = options.pick_model(server.model, server.model_option)
-    if server.models_dir is not None and (choices.loras or choices.draft_model):
-        raise RequestError(
-            "an adapter or a draft model belongs to one model",
-            expected="--models-dir without --lora and --draft-model",
-        )
+    job = join_job(running, model, trusts_network=server.trust_network)
+    choices = running.choices()
+    check_options(job, {"--lora": choices.loras, **server.of_several_models()})
+    _check_models_dir(server, choices)
     keys = _checked_keys(server)
     with exits_at_once():
         from exl_cli.server.models import ModelHost, models_in
         from exl_cli.server.run import listen, make_server, url_of
 
-    opener = _opener(running, choices, limits, server.chat_template)
+    opener = _opener(running, choices, limits, server.chat_template, job)
     prompting = server.prompting()
     others = {} if server.models_dir is None else models_in(Path(server.models_dir))
     spec, name = _initial_model(model, server.served_model_name, others)
     # Bind the port first: an address in use is then reported before the model is loaded.
     with closing(listen(server.host, server.port)) as listening:
         runtime = opener(spec, is_quiet=quiet)
+        end_with_job(job, runtime)
         if others:
             name = name or runtime.name
             others.setdefault(name, runtime.loaded.path)
@@ -408,8 +431,20 @@ def serve_lite(
         make_server(app, known, announce).run(sockets=[listening])
 
 
+def _check_models_dir(server: ServerOptions, choices: EngineChoices) -> None:
+    if server.models_dir is not None and (choices.loras or choices.draft_model):
+        raise RequestError(
+            "an adapter or a draft model belongs to one model",
+            expected="--models-dir without --lora and --draft-model",
+        )
+
+
 def _opener(
-    running: RunningOptions, choices: EngineChoices, limits: LimitOptions, template: str | None
+    running: RunningOptions,
+    choices: EngineChoices,
+    limits: LimitOptions,
+    template: str | None,
+    job: Launched | None,
 ) -> Callable[..., Runtime]:
     """Function that loads a model for the server. `template`: file with its chat template."""
     source = None if template is None else read_text_file(Path(template), CONFIG_LIMIT_BYTES)
@@ -421,6 +456,7 @@ def _opener(
             is_quiet=is_quiet,
             max_batch=limits.max_batch,
             cache_tokens=limits.cache_tokens or DEFAULT_CACHE_TOKENS,
+            job=job,
         )
         if source is not None:
             _set_template(runtime, source, str(template))

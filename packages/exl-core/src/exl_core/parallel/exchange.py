@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
+from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, Store
 
 from exl_core.errors import RankError
 from exl_core.parallel.plan import Rank
 
+LOOPBACK = "127.0.0.1"
 EXCHANGE_TIMEOUT_S = 60
 """Longest wait for the other ranks in one exchange. A rank that does not answer at all is noticed
 earlier, by its missing heartbeat."""
@@ -40,36 +41,67 @@ class Exchange(Protocol):
         ...
 
 
-class GlooExchange:
-    """Exchange over sockets of the loopback interface, with torch's gloo backend.
+class NoExchange:
+    """Exchange of a rank that has whole matrices."""
 
-    The process group is an object of its own: the process's default group is left to others.
+    rank = Rank(0, 1)
+
+    def sum(self, part: Tensor) -> Tensor:
+        return part
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:  # noqa: ARG002
+        return [part]
+
+
+def gloo_group(store: Store, rank: Rank, address: str) -> dist.ProcessGroup:
+    """A process group that listens at `address`, an IP address of this machine. RankError if the
+    ranks do not meet in `store`.
+
+    The group is an object of its own: the process's default group is left to others.
     """
+    # torch's own tests name the interface this way; its type stubs do not know it.
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=EXCHANGE_TIMEOUT_S)
+    try:
+        backend = ProcessGroupGloo(store, rank.index, rank.count, options)
+    except RuntimeError as error:
+        raise failed_exchange(rank.index, error) from error
+    group = dist.ProcessGroup(store, rank.index, rank.count)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
 
-    def __init__(self, folder: Path, rank: Rank) -> None:
-        """Meets the other ranks in `folder`, which all of them name. Blocks until all are there."""
+
+def wait_for(work: dist.Work | None, rank: int) -> None:
+    """Waits for a transfer. RankError if it fails."""
+    assert work is not None, "the operation is asynchronous"
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise failed_exchange(rank, error) from error
+
+
+class GlooExchange:
+    """Exchange over sockets, with torch's gloo backend."""
+
+    def __init__(self, store: Store, rank: Rank, address: str = LOOPBACK) -> None:
+        """Meets the other ranks in `store`. Blocks until all are there."""
         self.rank = rank
-        store = FileStore(str(folder / "store"), rank.count)
-        # torch's own tests name the interface this way; its type stubs do not know it.
-        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=EXCHANGE_TIMEOUT_S)
-        try:
-            backend = ProcessGroupGloo(store, rank.index, rank.count, options)
-        except RuntimeError as error:
-            raise _failed(rank, error) from error
-        self._group = dist.ProcessGroup(store, rank.index, rank.count)
-        kind = dist.ProcessGroup.BackendType.GLOO
-        self._group._register_backend(torch.device("cpu"), kind, backend)
-        # The first exchange ends once all pairs of ranks are connected. No rank reads `folder`
+        self._group = gloo_group(store, rank, address)
+        # The first exchange ends once all pairs of ranks are connected. No rank reads `store`
         # afterwards.
         self.sum(torch.zeros(1))
+
+    @classmethod
+    def in_folder(cls, folder: Path, rank: Rank) -> Self:
+        """Exchange over the loopback interface, of ranks that all name the same folder."""
+        return cls(FileStore(str(folder / "store"), rank.count), rank)
 
     def sum(self, part: Tensor) -> Tensor:
         if not part.numel():
             return part
         parts = [torch.empty_like(part) for _ in range(self.rank.count)]
-        self._wait(self._group.allgather([parts], [part.contiguous()]))
+        wait_for(self._group.allgather([parts], [part.contiguous()]), self.rank.index)
         total = parts[0]
         for other in parts[1:]:
             total += other
@@ -84,17 +116,12 @@ class GlooExchange:
         parts = [torch.empty_like(padded) for _ in widths] if is_first else []
         options = dist.GatherOptions()
         options.rootRank = 0
-        self._wait(self._group.gather([parts] if is_first else [], [padded], options))
+        work = self._group.gather([parts] if is_first else [], [padded], options)
+        wait_for(work, self.rank.index)
         if not is_first:
             return [part]
         return [found[:, :width] for found, width in zip(parts, widths, strict=True)]
 
-    def _wait(self, work: dist.Work) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise _failed(self.rank, error) from error
 
-
-def _failed(rank: Rank, error: RuntimeError) -> RankError:
-    return RankError(f"rank {rank.index}: the exchange with the other ranks failed", got=error)
+def failed_exchange(rank: int, error: RuntimeError) -> RankError:
+    return RankError(f"rank {rank}: the exchange with the other ranks failed", got=error)

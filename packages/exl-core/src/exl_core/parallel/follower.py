@@ -10,7 +10,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from threading import Lock, Thread
 from time import sleep
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,11 +28,17 @@ LOST_LEADER = 1
 """Exit status of a follower whose rank 0 has ended."""
 
 
-class Reports:
-    """Reports to rank 0 (`Followers`). If rank 0 has ended, the process ends at the next one."""
+FAREWELL = b"E"
+"""Rank 0's last word to a follower that another program has started."""
 
-    def __init__(self, connection: Connection) -> None:
+
+class Reports:
+    """Reports to rank 0 (`Group`). If rank 0 has ended, the process ends at the next one, after
+    `on_loss` if rank 0 has not said so before."""
+
+    def __init__(self, connection: Connection, on_loss: Callable[[], None] | None = None) -> None:
         self._connection = connection
+        self._on_loss = on_loss
         self._lock = Lock()
         Thread(target=self._beat, name="exl-beat", daemon=True).start()
 
@@ -52,7 +58,18 @@ class Reports:
             with self._lock:
                 self._connection.send_bytes(report)
         except OSError:
-            os._exit(LOST_LEADER)  # exchanges of other threads would keep the process alive
+            self.lost()
+
+    def lost(self) -> NoReturn:
+        """Ends the process, as exchanges of other threads would keep it alive."""
+        if self._on_loss is not None and not self._has_farewell():
+            self._on_loss()
+        os._exit(LOST_LEADER)
+
+    def _has_farewell(self) -> bool:
+        with suppress(OSError, EOFError):
+            return self._connection.poll(0) and self._connection.recv_bytes(8) == FAREWELL
+        return False
 
 
 class Follower:

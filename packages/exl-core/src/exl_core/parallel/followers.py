@@ -1,10 +1,11 @@
 """The processes of the other ranks, as rank 0 sees them: start, messages, failures, end.
 
-Each follower has two socket pairs, which it inherits: one for messages from rank 0, and one on
-which it reports that it lives, that it has loaded, or why it ends. Nothing listens on a port for
-them. A thread watches the reports. A follower that ends, reports an error or falls silent ends the
-group: all followers are killed, which also ends every exchange that rank 0 waits in, and `failure`
-says which rank it was and why. Groups are never repaired.
+Each follower has two sockets: one for messages from rank 0, and one on which it reports that it
+lives, that it has loaded, or why it ends. Processes that rank 0 starts inherit socket pairs, and
+nothing listens on a port for them. Those of several hosts have connected (`rendezvous.py`). A
+thread watches the reports. A follower that ends, reports an error or falls silent ends the group:
+all followers are killed, which also ends every exchange that rank 0 waits in, and `failure` says
+which rank it was and why. Groups are never repaired.
 
 If rank 0 ends in any way, its ends of the sockets close, and the followers end themselves.
 """
@@ -13,19 +14,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Event, Lock, Thread
 
 from exl_core.errors import RankError
 from exl_core.parallel.exchange import Exchange, GlooExchange
+from exl_core.parallel.follower import FAREWELL
 from exl_core.parallel.plan import Rank
 from exl_core.parallel.wire import Header, Message, Operation
 
@@ -39,13 +42,44 @@ REPORT_LIMIT_BYTES = 1 << 16
 BEAT, LOADED, FAILED = b"B", b"L", b"F"
 
 
-class _Follower:
-    """One process, rank 0's ends of its sockets, and what it has reported."""
+class Follower:
+    """Rank 0's ends of a follower's sockets, and what it has reported. `place`: where its process
+    runs, for messages, if another program has started it."""
 
-    def __init__(self, rank: int, module: str, settings: Mapping[str, object]) -> None:
+    def __init__(
+        self, rank: int, messages: Connection, reports: Connection, place: str = ""
+    ) -> None:
         self.rank = rank
+        self.messages = messages
+        self.reports = reports
+        self.place = place
         self.digest: str | None = None
         self.heard_s = time.monotonic()
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.digest is not None
+
+    def end_of_process(self) -> str:
+        """How the process ended, for a message. It is killed if it has not."""
+        return "has ended" if not self.place else f"has ended ({self.place})"
+
+    def leave(self, until_s: float) -> None:
+        """Waits for the process, which has been told to leave, and kills it after that time."""
+
+    def kill(self) -> None:
+        """Ends the process: it ends itself when its sockets do."""
+        with contextlib.suppress(OSError):
+            self.reports.send_bytes(FAREWELL)
+        for end in (self.messages, self.reports):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(end.fileno())) as one:
+                one.shutdown(socket.SHUT_RDWR)
+
+
+class _OwnProcess(Follower):
+    """A follower in a process that rank 0 has started."""
+
+    def __init__(self, rank: int, module: str, settings: Mapping[str, object]) -> None:
         ends = [socket.socketpair() for _ in range(2)]
         inherited = [theirs.detach() for _, theirs in ends]
         try:
@@ -59,15 +93,11 @@ class _Follower:
         finally:
             for fd in inherited:
                 socket.socket(fileno=fd).close()
-        self.messages, self.reports = (Connection(ours.detach()) for ours, _ in ends)
+        messages, reports = (Connection(ours.detach()) for ours, _ in ends)
+        super().__init__(rank, messages, reports)
         self.messages.send_bytes(json.dumps(dict(settings)).encode())
 
-    @property
-    def is_loaded(self) -> bool:
-        return self.digest is not None
-
     def end_of_process(self) -> str:
-        """How the process ended, for a message. It is killed if it has not."""
         try:
             code = self.process.wait(0.5)
         except subprocess.TimeoutExpired:
@@ -77,43 +107,36 @@ class _Follower:
             return f"was killed by {signal.Signals(-code).name}"
         return f"ended with exit status {code}"
 
+    def leave(self, until_s: float) -> None:
+        try:
+            self.process.wait(max(0.0, until_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.kill()
+
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait()
 
 
-class Followers:
-    """All ranks but rank 0. `close` ends them; `failure` is set if they end before."""
+class Group:
+    """All ranks but rank 0. `close` ends them; `failure` is set if they end before.
 
-    def __init__(
-        self, num_ranks: int, module: str, settings_of: Callable[[int], Mapping[str, object]]
-    ) -> None:
-        """Starts `python -m module` for every rank from 1 on, with `settings_of(rank)`, which must
-        be JSON, as its first message."""
-        self.num_ranks = num_ranks
+    `connect` joins the other ranks' exchanges once all have loaded.
+    """
+
+    def __init__(self, followers: Sequence[Follower], connect: Callable[[], Exchange]) -> None:
+        self.num_ranks = len(followers) + 1
         self.failure: RankError | None = None
+        self._connect = connect
         self._failed = Event()
         self._loaded = Event()
         self._is_closing = False
         self._sequence = 0
         self._lock = Lock()
-        self._folder = tempfile.TemporaryDirectory(prefix="exl-ranks-")
-        self._all: list[_Follower] = []
-        try:
-            for rank in range(1, num_ranks):
-                settings = {"folder": self._folder.name, **settings_of(rank)}
-                self._all.append(_Follower(rank, module, settings))
-        except BaseException:
-            self.close()
-            raise
+        self._all = followers
         self._watcher = Thread(target=self._watch, name="exl-ranks", daemon=True)
         self._watcher.start()
-
-    @property
-    def process_ids(self) -> tuple[int, ...]:
-        """Process ids of the ranks from 1 on."""
-        return tuple(one.process.pid for one in self._all)
 
     def meet(self, digest: str) -> Exchange:
         """Waits until all followers have loaded, and connects the ranks for their exchanges.
@@ -129,11 +152,9 @@ class Followers:
         self.check()
         self.send(Message(Header(Operation.JOIN), b""))
         try:
-            exchange = GlooExchange(Path(self._folder.name), Rank(0, self.num_ranks))
+            return self._connect()
         except RankError as error:
             raise self.cause(error) from error
-        self._folder.cleanup()
-        return exchange
 
     def send(self, message: Message) -> None:
         """Sends a message to every follower. RankError if the group has ended."""
@@ -177,15 +198,16 @@ class Followers:
         for one in self._all:
             with contextlib.suppress(OSError):
                 one.messages.send_bytes(data)
-        until = time.monotonic() + END_S
+        until_s = time.monotonic() + END_S
         for one in self._all:
-            try:
-                one.process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                one.kill()
+            one.leave(until_s)
         self._failed.set()
         self._loaded.set()
-        self._folder.cleanup()
+
+    def wait_for_end(self) -> RankError | None:
+        """Waits until the group ends. The failure, or None if it was closed."""
+        self._failed.wait()
+        return self.failure
 
     def _fail(self, rank: int, what: str, exit_code: int | None = None) -> None:
         """Ends the group with this cause; the first one counts."""
@@ -215,11 +237,12 @@ class Followers:
             for one in self._all:
                 limit = SILENCE_S if one.is_loaded else LOADING_SILENCE_S
                 if now - one.heard_s > limit:
-                    self._fail(one.rank, f"has not answered for {limit:g} s")
+                    place = f" ({one.place})" if one.place else ""
+                    self._fail(one.rank, f"has not answered for {limit:g} s{place}")
         for one in self._all:
             one.reports.close()
 
-    def _hear(self, follower: _Follower) -> None:
+    def _hear(self, follower: Follower) -> None:
         try:
             report = follower.reports.recv_bytes(REPORT_LIMIT_BYTES)
         except (EOFError, OSError):
@@ -235,3 +258,39 @@ class Followers:
         elif kind == FAILED:
             code, _, line = text.partition(" ")
             self._fail(follower.rank, f"failed: {line}", int(code))
+
+
+class Followers(Group):
+    """Processes that rank 0 starts on its own machine."""
+
+    def __init__(
+        self, num_ranks: int, module: str, settings_of: Callable[[int], Mapping[str, object]]
+    ) -> None:
+        """Starts `python -m module` for every rank from 1 on, with `settings_of(rank)`, which must
+        be JSON, as its first message."""
+        self._folder = tempfile.TemporaryDirectory(prefix="exl-ranks-")
+        self._processes: list[_OwnProcess] = []
+        try:
+            for rank in range(1, num_ranks):
+                settings = {"folder": self._folder.name, **settings_of(rank)}
+                self._processes.append(_OwnProcess(rank, module, settings))
+        except BaseException:
+            for one in self._processes:
+                one.kill()
+            self._folder.cleanup()
+            raise
+        super().__init__(self._processes, self._joined)
+
+    @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Process ids of the ranks from 1 on."""
+        return tuple(one.process.pid for one in self._processes)
+
+    def close(self) -> None:
+        super().close()
+        self._folder.cleanup()
+
+    def _joined(self) -> Exchange:
+        exchange = GlooExchange.in_folder(Path(self._folder.name), Rank(0, self.num_ranks))
+        self._folder.cleanup()
+        return exchange

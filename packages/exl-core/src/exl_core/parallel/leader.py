@@ -27,8 +27,8 @@ from exl_core.model.observe import Observer, StateRecorder
 from exl_core.model.weights import ModelWeights
 from exl_core.ops.table import OpTable
 from exl_core.parallel.exchange import Exchange
-from exl_core.parallel.followers import Followers
-from exl_core.parallel.model import RankTransformer
+from exl_core.parallel.followers import Group
+from exl_core.parallel.hosts import Hops, HostTransformer
 from exl_core.parallel.shares import Shares
 from exl_core.parallel.wire import (
     Header,
@@ -41,7 +41,7 @@ from exl_core.parallel.wire import (
 )
 
 
-class LeadingTransformer(RankTransformer):
+class LeadingTransformer(HostTransformer):
     """The model of rank 0. `followers` are ended by `unload`, and when the model goes."""
 
     def __init__(
@@ -53,9 +53,12 @@ class LeadingTransformer(RankTransformer):
         *,
         shares: Shares,
         sample_ids: tuple[int, ...] = (),
-        followers: Followers,
+        followers: Group,
+        hops: Hops | None = None,
     ) -> None:
-        super().__init__(config, weights, ops, exchange, shares=shares, sample_ids=sample_ids)
+        super().__init__(
+            config, weights, ops, exchange, shares=shares, sample_ids=sample_ids, hops=hops
+        )
         self.followers = followers
         self._lock = threading.RLock()
         self._mirrors: weakref.WeakKeyDictionary[KVStore, _Mirror] = weakref.WeakKeyDictionary()
@@ -79,6 +82,7 @@ class LeadingTransformer(RankTransformer):
                 "an observer may change states, which the other ranks would not see",
                 expected="a StateRecorder, or a model without --tensor-parallel",
             )
+        self.check_pass(batch, observe)
         with self._lock:
             number = self.number_of(store)
             with self._telling(pass_message(number, batch, self._adapter_number)):

@@ -103,13 +103,15 @@ class RankTransformer(Transformer):
         sample_ids: tuple[int, ...] = (),
     ) -> None:
         """`config`: the numbers of the whole model; `weights`: the rank's part of them, as
-        `shares` says."""
+        `shares` says. A single rank computes what an undivided model does, to the bit."""
         rank = exchange.rank
-        divided = _divided(config, weights, rank)
+        self._is_divided = rank.count > 1
+        divided = _divided(config, weights, rank) if self._is_divided else weights
         super().__init__(share_config(config, rank), divided, ops, sample_ids)
         self._exchange = exchange
         self._shares = shares
-        self._steps = with_ops(self._steps, self._summing)
+        if self._is_divided:
+            self._steps = with_ops(self._steps, self._summing)
         ranks = (Rank(index, rank.count) for index in range(rank.count))
         self._tokens = [share(config.vocab_size, one) for one in ranks]
 
@@ -124,12 +126,16 @@ class RankTransformer(Transformer):
     def own_low_rank(
         self, target: LoraTarget, down: Tensor, up: Tensor
     ) -> tuple[Tensor, Tensor, int]:
+        if not self._is_divided:
+            return super().own_low_rank(target, down, up)
         return self._shares.low_rank(target, down, up)
 
     def _summing(self, ops: LayerOps, _: int, __: BlockWeights) -> LayerOps:
         return SummingOps(ops, self._exchange)
 
     def _token_vectors(self, token_ids: Tensor) -> Tensor:
+        if not self._is_divided:
+            return super()._token_vectors(token_ids)
         check_range("embedding", "token_ids", token_ids, self.config.vocab_size)
         own = self._tokens[self._exchange.rank.index]
         is_own = (token_ids >= own.start) & (token_ids < own.stop)
@@ -139,6 +145,8 @@ class RankTransformer(Transformer):
         return self._exchange.sum(part)
 
     def _read_head(self, x: Tensor, norm: Norm | None, out: Tensor | None) -> Tensor:
+        if not self._is_divided:
+            return super()._read_head(x, norm, out)
         part = read_linear(self.ops, x, norm, self._weights.head)
         parts = self._exchange.gather(part, [len(tokens) for tokens in self._tokens])
         if len(parts) == 1 or out is None:

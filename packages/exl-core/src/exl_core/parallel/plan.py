@@ -31,6 +31,37 @@ class Rank:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The ranks of several hosts. Each host has consecutive layers, whose matrices are divided
+    among the ranks of the host. Rank h * `local` + r is rank r of host h."""
+
+    hosts: int
+    local: int
+
+    @property
+    def count(self) -> int:
+        return self.hosts * self.local
+
+    def host_of(self, rank: int) -> int:
+        return rank // self.local
+
+    def rank_in_host(self, rank: int) -> Rank:
+        return Rank(rank % self.local, self.local)
+
+    def layers(self, config: ModelConfig, rank: int) -> range:
+        """Layers of the rank's host. RequestError if there are fewer layers than hosts."""
+        if config.num_layers < self.hosts:
+            raise RequestError(
+                "the model has too few layers for so many hosts",
+                expected=f"at most {config.num_layers} hosts",
+                got=self.hosts,
+            )
+        host = self.host_of(rank)
+        first, last = (config.num_layers * one // self.hosts for one in (host, host + 1))
+        return range(first, last)
+
+
 def parse_ranks(text: str) -> RankCount:
     """`auto` or a number of ranks. RequestError for anything else."""
     if text == AUTO:

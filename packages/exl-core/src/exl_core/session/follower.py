@@ -1,33 +1,47 @@
-"""Process of one rank of tensor parallelism, started by `session/ranks.py`.
+"""Process of one rank, started by `session/ranks.py` or by torchrun.
 
 Loads the rank's part of the model, and then runs the passes that rank 0 describes until it ends.
-Reads everything from two inherited sockets, whose numbers are its arguments, and prints nothing.
+Started by rank 0 it reads everything from two inherited sockets, whose numbers are its arguments.
+It prints nothing.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NoReturn
 
 from exl_core.errors import ExlError
-from exl_core.parallel.follower import LOST_LEADER, Follower, Reports, receive
+from exl_core.parallel.follower import Follower, Reports, receive
 
 if TYPE_CHECKING:
+    from types import FrameType
+
+    from exl_core.parallel.hosts import HostTransformer
     from exl_core.parallel.model import RankTransformer
+    from exl_core.session.load import LoadOptions
+    from exl_core.session.open import ModelFiles
+    from exl_core.settings import Launched
 
 
 def main(arguments: list[str]) -> None:
     messages, reports = Connection(int(arguments[0])), Reports(Connection(int(arguments[1])))
+    run(reports, lambda: _follow_on_host(messages, reports))
+
+
+def run(reports: Reports, follow: Callable[[], None]) -> NoReturn:
+    """Ends the process after `follow`, or reports why it cannot go on."""
     try:
-        _follow(messages, reports)
+        follow()
     except EOFError:
-        os._exit(LOST_LEADER)
+        reports.lost()
     except ExlError as error:
         reports.failed(str(error), error.exit_code)
         os._exit(error.exit_code)
@@ -37,17 +51,40 @@ def main(arguments: list[str]) -> None:
     os._exit(0)  # without waiting for threads of the exchange
 
 
-def _follow(messages: Connection, reports: Reports) -> None:
+def _follow_on_host(messages: Connection, reports: Reports) -> None:
+    """A follower that rank 0 has started: its first message are its settings."""
     settings = json.loads(messages.recv_bytes())
+    from exl_core.parallel.exchange import GlooExchange
+    from exl_core.parallel.plan import Rank
+    from exl_core.session.hosts import load_part
+    from exl_core.session.load import options_of
+    from exl_core.session.open import open_model
+    from exl_core.session.ranks import digest_of
+
+    options = options_of(settings["options"])
+    rank = Rank(settings["rank"], settings["options"]["tensor_parallel"])
+    files = open_model(settings["path"])
+    part = load_part(files, options, rank, options.threads or 1)  # rank 0 has chosen them
+
+    def join() -> RankTransformer:
+        return part.model(GlooExchange.in_folder(Path(settings["folder"]), rank))
+
+    follow(messages, reports, digest_of(files), join)
+
+
+def follow(
+    messages: Connection, reports: Reports, digest: str, join: Callable[[], RankTransformer]
+) -> None:
+    """Runs rank 0's messages until END. `digest` stands for the files that this rank has loaded;
+    `join` connects it with the others."""
     from exl_core.parallel.wire import Operation
 
-    part = _load(settings)
-    reports.loaded(part.digest)
+    reports.loaded(digest)
     if receive(messages, sequence=0).header.operation == Operation.END:
         return
     from exl_core.lora.adapter import load_adapter
 
-    follower = Follower(part.join(Path(settings["folder"])), load_adapter)
+    follower = Follower(join(), load_adapter)
     for sequence in count(1):
         message = receive(messages, sequence)
         if message.header.operation == Operation.END:
@@ -55,45 +92,52 @@ def _follow(messages: Connection, reports: Reports) -> None:
         follower.run(message)
 
 
-class _Part(NamedTuple):
-    """A loaded part of a model. `join` waits for the other ranks."""
+def follow_job(
+    job: Launched,
+    options_of: Callable[[], tuple[ModelFiles, LoadOptions]],
+    on_loss: Callable[[], None],
+) -> NoReturn:
+    """Serves rank 0 as another process of the job, until rank 0 ends. Never returns.
 
-    digest: str
-    join: Callable[[Path], RankTransformer]
+    `options_of` opens the model: an error is rank 0's to report. `on_loss` is called if rank 0 ends
+    without a word.
+    """
+    from exl_core.parallel.rendezvous import Meeting
+    from exl_core.session.hosts import check_job, job_digest, part_of
+
+    meeting = Meeting(job)
+    ends = meeting.follow()
+    reports = Reports(ends.reports, on_loss)
+    _handle_stop_signals(reports, has_leader=meeting.grid.host_of(job.rank) == 0)
+
+    def work() -> None:
+        files, options = options_of()
+        check_job(options, job)
+        part = part_of(meeting, files, options)
+
+        def join() -> HostTransformer:
+            exchange = meeting.connect()
+            return part.model(exchange, meeting.hops)
+
+        follow(ends.messages, reports, job_digest(files, options), join)
+
+    run(reports, work)
 
 
-def _load(settings: Mapping[str, Any]) -> _Part:
-    import torch
+def _handle_stop_signals(reports: Reports, *, has_leader: bool) -> None:
+    """On rank 0's host torchrun stops rank 0 too, which completes its replies and ends the group.
+    On other hosts rank 0 does not know, and is told."""
 
-    from exl_core.ops.open import get_table
-    from exl_core.parallel.exchange import GlooExchange
-    from exl_core.parallel.model import RankTransformer
-    from exl_core.parallel.plan import Rank
-    from exl_core.session.load import checkpoint_of, options_of, resolve_device, with_options
-    from exl_core.session.open import open_model
-    from exl_core.session.ranks import digest_of, sharded
-    from exl_core.session.weights import Loading
-    from exl_core.settings import read_settings
+    def leave(number: int) -> None:
+        reports.failed(f"stopped by {signal.Signals(number).name}", 1)
+        os._exit(1)
 
-    options = options_of(settings["options"])
-    rank = Rank(settings["rank"], settings["options"]["tensor_parallel"])
-    threads = options.threads or 1  # rank 0 has chosen it
-    torch.set_num_threads(threads)
-    files = open_model(settings["path"])
-    config = with_options(files.config, options)
-    device = resolve_device(options.device, is_exact=options.exact)
-    isa = options.isa or (read_settings().isa if device == "cpu" else None)
-    ops = get_table(device, isa=isa, threads=threads, batch_invariant=options.batch_invariant)
-    tensors, own = sharded(checkpoint_of(files, config, options), config, rank)
-    weights = Loading(own, tensors, files.path, threads, None).whole(ops, None)
+    def stop(number: int, _frame: FrameType | None) -> None:
+        # On a thread, as the interrupted code may be sending a report.
+        threading.Thread(target=leave, args=(number,), daemon=True).start()
 
-    def join(folder: Path) -> RankTransformer:
-        exchange = GlooExchange(folder, rank)
-        return RankTransformer(
-            config, weights, ops, exchange, shares=tensors.shares, sample_ids=files.sample_ids
-        )
-
-    return _Part(digest_of(files), join)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN if has_leader else stop)
 
 
 if __name__ == "__main__":

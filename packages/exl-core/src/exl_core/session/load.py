@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
@@ -13,6 +13,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from exl_core.arch.checks import check_config
 from exl_core.arch.experts import with_experts_per_token
+from exl_core.arch.modules import ModuleRow
 from exl_core.arch.spec import ModelConfig, RopeMethod
 from exl_core.cache.format import KVFormat
 from exl_core.cache.memory import free_memory_bytes
@@ -45,7 +46,7 @@ from exl_core.session.split import (
     plan_split,
 )
 from exl_core.session.weights import Loading
-from exl_core.settings import read_settings
+from exl_core.settings import Launched, read_settings
 from exl_core.tokenizer.base import Tokenizer
 
 DEFAULT_CTX_LIMIT = 8192
@@ -101,6 +102,8 @@ class LoadOptions:
     """Precision of that cache."""
     reserved_bytes: int = 0
     """Memory that a split leaves free on `device`, for a draft model."""
+    job: Launched | None = None
+    """The processes of torchrun that the model is divided among (`session/hosts.py`)."""
 
 
 class LoadFields(TypedDict, total=False):
@@ -125,6 +128,7 @@ class LoadFields(TypedDict, total=False):
     cache_tokens: int | None
     kv_format: KVFormat
     reserved_bytes: int
+    job: Launched | None
 
 
 def fields_of(options: LoadOptions, threads: int) -> dict[str, object]:
@@ -295,8 +299,14 @@ def _sizes(options: LoadOptions, config: ModelConfig, checkpoint: Checkpoint) ->
     return layer_sizes(checkpoint.bytes_by_part, config, options.kv_format, tokens)
 
 
-def checkpoint_of(files: ModelFiles, config: ModelConfig, options: LoadOptions) -> Checkpoint:
-    """The tensors of opened files, as `options` load them. Reads headers only.
+def checkpoint_of(
+    files: ModelFiles,
+    config: ModelConfig,
+    options: LoadOptions,
+    rows: Sequence[ModuleRow] | None = None,
+) -> Checkpoint:
+    """The tensors of opened files, as `options` load them; only `rows`, if they are given. Reads
+    headers only.
 
     RequestError for options that this model contradicts.
     """
@@ -316,6 +326,7 @@ def checkpoint_of(files: ModelFiles, config: ModelConfig, options: LoadOptions) 
         is_exact=options.exact,
         in_4bit=options.load_in_4bit,
         min_group_rows=max(map(min_group_rows, devices)),
+        rows=rows,
     )
     if options.load_in_4bit and not any(map(checkpoint.is_rounded, checkpoint.stored)):
         raise RequestError(

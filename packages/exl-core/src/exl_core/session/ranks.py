@@ -224,13 +224,13 @@ def sharded(
     return ShardedCheckpoint(checkpoint, config, rank), own
 
 
-def digest_of(files: ModelFiles) -> str:
+def digest_of(files: ModelFiles, *, has_times: bool = True) -> str:
     """Digest of a model's headers, and of the sizes and times of its files: equal on all ranks if
-    they read the same model."""
+    they read the same model. Copies of the files may differ in their times."""
     tensors, config = files.source.tensors, files.config
     parts = [f"{config.arch.name} {config.layers} {config.ropes} {config.vocab_size}"]
     parts += [f"{one.name} {one.shape} {one.storage}" for one in tensors.values()]
     for file in sorted({one.file for one in tensors.values()}):
         status = file.stat()
-        parts.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
+        parts.append(f"{file.name} {status.st_size} {status.st_mtime_ns if has_times else ''}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -1,0 +1,208 @@
+"""Loads a model on the processes of torchrun: layers divided among the hosts, and the matrices of a
+host's layers among its processes.
+
+Every process reads its own part of its own host's copy of the model. Rank 0 has the engine; the
+others run its messages (`session/follower.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from exl_core.arch.spec import ModelConfig
+from exl_core.errors import RequestError
+from exl_core.formats.containers.source import Progress
+from exl_core.formats.tensors import WeightTensors
+from exl_core.model.weights import ModelWeights
+from exl_core.ops.open import get_table
+from exl_core.ops.table import OpTable
+from exl_core.parallel.exchange import Exchange
+from exl_core.parallel.followers import Group
+from exl_core.parallel.hosts import Hops, HostTransformer, layer_part
+from exl_core.parallel.leader import LeadingTransformer
+from exl_core.parallel.plan import Rank
+from exl_core.parallel.rendezvous import Meeting
+from exl_core.parallel.shares import Shares
+from exl_core.session.load import (
+    LoadedModel,
+    LoadOptions,
+    changes_of,
+    checkpoint_of,
+    fields_of,
+    resolve_device,
+    with_options,
+)
+from exl_core.session.open import ModelFiles, open_model
+from exl_core.session.ranks import check_ranks, digest_of, sharded
+from exl_core.session.weights import Loading
+from exl_core.settings import Launched, read_settings
+
+_OWN_FIELDS = (
+    "device",
+    "isa",
+    "tensor_parallel",
+    "cache_tokens",
+    "kv_format",
+    "reserved_bytes",
+    "job",
+)
+"""Fields of `LoadOptions` that each process chooses, or that rank 0 alone knows."""
+_SAMPLES = 16
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's part of a model, or of a host's layers of it."""
+
+    config: ModelConfig
+    """The numbers of the whole host."""
+    weights: ModelWeights
+    ops: OpTable
+    shares: Shares
+    sample_ids: tuple[int, ...]
+
+    def model(self, exchange: Exchange, hops: Hops | None = None) -> HostTransformer:
+        return HostTransformer(
+            self.config,
+            self.weights,
+            self.ops,
+            exchange,
+            shares=self.shares,
+            sample_ids=self.sample_ids,
+            hops=hops,
+        )
+
+    def leading_model(
+        self, exchange: Exchange, followers: Group, hops: Hops | None
+    ) -> LeadingTransformer:
+        return LeadingTransformer(
+            self.config,
+            self.weights,
+            self.ops,
+            exchange,
+            shares=self.shares,
+            sample_ids=self.sample_ids,
+            followers=followers,
+            hops=hops,
+        )
+
+
+def load_part(
+    files: ModelFiles,
+    options: LoadOptions,
+    rank: Rank,
+    threads: int,
+    *,
+    layers: range | None = None,
+    progress: Progress | None = None,
+) -> Part:
+    """Reads a rank's part of a model; of these layers, if they are given."""
+    config, rows = with_options(files.config, options), None
+    if layers is not None:
+        config, rows = layer_part(config, layers)
+    device = resolve_device(options.device, is_exact=options.exact)
+    isa = options.isa or (read_settings().isa if device == "cpu" else None)
+    ops = get_table(device, isa=isa, threads=threads, batch_invariant=options.batch_invariant)
+    whole = checkpoint_of(files, config, options, rows)
+    tensors: WeightTensors = whole
+    own, shares = config, Shares(config, rank)
+    if rank.count > 1:
+        divided, own = sharded(whole, config, rank)
+        tensors, shares = divided, divided.shares
+    torch.set_num_threads(threads)
+    weights = Loading(own, tensors, files.path, threads, progress).whole(ops, None)
+    return Part(config, weights, ops, shares, files.sample_ids)
+
+
+def load_on_hosts(
+    model: str | Path | ModelFiles | None,
+    options: LoadOptions,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Loads a model on all processes of `options.job`, on rank 0 of them.
+
+    Raises what `load_model` does, and RankError if another process fails or does not come.
+    """
+    started = time.perf_counter()
+    job = options.job
+    assert job is not None, "the caller has checked it"
+    assert job.rank == 0, "the others call `follow_job`"
+    check_job(options, job)
+    files = model if isinstance(model, ModelFiles) else open_model(model)
+    config = with_options(files.config, options)
+    weights_bytes = checkpoint_of(files, config, options).packed_bytes
+    meeting = Meeting(job)
+    group = meeting.lead()
+
+    def report(done_bytes: int, total_bytes: int) -> None:
+        group.check()  # a rank that has failed ends the load
+        if progress is not None:
+            progress(done_bytes, total_bytes)
+
+    try:
+        part = part_of(meeting, files, options, report)
+        exchange = group.meet(job_digest(files, options))
+        transformer = part.leading_model(exchange, group, meeting.hops)
+    except BaseException:
+        group.close()
+        raise
+    transformer.weights_bytes = weights_bytes  # of all ranks
+    return LoadedModel(
+        name=files.name,
+        path=files.path,
+        config=config,
+        model=transformer,
+        tokenizer=files.tokenizer,
+        template=files.template,
+        weights_bytes=weights_bytes,
+        load_s=time.perf_counter() - started,
+        exact=options.exact,
+        changes=changes_of(options),
+    )
+
+
+def check_job(options: LoadOptions, job: Launched) -> None:
+    """RequestError for options that contradict the processes of a job."""
+    if options.tensor_parallel not in (1, job.local_size):
+        raise RequestError(
+            "torchrun decides about the processes of a host",
+            expected=f"--tensor-parallel {job.local_size}",
+            got=options.tensor_parallel,
+        )
+    device = resolve_device(options.device, is_exact=options.exact)
+    check_ranks(replace(options, tensor_parallel=job.world_size), device)
+
+
+def job_digest(files: ModelFiles, options: LoadOptions) -> str:
+    """Digest of a model's headers, of samples of its files and of the options that change results.
+    Copies of a model on several hosts have the same one."""
+    default = LoadOptions()
+    own = {name: getattr(default, name) for name in _OWN_FIELDS}
+    fields = fields_of(replace(options, **own), threads=0)
+    digest = hashlib.sha256(digest_of(files, has_times=False).encode())
+    digest.update(repr(sorted(fields.items())).encode())
+    for file in sorted({one.file for one in files.source.tensors.values()}):
+        with file.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            for index in range(_SAMPLES):
+                opened.seek(max(0, size - _SAMPLE_BYTES) * index // max(1, _SAMPLES - 1))
+                digest.update(opened.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def part_of(
+    meeting: Meeting, files: ModelFiles, options: LoadOptions, progress: Progress | None = None
+) -> Part:
+    """This process's part of the model."""
+    grid, rank = meeting.grid, meeting.job.rank
+    threads = max(1, (options.threads or read_settings().threads) // grid.local)
+    layers = None if grid.hosts == 1 else grid.layers(with_options(files.config, options), rank)
+    own = grid.rank_in_host(rank)
+    return load_part(files, options, own, threads, layers=layers, progress=progress)
