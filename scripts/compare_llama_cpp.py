@@ -4,7 +4,7 @@ Two comparisons of the same work (`exl bench` and `llama_cpp_speed.py` describe 
 
   EXL2 / Q4_0   an EXL2 model of 4 bits (`write_rtn_exl2.py`) in exl, and llama.cpp's fastest format
                 in llama.cpp; both are made from the model's GGUF file
-  GGUF          that GGUF file in both programs
+  GGUF          that GGUF file in both programs; the only comparison with --only-file
 
 Each measurement is a separate process. They alternate (llama.cpp, exl, llama.cpp, exl), so that a
 slowdown of the machine affects both. A process reports the median of its repetitions; the figure is
@@ -12,7 +12,8 @@ the median over the rounds. The floor is the time to read the bytes of one token
 that `exl bench` measured. Prints a table, and JSON as the last line.
 
 The machine must be idle. llama.cpp's threads wait for each other by spinning, so losing the core of
-one thread stops all of them. Needs llama-cpp-python: `llama_cpp_speed.py` says how to build it.
+one thread stops all of them. Needs llama-cpp-python, in this environment or in that of
+--peer-python: `llama_cpp_speed.py` says how to build it.
 """
 
 from __future__ import annotations
@@ -78,20 +79,27 @@ def main() -> int:
     parser.add_argument("--decode", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=3, help="repetitions within a round")
+    parser.add_argument("--only-file", action="store_true", help="leave the EXL2 model out")
+    parser.add_argument(
+        "--peer-python", default=sys.executable, help="interpreter that has llama-cpp-python"
+    )
     args = parser.parse_args()
     work = Work(args.prefill, args.decode, args.threads, args.repeat)
     load_average = os.getloadavg()[0]
     if load_average > BUSY:
         note(f"the machine is busy (load average {load_average:.2f}): the ratios will be off")
     try:
-        if importlib.util.find_spec("llama_cpp") is None:
+        peer = Peer(args.peer_python)
+        if peer.python == sys.executable and importlib.util.find_spec("llama_cpp") is None:
             raise RequestError("llama.cpp is not installed", next_step=INSTALL)
         path = resolve_model(args.model)
         if path.is_dir():
             raise RequestError("only a GGUF file can be given to both", got=path)
         with tempfile.TemporaryDirectory(prefix="exl-compare-") as folder:
-            cases = prepare(path, Path(folder), args.group_size, args.threads)
-            summary = {"load_average": load_average, **compare(cases, work, args.rounds)}
+            cases = [Case(path.stem, path, path, [], [])]
+            if not args.only_file:
+                cases.insert(0, prepare(peer, path, Path(folder), args.group_size, args.threads))
+            summary = {"load_average": load_average, **compare(peer, cases, work, args.rounds)}
     except ExlError as error:
         print(f"compare_llama_cpp: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -100,22 +108,21 @@ def main() -> int:
     return 0
 
 
-def prepare(path: Path, folder: Path, group_size: int, threads: int) -> list[Case]:
+def prepare(peer: Peer, path: Path, folder: Path, group_size: int, threads: int) -> Case:
     q4_0, own = folder / "q4_0.gguf", folder / "exl2"
     note("writing Q4_0 and EXL2")
-    run("llama_cpp_speed.py", "requantize", str(path), str(q4_0), "--threads", str(threads))
+    peer.run("requantize", str(path), str(q4_0), "--threads", str(threads))
     written = run("write_rtn_exl2.py", str(path), str(own), "--group-size", str(group_size))
     bits = last_json(written)["bits_per_weight"]
-    name = f"EXL2 {bits:.2f} bits / Q4_0"
-    return [Case(name, q4_0, own, [], []), Case(path.stem, path, path, [], [])]
+    return Case(f"EXL2 {bits:.2f} bits / Q4_0", q4_0, own, [], [])
 
 
-def compare(cases: list[Case], work: Work, rounds: int) -> dict[str, object]:
+def compare(peer: Peer, cases: list[Case], work: Work, rounds: int) -> dict[str, object]:
     for number in range(1, rounds + 1):
         for case in cases:
             note(f"round {number} of {rounds}, {case.name}: llama.cpp")
-            peer = run("llama_cpp_speed.py", "speed", str(case.peer_file), *work.options)
-            case.peer.append(last_json(peer))
+            theirs = peer.run("speed", str(case.peer_file), *work.options)
+            case.peer.append(last_json(theirs))
             note(f"round {number} of {rounds}, {case.name}: exl")
             own = run("-m", "exl_cli", "bench", str(case.own_model), *work.options, "--json")
             case.own.append(last_json(own))
@@ -161,13 +168,22 @@ def gguf_decode_bytes(path: Path) -> int:
     return total if is_tied else total - tensors["token_embd.weight"].size_bytes
 
 
-def run(*command: str) -> str:
-    """Runs a script of this folder, or a module (-m), with this interpreter; returns its stdout."""
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """llama.cpp in the environment of an interpreter."""
+
+    python: str
+
+    def run(self, *command: str) -> str:
+        """Runs llama_cpp_speed.py; returns its stdout."""
+        return run("llama_cpp_speed.py", *command, python=self.python)
+
+
+def run(*command: str, python: str = sys.executable) -> str:
+    """Runs a script of this folder, or a module (-m), with an interpreter; returns its stdout."""
     first, *rest = command
     program = [first] if first == "-m" else [str(SCRIPTS / first)]
-    done = subprocess.run(
-        [sys.executable, *program, *rest], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([python, *program, *rest], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["nothing on stderr"]
         raise ExlError(

@@ -31,13 +31,13 @@ def random_q4_0(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return raw.reshape(*shape[:-1], blocks * 18)
 
 
-def add_vocabulary(writer: GGUFWriter) -> None:
+def add_vocabulary(writer: GGUFWriter, size: int = VOCAB_SIZE) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
-    tokens = [*letters, "ab", *(f"<unused{i}>" for i in range(VOCAB_SIZE - 27))]
+    tokens = [*letters, "ab", *(f"<unused{i}>" for i in range(size - 27))]
     writer.add_token_list(tokens)
-    writer.add_token_types([NORMAL] * 27 + [UNUSED] * (VOCAB_SIZE - 27))
+    writer.add_token_types([NORMAL] * 27 + [UNUSED] * (size - 27))
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(27)
     writer.add_eos_token_id(28)

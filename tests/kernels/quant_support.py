@@ -219,7 +219,7 @@ def answer(table: OpTable, matrix: Matrix, x: Tensor, x_error: float = 0.0) -> A
         codes = codes * 16
     base = x64.abs() @ (codes + sizes).T + terms
     bound = (x.shape[1] + 16) * UNIT * base + x_error * terms + matrix.step_errors(x) @ sizes.T
-    is_e4m3 = matrix.layout.formula == "e4m3"  # as bfloat16 for any number of rows
+    is_e4m3 = matrix.layout.formula == "e4m3"  # as bfloat16 for more than 8 rows
     if table.name in TILE_SETS and (x.shape[0] > TILE_ROWS or is_e4m3):
         bound = bound + (2 * BF16 + BF16**2) * terms
     elif table.name in TILE_SETS and x.shape[0] > FEW_ROWS:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from kernel_support import attention_input, is_gpu, normal, packed, strided_rows
 from paged_support import attention, batch_of
-from quant_support import Shape, filled, make_matrix
+from quant_support import TILE_SETS, Shape, filled, make_matrix
 from torch import Tensor
 
 from exl_core.ops.attention import AttentionRows, Scoring
@@ -142,6 +142,17 @@ def test_rows_of_other_numbers_do_not_depend_on_their_batch(
     for _ in range(examples(10)):
         matrix = make_matrix(rng, random_shape(rng, bits, formula))
         check_linear(invariant_table, rng, filled(invariant_table, matrix))
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32], ids=str)
+def test_rows_of_fp8_in_several_chunks_do_not_depend_on_their_batch(
+    kernels: OpTable, rng: torch.Generator, scale_dtype: torch.dtype
+) -> None:
+    """Without the mode: few rows are converted in registers, more rows in memory."""
+    if kernels.name in TILE_SETS:
+        pytest.skip("AMX multiplies many rows in bfloat16 unless the mode is on")
+    shape = Shape(((8, 11, 128), (8, 2, 96)), 80, "e4m3", scale_dtype, has_bias=True)
+    check_linear(kernels, rng, filled(kernels, make_matrix(rng, shape)))
 
 
 def test_large_matrices_do_not_depend_on_the_batch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,7 +51,7 @@ def test_programs_alternate_and_medians_are_compared(
     calls: list[str] = []
     peer_rates, own_rates = iter([90, 100, 500] * 2), iter([150, 1, 200] * 2)
 
-    def run(*command: str) -> str:
+    def run(*command: str, python: str = sys.executable) -> str:
         calls.append(command[1])
         if command[0] == "write_rtn_exl2.py":
             return 'a line\n{"bits_per_weight": 4.1}\n'

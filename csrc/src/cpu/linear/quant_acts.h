@@ -57,9 +57,27 @@ static SpanAct quantize_span(const float* x, int64_t count, int low_bits, uint8_
     return {is_finite ? magnitude / largest_act : __builtin_nanf(""), sum};
 }
 
+// Bytes of one block of a row of x for products with w.
+static inline int64_t act_bytes(const QuantMatrix& w) {
+    return w.values == Values::e4m3 ? kBlockRows * static_cast<int64_t>(sizeof(float)) : kActBlock;
+}
+
+// Copies a row of x in stored order.
+static void copy_row(const QuantMatrix& w, const float* x, float* to) {
+    for (int64_t i = 0; i < w.blocks * kBlockRows; i += kBlockRows) {
+        if (w.order.empty()) {
+            for (int64_t j = 0; j < kBlockRows; j += kLanes) store(to + i + j, load(x + i + j));
+        } else {
+            gather_block(x, w.order.data() + i, to + i);
+        }
+    }
+}
+
+// Floats stay as they are, in stored order.
 static void quantize_row(
     const QuantMatrix& w, const float* x, int low_bits, uint8_t* act, float* scales, int32_t* sums
 ) {
+    if (w.values == Values::e4m3) return copy_row(w, x, reinterpret_cast<float*>(act));
     const int32_t* order = w.order.empty() ? nullptr : w.order.data();
     int64_t block = 0;
     int64_t span = 0;

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cpu/elementwise/activation.h"
-#include "cpu/linear/quant_scales.h"
+#include "cpu/linear/quant_e4m3.h"
 
 #if defined(__AMX_INT8__)
 #include "cpu/linear/quant_tiles_int8.h"
@@ -137,13 +137,14 @@ template <int R, int P>
 static void panel_product(
     const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row, float (*y)[kPanel]
 ) {
+    if (w.values == Values::e4m3) return e4m3_product<R, P>(w, panel, acts, row, y);
     for (int p = 0; p < P; ++p) start_rows(w, panel + p, R, y + p * R);
     for (const GroupRun& run : w.runs) {
         with_form(w, run.bits, [&]<int Bits>() {
             if constexpr (is_integer(Bits)) {
                 if (run.is_paired) return pairs_product<Bits, R, P>(w, run, panel, acts, row, y);
             }
-            run_product<Bits, R, P>(w, run, panel, acts, row, y);
+            if constexpr (Bits != kE4m3) run_product<Bits, R, P>(w, run, panel, acts, row, y);
         });
     }
 }
@@ -293,9 +294,10 @@ static void write_panels(
     int64_t first_column, Values&& values
 ) {
     const IntTileScope scope(low_bits);
-    // A block of a pair has two sums, which an AMX tile would add up.
+    // A block of a pair has two sums, which an AMX tile would add up. Floats have no integer tiles.
     const bool is_gated = args.epilogue == Epilogue::gated;
-    const bool has_tiles = !w.has_pairs() && !(is_gated && args.parts[1]->has_pairs());
+    const bool has_tiles = w.values != exl::Values::e4m3 && !w.has_pairs() &&
+                           !(is_gated && args.parts[1]->has_pairs());
     alignas(64) float y[kTileRowsOut][kPanel];
     for (int64_t panel = panels.first; panel < panels.last; panel += 2) {
         const int64_t side = smaller(2, panels.last - panel);

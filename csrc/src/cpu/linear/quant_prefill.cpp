@@ -2,8 +2,9 @@
 //
 // Contract   include/exl/ops/quant_linear.h.
 // Used for   more rows than kIntegerRows in quant_linear.cpp, unless results must not depend on the
-//            number of rows; and any number of rows with FP8. Sets with fast byte dot products but
-//            without AMX use integers otherwise, for any number of rows.
+//            number of rows; and more than kFloatRows rows with FP8 (any number with AMX, if
+//            results must not depend on it). Sets with fast byte dot products but without AMX use
+//            integers otherwise, for any number of rows.
 // Numbers    bf16 in AMX tiles (set amx, quant_tiles_amx.h), else fp32 (quant_tiles_fp32.h). Dot
 //            products of bf16 pairs (AVX-512 BF16) are not used: the measured Intel processors
 //            start one every two cycles, so that their peak is half of fp32's.

@@ -11,8 +11,7 @@ namespace exl::EXL_ISA {
 
 using Element = float;
 constexpr int kRowTile = kTileRows;
-// At most 640 rows of two panels, 80 KiB in L2. Chunks of 6, 9 and 12 blocks were no faster.
-constexpr int64_t kChunkBlocks = 20;
+constexpr int64_t kChunkBlocks = kFloatBlocks;
 
 // Stands in for the tile configuration of amx.h; fp32 products need none.
 struct TileScope {

@@ -3,7 +3,8 @@
 // Contract   include/exl/ops/recurrent.h.
 // Mapping    First, keys, queries and gates of all rows, a work item per row. Then a work item is
 //            one sequence, one value head and a block of the columns of its state, which are
-//            independent of each other and stay in the L1 cache over all rows.
+//            independent of each other and stay in the L1 cache over all rows. If no sequence has
+//            more than one row, blocks are wider, and the state is read twice and written once.
 // Accuracy   fp32. The pass over the state that adds a token also decays it for the next one and
 //            multiplies it with that token's key. The operations on each number are the same
 //            whether the next token is in this call or in the next one.
@@ -13,7 +14,11 @@
 namespace exl::EXL_ISA {
 
 constexpr float kL2Eps = 1e-6f;
-constexpr int kVecs = 2;  // of a block of columns: 128 rows of 32 floats are 16 KiB
+// Vectors of a block of columns: 128 rows of 32 floats are 16 KiB.
+constexpr int kVecs = 2;
+// The same where each sequence has one row, and the state comes from memory: whole rows of 128
+// columns with AVX-512.
+constexpr int kOneVecs = kLanes == 16 ? 8 : 4;
 
 // Copies a head, multiplied by `factor` and divided by the root of its sum of squares.
 static inline void normalize(const float* x, int64_t d, float factor, float* y) {
@@ -46,26 +51,30 @@ static inline void prepare_row(const DeltaRuleArgs& args, int64_t row, float* sc
     }
 }
 
-// Columns of one head's state. Vector u of them has count(u) lanes.
+// Columns of one head's state.
 struct Columns {
     float* state;    // first row; rows are value_dim apart
     int64_t stride;  // value_dim
     int64_t rows;    // key_dim
-    int counts[kVecs];
+    int64_t count;
+
+    int lanes(int u) const {  // of vector u, 0 or less past the last column
+        return static_cast<int>(smaller(kLanes, count - u * kLanes));
+    }
 };
 
 template <bool kFull>
 static inline Vec load_column(const Columns& of, const float* p, int u) {
     if constexpr (kFull) return load(p + u * kLanes);
-    return of.counts[u] > 0 ? load_some(p + u * kLanes, of.counts[u]) : set1(0.0f);
+    return of.lanes(u) > 0 ? load_some(p + u * kLanes, of.lanes(u)) : set1(0.0f);
 }
 
 template <bool kFull>
 static inline void store_column(const Columns& of, float* p, int u, Vec v) {
     if constexpr (kFull) {
         store(p + u * kLanes, v);
-    } else if (of.counts[u] > 0) {
-        store_some(p + u * kLanes, v, of.counts[u]);
+    } else if (of.lanes(u) > 0) {
+        store_some(p + u * kLanes, v, of.lanes(u));
     }
 }
 
@@ -113,36 +122,99 @@ static inline void add_token(
     }
 }
 
-template <bool kFull>
-static inline void run_columns(
-    const DeltaRuleArgs& args, const Columns& of, int64_t seq, int64_t head, int64_t column
-) {
-    const int64_t size = args.key_heads * args.key_dim;
-    const int64_t width = 2 * size + 2 * args.value_heads;
-    const int64_t shared = args.value_heads / args.key_heads;
-    const int64_t key_head = args.is_tiled ? head % args.key_heads : head / shared;
-    const int64_t first = args.rows.row_starts[seq];
-    const int64_t last = args.rows.row_starts[seq + 1];
-    const auto row_of = [&](int64_t row) { return args.scratch + row * width; };
-    const auto key_of = [&](int64_t row) { return row_of(row) + size + key_head * args.key_dim; };
-    const auto decay_of = [&](int64_t row) { return row_of(row)[2 * size + head]; };
-    Vec seen[kVecs], out[kVecs], delta[kVecs];
-    begin_columns<kFull>(of, key_of(first), decay_of(first), args.rows.past_lens[seq] == 0, seen);
-    for (int64_t row = first; row < last; ++row) {
-        const float* v = args.qkv + row * args.qkv_stride + 2 * size + head * args.value_dim;
-        const Vec beta = set1(row_of(row)[2 * size + args.value_heads + head]);
-        for (int u = 0; u < kVecs; ++u) {
-            delta[u] = mul(beta, sub(load_column<kFull>(of, v + column, u), seen[u]));
-        }
-        const bool has_next = row + 1 < last;
-        const float* next_k = has_next ? key_of(row + 1) : nullptr;
-        add_token<kFull>(
-            of, row_of(row) + key_head * args.key_dim, key_of(row), delta, next_k,
-            has_next ? decay_of(row + 1) : 1.0f, out, seen
-        );
-        float* y = args.y + (row * args.value_heads + head) * args.value_dim + column;
-        for (int u = 0; u < kVecs; ++u) store_column<kFull>(of, y, u, out[u]);
+// Numbers of one token for one value head.
+struct Token {
+    const float* q;
+    const float* k;
+    const float* v;
+    float decay;
+    float beta;
+    float* y;
+};
+
+// The tokens of a sequence for one value head; columns start at `column`.
+struct Tokens {
+    Tokens(const DeltaRuleArgs& of, int64_t seq, int64_t value_head, int64_t column)
+        : args(of), head(value_head), first_column(column) {
+        const int64_t shared = args.value_heads / args.key_heads;
+        key_head = args.is_tiled ? head % args.key_heads : head / shared;
+        first = args.rows.row_starts[seq];
+        last = args.rows.row_starts[seq + 1];
+        is_new = args.rows.past_lens[seq] == 0;
     }
+
+    Token at(int64_t row) const {
+        const int64_t size = args.key_heads * args.key_dim;
+        const float* numbers = args.scratch + row * (2 * size + 2 * args.value_heads);
+        const float* gates = numbers + 2 * size;
+        const float* q = numbers + key_head * args.key_dim;
+        const int64_t column = head * args.value_dim + first_column;
+        return {
+            q,
+            q + size,
+            args.qkv + row * args.qkv_stride + 2 * size + column,
+            gates[head],
+            gates[args.value_heads + head],
+            args.y + row * args.value_heads * args.value_dim + column
+        };
+    }
+
+    const DeltaRuleArgs& args;
+    int64_t head;
+    int64_t first_column;
+    int64_t key_head;
+    int64_t first;  // rows
+    int64_t last;
+    bool is_new;
+};
+
+template <bool kFull>
+static inline void run_columns(const Columns& of, const Tokens& tokens) {
+    Vec seen[kVecs], out[kVecs], delta[kVecs];
+    Token token = tokens.at(tokens.first);
+    begin_columns<kFull>(of, token.k, token.decay, tokens.is_new, seen);
+    for (int64_t row = tokens.first; row < tokens.last; ++row) {
+        for (int u = 0; u < kVecs; ++u) {
+            const Vec change = sub(load_column<kFull>(of, token.v, u), seen[u]);
+            delta[u] = mul(set1(token.beta), change);
+        }
+        const bool has_next = row + 1 < tokens.last;
+        const Token next = has_next ? tokens.at(row + 1) : Token{};
+        add_token<kFull>(of, token.q, token.k, delta, next.k, next.decay, out, seen);
+        for (int u = 0; u < kVecs; ++u) store_column<kFull>(of, token.y, u, out[u]);
+        token = next;
+    }
+}
+
+// The only token of a sequence, with the operations of run_columns. Decays the state in both passes
+// instead of storing it twice.
+template <bool kFull>
+static inline void run_one_token(const Columns& of, const Tokens& tokens) {
+    const Token token = tokens.at(tokens.first);
+    const Vec factor = set1(token.decay);
+    const auto decayed = [&](int64_t i, int u) __attribute__((always_inline)) {
+        const float* row = of.state + i * of.stride;
+        return mul(factor, tokens.is_new ? set1(0.0f) : load_column<kFull>(of, row, u));
+    };
+    Vec seen[kOneVecs], out[kOneVecs], delta[kOneVecs];
+    for (int u = 0; u < kOneVecs; ++u) seen[u] = out[u] = set1(0.0f);
+    for (int64_t i = 0; i < of.rows; ++i) {
+        const Vec key = set1(token.k[i]);
+        for (int u = 0; u < kOneVecs; ++u) seen[u] = fma(key, decayed(i, u), seen[u]);
+    }
+    for (int u = 0; u < kOneVecs; ++u) {
+        const Vec change = sub(load_column<kFull>(of, token.v, u), seen[u]);
+        delta[u] = mul(set1(token.beta), change);
+    }
+    for (int64_t i = 0; i < of.rows; ++i) {
+        const Vec key = set1(token.k[i]), query = set1(token.q[i]);
+        for (int u = 0; u < kOneVecs; ++u) {
+            const Vec s = fma(key, delta[u], decayed(i, u));
+            out[u] = fma(query, s, out[u]);
+            store_column<kFull>(of, of.state + i * of.stride, u, s);
+        }
+    }
+    for (int u = 0; u < kOneVecs; ++u) store_column<kFull>(of, token.y, u, out[u]);
 }
 
 void delta_rule(ThreadPool& pool, const DeltaRuleArgs& args) {
@@ -150,22 +222,23 @@ void delta_rule(ThreadPool& pool, const DeltaRuleArgs& args) {
     pool.parallel_for(args.num_rows, [&](int64_t row) {
         prepare_row(args, row, args.scratch + row * width);
     });
-    const int64_t blocks = ceil_div(args.value_dim, kVecs * kLanes);
+    bool is_decode = true;
+    for (int64_t seq = 0; seq < args.rows.seqs; ++seq) {
+        is_decode = is_decode && args.rows.row_starts[seq + 1] - args.rows.row_starts[seq] <= 1;
+    }
+    const int64_t columns = (is_decode ? kOneVecs : kVecs) * kLanes;
+    const int64_t blocks = ceil_div(args.value_dim, columns);
     for_sequences(pool, args.rows, args.value_heads * blocks, [&](int64_t seq, int64_t part) {
-        const int64_t head = part / blocks, column = part % blocks * kVecs * kLanes;
+        const int64_t head = part / blocks, column = part % blocks * columns;
         const int64_t matrix = args.rows.slots[seq] * args.value_heads + head;
         float* state = args.states + matrix * args.key_dim * args.value_dim + column;
-        Columns of{state, args.value_dim, args.key_dim, {}};
-        const int64_t left = args.value_dim - column;
-        for (int u = 0; u < kVecs; ++u) {
-            const int64_t lanes = larger(0, left - u * kLanes);
-            of.counts[u] = static_cast<int>(smaller(kLanes, lanes));
+        const Columns of{state, args.value_dim, args.key_dim, args.value_dim - column};
+        const Tokens tokens(args, seq, head, column);
+        const bool is_full = of.count >= columns;
+        if (is_decode) {
+            return is_full ? run_one_token<true>(of, tokens) : run_one_token<false>(of, tokens);
         }
-        if (left >= kVecs * kLanes) {
-            run_columns<true>(args, of, seq, head, column);
-        } else {
-            run_columns<false>(args, of, seq, head, column);
-        }
+        is_full ? run_columns<true>(of, tokens) : run_columns<false>(of, tokens);
     });
 }
 
