@@ -16,7 +16,7 @@ from torch import Tensor
 from exl_core.ops.attention import AttentionRows, CacheLayer, HeadNorms, Scoring
 from exl_core.ops.backends.reference.table import ReferenceTable
 from exl_core.ops.cache_rows import encode_rows, row_size
-from exl_core.ops.elementwise import ActivationKind, LayerNorm, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNorm
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import ExpertMlp, PackedExperts, Routed, Routing
 from exl_core.ops.table import OpTable
@@ -33,7 +33,8 @@ EPS = 2.0**-23
 
 @dataclass(frozen=True, slots=True)
 class SelfTestResult:
-    """Result of one op: its largest error, and the bound that rounding alone can explain."""
+    """Result of one case, which is an op, or an op on operands that its name adds: its largest
+    error, and the bound that rounding alone can explain."""
 
     op: str
     passed: bool
@@ -42,7 +43,7 @@ class SelfTestResult:
 
 
 def run_selftest(table: OpTable) -> list[SelfTestResult]:
-    """Runs all ops, even after a failure, and returns one result per op."""
+    """Runs all cases, even after a failure, and returns one result per case."""
     reference = ReferenceTable(1)
     results = []
     for op, (bound, case) in CASES.items():
@@ -76,7 +77,29 @@ def _linear(table: OpTable, generator: torch.Generator) -> list[Tensor]:
         # Activations are -127, 0 or 127, which their rounding to integers represents exactly.
         x = 127 * torch.randint(-1, 2, (m, 120), generator=generator)
         outputs.append(table.linear(x.float(), quantized))
+    floats = _floats(table, generator, 37, 96)
+    for m in (1, 40):
+        x = 127 * torch.randint(-1, 2, (m, 96), generator=generator)
+        outputs.append(table.linear(x.float(), floats))
     return outputs
+
+
+def _floats(
+    table: OpTable, generator: torch.Generator, out_features: int, in_features: int
+) -> PackedLinear:
+    """A matrix of MXFP4 with a bias, whose outputs are about 1 for normally distributed inputs."""
+    groups, rows = in_features // 32, in_features
+    layout = GroupedLayout(
+        *(out_features, in_features, (GroupRun(4, groups, 32),), None, torch.uint8, "mxfp4"),
+        has_bias=True,
+    )
+    codes = torch.randint(0, 16, (rows, out_features), generator=generator).to(torch.uint8)
+    exponents = torch.randint(121, 124, (groups, out_features), generator=generator)
+    bias = torch.randint(-4, 5, (out_features,), generator=generator) / 8
+    w = table.new_linear(layout)
+    columns = GroupedColumns("bytes", codes, scales=exponents.to(torch.uint8), bias=bias)
+    table.fill_linear(w, 0, columns)
+    return w
 
 
 def _quantized(table: OpTable, generator: torch.Generator) -> PackedLinear:
@@ -194,6 +217,22 @@ def _expert_mlp(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     return [table.expert_mlp(_normal(generator, 3, 131), routed, experts)]
 
 
+def _coded_experts(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    def stacked(out_features: int, in_features: int) -> PackedExperts:
+        return table.stack([_floats(table, generator, out_features, in_features) for _ in range(5)])
+
+    outputs = []
+    kinds: tuple[GateKind, ...] = ("silu", "clamped_swiglu")
+    for kind in kinds:
+        experts = ExpertMlp(stacked(2 * 64, 96), stacked(96, 64), kind)
+        for m in (3, 40):
+            ids = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(m)])
+            routed = Routed(ids.int(), torch.rand(m, 2, generator=generator) / 8)
+            x = torch.randint(-1, 2, (m, 96), generator=generator).float()
+            outputs.append(table.expert_mlp(x, routed, experts))
+    return outputs
+
+
 def _log_sum_exp(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     return [table.log_sum_exp(8 * _normal(generator, 5, 199) + 3)]
 
@@ -231,6 +270,8 @@ def _paged_attention(table: OpTable, generator: torch.Generator) -> list[Tensor]
         for scoring in (Scoring(d**-0.5), Scoring(d**-0.5, window=13, softcap=20.0)):
             q = _normal(generator, 34, 6, d)
             outputs.append(table.paged_attention(q, cache, rows, scoring))
+            sinks = 2 * _normal(generator, 6)
+            outputs.append(table.paged_attention(q, cache, rows, scoring, sinks=sinks))
     return outputs
 
 
@@ -252,12 +293,16 @@ def _attend(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     qkv = _normal(generator, 4, 8 * 20 + 3)[:, :160]
     norms = HeadNorms(_normal(generator, 20), _normal(generator, 20), 1e-6)
     table.attend_(qkv, batch, CacheLayer(keys, values), Scoring(20**-0.5), norms=norms)
-    return [qkv[:, :80], keys, values]
+    with_sinks, sinks = _normal(generator, 4, 160), 2 * _normal(generator, 4)
+    table.attend_(
+        with_sinks, batch, CacheLayer(keys, values), Scoring(20**-0.5), norms=norms, sinks=sinks
+    )
+    return [qkv[:, :80], keys, values, with_sinks[:, :80]]
 
 
 # Bounds. The error of a sum of k products of normal values is at most k roundings of values of its
 # size, and about sqrt(k) roundings in practice. A quarter of the maximum is far above this noise
-# and far below any real defect.
+# and far below any real defect. With quantized experts, activations are rounded to 16-bit integers.
 CASES: dict[str, tuple[float, Callable[[OpTable, torch.Generator], list[Tensor]]]] = {
     "linear": (32 * EPS, _linear),
     "linear_add_": (32 * EPS, _linear_add),
@@ -273,6 +318,7 @@ CASES: dict[str, tuple[float, Callable[[OpTable, torch.Generator], list[Tensor]]
     "gated_activation": (8 * EPS, _gated_activation),
     "route": (32 * EPS, _route),
     "expert_mlp": (64 * EPS, _expert_mlp),
+    "expert_mlp of codes": (2.0**-14, _coded_experts),
     "log_sum_exp": (8 * EPS, _log_sum_exp),
     "write_kv": (0.0, _write_kv),
     "paged_attention": (32 * EPS, _paged_attention),
