@@ -31,6 +31,7 @@ from support.runtime_form import evaluate
 from support.tiny_hybrids import (
     tiny_granite_hybrid,
     tiny_lfm2,
+    tiny_nemotron_h,
     tiny_qwen3_next,
     tiny_qwen35,
     tiny_qwen35_moe,
@@ -186,6 +187,7 @@ HYBRIDS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "qwen3-next": (tiny_qwen3_next, ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj")),
     # The score of a shared expert, which takes no adapters, passes the same ops.
     "qwen3.5-moe": (tiny_qwen35_moe, ("in_proj_qkv", "q_proj", "k_proj")),
+    "nemotron-h": (tiny_nemotron_h, ("in_proj", "out_proj", "q_proj", "o_proj", "up_proj")),
     "qwen2-moe": (tiny_qwen2_moe, ("q_proj", "o_proj")),
 }
 
