@@ -36,7 +36,8 @@ class LoraAdapter:
 
     `modules` are the names of the trained modules, such as `self_attn.q_proj`, sorted.
     `layer_deltas` are by layer and matrix, of one rank if the model is divided among ranks; None
-    after `unload`. `digest` is equal for equal files. `serial` is unique in this process.
+    after `unload`. `digest` changes when the files are written again. `serial` is unique in
+    this process.
     """
 
     path: Path

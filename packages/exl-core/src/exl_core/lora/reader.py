@@ -40,7 +40,8 @@ class Pair(NamedTuple):
 class AdapterFile:
     """Tensors that a file declares, checked against the configurations of adapter and model.
 
-    `digest` is equal for equal files. `whole` are the embedding and head of adapters that replace
+    `digest` changes when the files are written again: it is made from the size and the time of the
+    weights, and from the settings. `whole` are the embedding and head of an adapter that replaces
     them.
     """
 

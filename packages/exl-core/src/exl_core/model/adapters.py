@@ -59,7 +59,7 @@ class Adapter(Protocol):
 
     @property
     def digest(self) -> str:
-        """Text that is equal for equal files."""
+        """Text that changes when the files are written again: from their size and time."""
         ...
 
     def deltas(self, layer: int, matrix: Packed) -> tuple[Delta, ...]:
