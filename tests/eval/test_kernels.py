@@ -16,6 +16,7 @@ from exl_eval.result import KernelPass
 from exl_eval.speed import SpeedOptions
 from exl_eval.workload import Workload
 from support import tiny_hybrids, tiny_models
+from support.tiny_latent import tiny_deepseek3
 
 BANDWIDTH = 1e9
 HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 72, 112, 3, 300
@@ -138,7 +139,7 @@ def test_recurrent_ops_read_and_write_the_states_of_their_sequences(tmp_path: Pa
 
 
 def test_experts_and_latent_attention_are_counted(tmp_path: Path) -> None:
-    loaded = load_model(str(tiny_models.save(tiny_models.tiny_deepseek3(), tmp_path)))
+    loaded = load_model(str(tiny_models.save(tiny_deepseek3(), tmp_path)))
     step, _ = passes(loaded, batch=(2,), prefill=(3,), depth=20)
     each = {run.op: run for run in step.kernels}
     rows, heads, hidden, rank, rope, width = 2, 6, 72, 40, 8, 40

@@ -46,7 +46,8 @@ from support.quantized_models import (
     quantized_llama,
 )
 from support.tiny_hybrids import tiny_granite_hybrid, tiny_lfm2, tiny_qwen35
-from support.tiny_models import byte_tokenizer, save, tiny_deepseek3, tiny_llama
+from support.tiny_latent import tiny_deepseek3
+from support.tiny_models import byte_tokenizer, save, tiny_llama
 
 REFUSALS = (ExlError,)
 Q4_0 = GGMLQuantizationType.Q4_0

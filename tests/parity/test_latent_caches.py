@@ -21,13 +21,10 @@ from exl_core.ops.cache_rows import decode_rows, encode_rows
 from exl_core.session.load import LoadOptions, load_model
 from support.kv_caches import FORMATS
 from support.paged import PagedRun
+from support.tiny_latent import tiny_deepseek2, tiny_deepseek3, tiny_glm4_moe_lite, tiny_mistral4
 from support.tiny_models import (
     VOCAB_SIZE,
     save,
-    tiny_deepseek2,
-    tiny_deepseek3,
-    tiny_glm4_moe_lite,
-    tiny_mistral4,
 )
 
 ROW = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 16}

@@ -15,12 +15,9 @@ from exl_core.errors import UnsupportedModelError
 from exl_core.session.load import LoadOptions, load_model
 from support.gguf_latent import with_quantized_weights, write_latent
 from support.paged import PagedRun, logits_of
+from support.tiny_latent import tiny_deepseek2, tiny_deepseek3, tiny_glm4_moe_lite, tiny_mistral4
 from support.tiny_models import (
     VOCAB_SIZE,
-    tiny_deepseek2,
-    tiny_deepseek3,
-    tiny_glm4_moe_lite,
-    tiny_mistral4,
 )
 
 BUILDERS: dict[str, Callable[[], Any]] = {

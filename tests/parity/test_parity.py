@@ -22,6 +22,7 @@ from support.tiny_hybrids import (
     tiny_qwen35,
     tiny_qwen35_moe,
 )
+from support.tiny_latent import tiny_deepseek2, tiny_deepseek3, tiny_glm4_moe_lite, tiny_mistral4
 from support.tiny_models import (
     VOCAB_SIZE,
     converted,
@@ -32,8 +33,6 @@ from support.tiny_models import (
     tiny_cohere,
     tiny_cohere2,
     tiny_dbrx,
-    tiny_deepseek2,
-    tiny_deepseek3,
     tiny_ernie,
     tiny_ernie_moe,
     tiny_exaone4,
@@ -44,7 +43,6 @@ from support.tiny_models import (
     tiny_gemma4_moe,
     tiny_glm4,
     tiny_glm4_moe,
-    tiny_glm4_moe_lite,
     tiny_gpt2,
     tiny_gpt_oss,
     tiny_granite,
@@ -58,7 +56,6 @@ from support.tiny_models import (
     tiny_minimax_m2,
     tiny_ministral3,
     tiny_mistral,
-    tiny_mistral4,
     tiny_mixtral,
     tiny_olmo2,
     tiny_olmo3,

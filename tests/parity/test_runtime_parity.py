@@ -47,14 +47,12 @@ from support.tiny_hybrids import (
     tiny_nemotron_h,
     tiny_qwen35,
 )
+from support.tiny_latent import tiny_deepseek2, tiny_deepseek3, tiny_glm4_moe_lite
 from support.tiny_models import (
     VOCAB_SIZE,
     save,
-    tiny_deepseek2,
-    tiny_deepseek3,
     tiny_gemma3,
     tiny_glm4_moe,
-    tiny_glm4_moe_lite,
     tiny_llama,
     tiny_mixtral,
     tiny_qwen2_moe,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from support import tiny_hybrids as hybrids
+from support import tiny_latent as latent
 from support import tiny_models as tiny
 from support.renamed_models import (
     as_index,
@@ -131,11 +132,11 @@ HYBRID_FAMILIES: dict[str, Callable[..., Any]] = {
 _LATENT: dict[str, Any] = {**_WIDTHS, "kv_lora_rank": 64, "v_head_dim": 32}
 
 LATENT_FAMILIES: dict[str, Callable[..., Any]] = {
-    "deepseek2": lambda: tiny.tiny_deepseek2(**_LATENT, moe_intermediate_size=64),
-    "deepseek3": lambda **more: tiny.tiny_deepseek3(
+    "deepseek2": lambda: latent.tiny_deepseek2(**_LATENT, moe_intermediate_size=64),
+    "deepseek3": lambda **more: latent.tiny_deepseek3(
         **_LATENT, moe_intermediate_size=64, q_lora_rank=32, **more
     ),
-    "glm4.7-flash": lambda: tiny.tiny_glm4_moe_lite(
+    "glm4.7-flash": lambda: latent.tiny_glm4_moe_lite(
         **_LATENT, moe_intermediate_size=64, q_lora_rank=32
     ),
 }

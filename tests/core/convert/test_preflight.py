@@ -35,6 +35,7 @@ from support import tiny_hybrids, tiny_models
 from support.conversions import conversion, hooks, recorder, run
 from support.profiles import first_by_default
 from support.quantized_models import quantized_llama
+from support.tiny_latent import tiny_deepseek3
 
 pytestmark = pytest.mark.usefixtures("stubs")
 
@@ -128,7 +129,7 @@ def test_unknown_kinds_of_layers_are_refused_by_name(
     [
         (tiny_hybrids.tiny_lfm2, {}, "recurrent layers"),
         (tiny_hybrids.tiny_qwen35, {"linear_value_head_dim": 20}, "recurrent layers"),
-        (tiny_models.tiny_deepseek3, {"q_lora_rank": 24}, "rank of the queries"),
+        (tiny_deepseek3, {"q_lora_rank": 24}, "rank of the queries"),
     ],
 )
 def test_unstorable_sizes_of_mixers_are_refused(

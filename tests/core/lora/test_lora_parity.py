@@ -36,13 +36,12 @@ from support.tiny_hybrids import (
     tiny_qwen35,
     tiny_qwen35_moe,
 )
+from support.tiny_latent import tiny_deepseek2, tiny_deepseek3
 from support.tiny_models import (
     VOCAB_SIZE,
     save,
     tiny_apertus,
     tiny_cohere,
-    tiny_deepseek2,
-    tiny_deepseek3,
     tiny_ernie,
     tiny_gemma3,
     tiny_gemma4,
