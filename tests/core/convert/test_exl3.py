@@ -30,8 +30,10 @@ from exl_core.ops.open import get_table
 from exl_core.session.open import open_checkpoint
 from support import tiny_models
 from support.conversions import content, conversion, hooks, recorder, run
+from support.paged import logits_of
 from support.quantized_models import SIZES, assert_same_logits
 from support.quick_rings import QuickRings
+from support.thread_ranks import mean_kl
 from support.trellis import MARKERS, Exl3Layer
 
 FAST = ConvertOptions(format="exl3", fast=True)
@@ -216,11 +218,15 @@ def test_resume_after_stops_gives_the_same_bytes(source: Path, tmp_path: Path) -
     assert Stage.TUNE in stages
     assert content(stopped.out) == whole
     tensors = load_file(stopped.out / "model.safetensors")
-    untuned = load_file(convert(source, tmp_path, out=tmp_path / "fast") / "model.safetensors")
+    fast = convert(source, tmp_path, out=tmp_path / "fast")
+    untuned = load_file(fast / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj"
     assert torch.equal(tensors[f"{name}.trellis"], untuned[f"{name}.trellis"])
     assert not torch.equal(tensors[f"{name}.suh"], untuned[f"{name}.suh"])
     assert not torch.equal(tensors[f"{name}.svh"], untuned[f"{name}.svh"])
+    ids = make_rows(None).token_ids[0].tolist()
+    exact, before, after = (logits_of(path, ids) for path in (source, fast, stopped.out))
+    assert mean_kl(exact, after) < 0.95 * mean_kl(exact, before)
 
 
 def test_measurement_of_another_format_is_refused(
