@@ -13,15 +13,15 @@ from exl_core.ops.rings import POSITIONS, new_bits
 
 
 class QuickRings:
-    """RingOps that take the nearest value at each position. The last 16 bits of a ring are 0, so
-    that it is closed."""
+    """RingOps that take the nearest value at each position. The last bits of a ring, which precede
+    position 0, are 0, so that it is closed."""
 
     @staticmethod
     def nearest_rings(targets: Tensor, values: Tensor, rate: float) -> Tensor:
         counts = new_bits(rate)
         states = torch.zeros(targets.shape, dtype=torch.int32)
         state = torch.zeros(len(targets), 1, dtype=torch.int64)
-        remaining = sum(counts) - 16
+        remaining = sum(counts) - (16 - counts[0])
         for position in range(POSITIONS):
             count = counts[position]
             free = min(count, max(0, remaining))

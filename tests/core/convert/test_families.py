@@ -11,10 +11,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from exl_core.arch.modules import module_table
+from exl_core.convert import trellis
 from exl_core.convert.calibration import CalibrationRows
 from exl_core.convert.layers import LayerSource, read_final_norm, read_layer, read_tensor
 from exl_core.convert.passes import LayerFunction, final_states
 from exl_core.convert.plan import ConvertOptions
+from exl_core.convert.preflight import rate_limits
+from exl_core.convert.target import Target
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.verify import verify
 from exl_core.ops.backends.autograd.linear import Product
@@ -31,6 +34,7 @@ from support.families import (
 )
 from support.paged import logits_of
 from support.profiles import first_by_default
+from support.quick_rings import QuickRings
 from support.tiny_models import VOCAB_SIZE
 
 IDS = torch.randint(3, VOCAB_SIZE, (1, 80), generator=torch.Generator().manual_seed(6))
@@ -80,6 +84,29 @@ def test_layers_and_their_gradients_match_transformers(tmp_path: Path, family: s
 def make_rows(step: Any) -> CalibrationRows:
     ids = torch.randint(3, 259, (2, 64), generator=torch.Generator().manual_seed(5))
     return CalibrationRows(ids, "0" * 64, "random bytes")
+
+
+@pytest.mark.parametrize("family", first_by_default([*BUILDERS], 1))
+def test_every_family_is_written_as_exl3(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trellis, "open_rings", lambda _: QuickRings())
+    source = save_family(family, BUILDERS[family](), tmp_path / "source")
+    options = ConvertOptions(format="exl3", fast=True, head_bits=8)
+    _, most = rate_limits(open_checkpoint(source)[1], Target("mul1"))
+    settings: dict[str, Any] = {"bits": int(most * 100) / 100, "rows": 2, "length": 64}
+    task = conversion(source, tmp_path, **settings, stages=options, shard_bytes=1 << 22)
+
+    out = run(task, hooks(make_rows=make_rows))
+
+    report = verify(*open_checkpoint(out))
+    assert (report.problems, report.zeros) == ((), ())
+    converted, exact = (Checkpoint(*open_checkpoint(folder)) for folder in (out, source))
+    assert logits_of(out, IDS[0].tolist()).isfinite().all()
+    for row in converted.rows.values():
+        if row.is_converted and row.layer is not None:
+            found, expected = (read_tensor(one, row.name) for one in (converted, exact))
+            assert (found - expected).norm() < 0.3 * expected.norm(), row.name
 
 
 FIRST = ("cohere", "gemma4-values")

@@ -46,6 +46,15 @@ def test_codebooks_have_the_published_values(codebook: Codebook) -> None:
     assert hashlib.sha256(values.tobytes()).hexdigest() == HASHES[codebook]
 
 
+def test_a_trellis_may_begin_between_two_words() -> None:
+    """Files may align tensors to 2 bytes."""
+    words = LAYER.parts["trellis"]
+    shifted = torch.cat([words.new_zeros(1), words.flatten()])[1:].view(words.shape)
+    assert shifted.storage_offset() == 1
+    found, expected = (exl3.dequantize(check(trellis=one), 0, 128) for one in (shifted, words))
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(("rate", "codebook"), KINDS)
 def test_random_layers_have_exact_values(rate: float, codebook: Codebook) -> None:
     layer = random_exl3(int(10 * rate), rate, codebook, rows=128, columns=256)

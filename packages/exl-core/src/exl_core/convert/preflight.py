@@ -192,10 +192,8 @@ def shape_problems(path: Path, config: ModelConfig, target: Target) -> Iterator[
             )
 
 
-def rate_problems(
-    config: ModelConfig, bits: float, head_bits: float, target: Target
-) -> Iterator[ExlError]:
-    """Requested bit rates above those of the largest layouts, or below those of the smallest."""
+def rate_limits(config: ModelConfig, target: Target) -> tuple[float, float]:
+    """Bits per weight with the smallest and with the largest layouts."""
     sets = matrix_sets(config).values()
     costs = [
         [layout.cost_bits(columns, rows) * count for layout in target.layouts_for(columns)]
@@ -203,6 +201,14 @@ def rate_problems(
     ]
     numel = sum(target.num_weights(columns, rows) * count for (rows, columns), count in sets)
     least, most = (sum(map(select, costs)) / numel for select in (min, max))
+    return least, most
+
+
+def rate_problems(
+    config: ModelConfig, bits: float, head_bits: float, target: Target
+) -> Iterator[ExlError]:
+    """Requested bit rates above those of the largest layouts, or below those of the smallest."""
+    least, most = rate_limits(config, target)
     if not least <= bits <= most:
         yield RequestError(
             "the layouts of this model cannot have so many bits a weight",

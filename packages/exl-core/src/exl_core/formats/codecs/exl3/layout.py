@@ -81,6 +81,8 @@ def rate_of(tile_words: int) -> float | None:
 def check(parts: Mapping[str, Tensor], where: object) -> Exl3Linear:
     """Validates the tensors of a layer. Errors name the tensor at fault."""
     trellis = take(parts, "trellis", 3, (torch.int16,), where)
+    if trellis.storage_offset() % 2:
+        trellis = trellis.clone()  # files may align tensors to 2 bytes, and 32-bit words are read
     codebook = _codebook(parts, where)
     check_trellis_shape(tuple(trellis.shape), codebook, where)
     rows, columns = (count * TILE for count in trellis.shape[:2])
