@@ -37,13 +37,7 @@ def hf_config(config: ModelConfig, where: Path) -> dict[str, object]:
     """Content of a `config.json` for `config`. Raises UnsupportedModelError for layers or RoPE that
     it cannot state."""
     arch, layers = config.arch, config.layers
-    has_other_keys = any("." in key for _, key in arch.renamed_keys)
-    if has_other_keys or any(not isinstance(layer.mixer, Attention) for layer in layers):
-        raise UnsupportedModelError(
-            f"config.json of {arch.name} models cannot be made from a GGUF file",
-            where=where,
-            next_step="Start from the model's safetensors files.",
-        )
+    _check_family(config, where)
     local = next((one for one in layers if one.attention.window), layers[0])
     wide = next((one for one in layers if not one.attention.window), local)
     dense = next((one.dense for one in layers if isinstance(one.feed_forward, Dense)), None)
@@ -96,6 +90,17 @@ def hf_config(config: ModelConfig, where: Path) -> dict[str, object]:
         written["norm_head"] = 1
     found = {key: value for key, value in written.items() if value is not None}
     return found | _nulls(config, attention)
+
+
+def _check_family(config: ModelConfig, where: Path) -> None:
+    """Refuses families with keys in nested objects, and layers without keys and values."""
+    has_other_keys = any("." in key for _, key in config.arch.renamed_keys)
+    if has_other_keys or any(not isinstance(one.mixer, Attention) for one in config.layers):
+        raise UnsupportedModelError(
+            f"config.json of {config.arch.name} models cannot be made from a GGUF file",
+            where=where,
+            next_step="Start from the model's safetensors files.",
+        )
 
 
 def _check_layers(config: ModelConfig, kinds: tuple[LayerSpec, LayerSpec], where: Path) -> None:
