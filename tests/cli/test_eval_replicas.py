@@ -1,4 +1,4 @@
-"""`exl eval perplexity` with replicas: the figures of one process, errors, resuming."""
+"""`exl eval` with replicas: the figures and texts of one process, errors, resuming."""
 
 from __future__ import annotations
 
@@ -87,3 +87,31 @@ def test_a_killed_replica_ends_the_run_and_keeps_its_windows(
     assert err.count("\n") == 1
     done = run_apart(tiny_llama_dir, text, "--resume", kept, "--token-by-token")
     assert json.loads(done.stdout)["kept_windows"] > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("place", [(), ("--ray", "local")], ids=["processes", "ray"])
+def test_two_replicas_write_the_completions_of_one_process(
+    place: tuple[str, ...], tiny_llama_dir: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "problems.jsonl"
+    problems = (
+        {"task_id": f"made/{i}", "prompt": f"def f{i}():\n", "entry_point": f"f{i}", "test": ""}
+        for i in range(5)
+    )
+    path.write_text("\n".join(map(json.dumps, problems)), encoding="utf-8")
+    start = [sys.executable, "-m", "exl_cli", "eval", "humaneval", str(path)]
+    start += ["-m", str(tiny_llama_dir), "--allow-code-execution", "--json", "-q"]
+    options = ["-n", "6", "--samples", "4", "--temp", "1"]
+
+    def run(*args: str) -> dict[str, Any]:
+        done = subprocess.run(
+            [*start, *options, *args], capture_output=True, text=True, check=False, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    alone = run()
+    assert len({one["completion"] for one in alone["completions"]}) > 10
+    assert run("--replicas", "2", *place) == alone

@@ -136,7 +136,7 @@ def test_random_jobs_have_the_replies_of_one_process(tiny: Path) -> None:
     """Shared prefixes, drafts, preemption and cancellations, on a cache of few pages."""
     with loaded_ranks(tiny, exact=True) as divided:
         whole = load_model(tiny, device="cpu", exact=True)
-        assert run_jobs(divided, 200) == run_jobs(whole, 200)
+        assert run_jobs(divided, 1000) == run_jobs(whole, 1000)
 
 
 def run_jobs(loaded: LoadedModel, count: int) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -132,9 +132,23 @@ def run_humaneval(
     `on_checked` gets the number of completions checked so far.
     """
     options = options or HumanEvalOptions()
+    found = completions(loaded, problems, options)
+    return check_completions(loaded.label, found, options, on_checked)
+
+
+def check_completions(
+    label: str,
+    found: Iterable[tuple[Problem, str]],
+    options: HumanEvalOptions,
+    on_checked: Callable[[int], None] = lambda _: None,
+) -> HumanEvalResult:
+    """Checks completions, `options.samples` of each problem after the other. `label`: the model's.
+
+    The caller has the user's consent to run the code.
+    """
     checked: list[Checked] = []
     outcomes: list[Outcome] = []
-    for problem, completion in completions(loaded, problems, options):
+    for problem, completion in found:
         outcome = run_program(problem.program(completion), options.limits)
         outcomes.append(outcome)
         checked.append(
@@ -147,8 +161,8 @@ def run_humaneval(
     mean = sum(rates) / len(rates)
     spread = sum((rate - mean) ** 2 for rate in rates) / max(1, len(rates) - 1)
     return HumanEvalResult(
-        model=loaded.label,
-        problems=len(problems),
+        model=label,
+        problems=len(rates),
         samples=count,
         temperature=options.temperature,
         pass_at_1=mean,

@@ -15,6 +15,7 @@ from exl_cli.option_groups import spread
 from exl_core.errors import RequestError, printable
 
 if TYPE_CHECKING:
+    from exl_cli.commands.eval.replicated import CompletionJob
     from exl_eval.humaneval import HumanEvalResult
 
 EXAMPLES = (
@@ -53,6 +54,17 @@ TimeLimit = Annotated[
     typer.Option("--time-limit", metavar="S", min=0.5, max=600, help="Seconds of each program."),
 ]
 Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory of each program.")]
+Replicas = Annotated[
+    int | None,
+    typer.Option(
+        "--replicas",
+        metavar="N",
+        min=1,
+        max=1024,
+        help="Complete the problems with N processes that have the whole model each: on the GPUs "
+        "of this machine, or with shares of its CPUs. On the CPU the completions stay the same.",
+    ),
+]
 MaxTokens = Annotated[
     int, typer.Option("-n", "--max-tokens", metavar="N", min=1, help="Tokens of a completion.")
 ]
@@ -71,6 +83,8 @@ def humaneval(
     time_limit: TimeLimit = 10.0,
     memory: Memory = "1GB",
     seed: eval_options.Seed = 1234,
+    replicas: Replicas = None,
+    ray: eval_options.Ray = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     changes: ModelOptions,
@@ -94,12 +108,12 @@ def humaneval(
         )
     memory_bytes = options.parse_size(memory, "--memory", example="1GB")
     with exits_at_once():
+        from exl_cli.commands.eval.replicated import CompletionJob
         from exl_eval.humaneval import HumanEvalOptions, read_problems, run_humaneval
         from exl_eval.sandbox import Limits
     problems = read_problems(file, limit)
-    loaded = eval_options.Loading(
-        device, threads, quiet, exact, batch_invariant, changes=changes
-    ).load(options.pick_model(None, model))
+    loading = eval_options.Loading(device, threads, quiet, exact, batch_invariant, changes=changes)
+    spec = options.pick_model(None, model)
     choices = HumanEvalOptions(
         samples=samples,
         temperature=temp,
@@ -107,12 +121,26 @@ def humaneval(
         seed=seed,
         limits=Limits(time_s=time_limit, memory_bytes=memory_bytes),
     )
-    result = run_humaneval(loaded, problems, choices)
+    if replicas is None and ray is None:
+        result = run_humaneval(loading.load(spec), problems, choices)
+    else:
+        job = CompletionJob(loading, spec, tuple(problems), choices)
+        result = _by_replicas(job, replicas, ray)
     _warn(result)
     if json:
         output.write_json(result.as_dict())
     else:
         _show(result)
+
+
+def _by_replicas(job: CompletionJob, count: int | None, ray: str | None) -> HumanEvalResult:
+    """Completions by `count` processes, or by actors of the Ray cluster at `ray`, checked here."""
+    from exl_cli.commands.eval.replicated import completed
+    from exl_cli.replicas import opened
+    from exl_eval.humaneval import check_completions
+
+    with opened(job, count, ray, is_quiet=job.loading.is_quiet) as replicas:
+        return check_completions(*completed(job, replicas), job.choices)
 
 
 def _warn(result: HumanEvalResult) -> None:

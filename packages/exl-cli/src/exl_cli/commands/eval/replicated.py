@@ -1,4 +1,5 @@
-"""Windows of a perplexity that several processes score, each with the whole model.
+"""Evaluations by several processes, each with the whole model: windows of a perplexity, and
+completions of HumanEval's problems.
 
 On the CPU `exl eval` is batch-invariant, so the figures do not depend on the number of replicas.
 """
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from exl_cli.eval_options import Loading
 from exl_cli.replicas import Answers, Replica, answer_with, opened
+from exl_core.session.load import LoadedModel
+from exl_eval.humaneval import HumanEvalOptions, Problem, completions
 from exl_eval.perplexity import PerplexityOptions, ScoringFacts, WindowScorer
 from exl_eval.texts import Text
 
 FACTS = -1
-"""Item that asks for the `ScoringFacts` instead of the terms of a window."""
+"""Item that asks for the `ScoringFacts` or the model's label instead of a result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,68 @@ class ReplicatedScores:
             index, nll = next(self._answers)
             self._found[index] = nll
         return torch.tensor(self._found.pop(number))
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionJob:
+    """`ReplicaJob` of HumanEval: its items are numbers of problems."""
+
+    loading: Loading
+    spec: str | None
+    problems: tuple[Problem, ...]
+    choices: HumanEvalOptions
+
+    @property
+    def device(self) -> str:
+        return self.loading.device
+
+    @property
+    def threads(self) -> int | None:
+        return self.loading.threads
+
+    def placed(self, device: str, threads: int | None) -> CompletionJob:
+        return replace(self, loading=replace(self.loading, device=device, threads=threads))
+
+    def worker(self, *, is_quiet: bool) -> CompletionWorker:
+        return CompletionWorker(self, replace(self.loading, is_quiet=is_quiet).load(self.spec))
+
+
+class CompletionWorker:
+    """A model that completes problems, several at the same time."""
+
+    def __init__(self, job: CompletionJob, loaded: LoadedModel) -> None:
+        self._job = job
+        self._loaded = loaded
+
+    def answer(self, items: Sequence[int]) -> Answers:
+        if list(items) == [FACTS]:
+            yield FACTS, self._loaded.label
+            return
+        choices = self._job.choices
+        problems = [self._job.problems[number] for number in items]
+        texts = [text for _, text in completions(self._loaded, problems, choices)]
+        for place, number in enumerate(items):
+            yield number, texts[place * choices.samples : (place + 1) * choices.samples]
+
+
+def completed(
+    job: CompletionJob, replicas: Sequence[Replica]
+) -> tuple[str, Iterator[tuple[Problem, str]]]:
+    """The model's label, and each problem with its completions, in the order of the problems."""
+    ((_, label),) = replicas[0].answer([FACTS])
+    unit = max(1, job.choices.max_batch // job.choices.samples)
+
+    def in_order() -> Iterator[tuple[Problem, str]]:
+        waiting: dict[int, Sequence[str]] = {}
+        answers = answer_with(replicas, range(len(job.problems)), unit)
+        for number, problem in enumerate(job.problems):
+            while number not in waiting:
+                index, texts = next(answers)
+                waiting[index] = texts
+            for text in waiting.pop(number):
+                yield problem, text
+
+    return label, in_order()
 
 
 @contextmanager
