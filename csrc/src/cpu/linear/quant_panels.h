@@ -25,11 +25,18 @@ struct IntTileScope {
 };
 #endif
 
+// Prefetch distance of P panels that are read side by side. The panels after them begin P panels
+// later, so short panels are prefetched whole sets of P ahead.
+static inline int64_t codes_ahead(int P, int64_t panel_bytes) {
+    const int64_t set = P * panel_bytes;
+    return panel_bytes > kCodesAhead ? kCodesAhead : ceil_div(kCodesAhead, set) * set;
+}
+
 // Computes the exact integer sums of one span: kLanes columns of each of P panels, R rows. Of each
 // block it takes steps First .. First + Count - 1.
 template <int Bits, int R, int P, int First = 0, int Count = kSteps>
 static inline __attribute__((always_inline)) void span_product(
-    const uint8_t* codes, int64_t panel_bytes, int64_t blocks, const uint8_t* act,
+    const uint8_t* codes, int64_t panel_bytes, int64_t ahead, int64_t blocks, const uint8_t* act,
     int64_t row_bytes, DotSum (&sums)[P][R]
 ) {
     for (int64_t b = 0; b < blocks; ++b) {
@@ -37,7 +44,7 @@ static inline __attribute__((always_inline)) void span_product(
 #pragma GCC unroll 2
             for (int p = 0; p < P; ++p) {
                 for (int64_t line = 0; line < width_of(Bits); ++line) {
-                    prefetch(codes + p * panel_bytes + kCodesAhead + 64 * line);
+                    prefetch(codes + p * panel_bytes + ahead + 64 * line);
                 }
             }
         }
@@ -66,6 +73,7 @@ static void run_product(
 ) {
     const uint8_t* codes = w.panel_codes(panel) + run.code_offset;
     const uint8_t* act = acts.data + row * acts.row_bytes + run.first_block * kActBlock;
+    const int64_t ahead = codes_ahead(P, w.panel_bytes);
     int64_t span = row * acts.spans + run.first_span;
     for (int64_t group = 0; group < run.groups; ++group) {
         const int64_t at = w.scale_index(panel) + (run.first_group + group) * kPanel;
@@ -76,7 +84,7 @@ static void run_product(
             for (int v = 0; v < kPanelVecs; ++v) {
                 DotSum sums[P][R];
                 span_product<Bits, R, P>(
-                    codes + v * kCodeBytes, w.panel_bytes, blocks, act, acts.row_bytes, sums
+                    codes + v * kCodeBytes, w.panel_bytes, ahead, blocks, act, acts.row_bytes, sums
                 );
 #pragma GCC unroll 2
                 for (int p = 0; p < P; ++p) {
@@ -101,6 +109,7 @@ static void pairs_product(
 ) {
     const uint8_t* codes = w.panel_codes(panel) + run.code_offset;
     const uint8_t* act = acts.data + row * acts.row_bytes + run.first_block * kActBlock;
+    const int64_t ahead = codes_ahead(P, w.panel_bytes);
     int64_t span = row * acts.spans + run.first_span;
     int64_t at = w.scale_index(panel) + run.first_group * kPanel;
     for (int64_t pair = 0; pair < run.units; ++pair) {
@@ -113,7 +122,7 @@ static void pairs_product(
             unrolled<2>([&]<int Half>() __attribute__((always_inline)) {
                 DotSum sums[P][R];
                 span_product<Bits, R, P, Half * kSteps / 2, kSteps / 2>(
-                    codes + v * kCodeBytes, w.panel_bytes, 1, act, acts.row_bytes, sums
+                    codes + v * kCodeBytes, w.panel_bytes, ahead, 1, act, acts.row_bytes, sums
                 );
 #pragma GCC unroll 2
                 for (int p = 0; p < P; ++p) {
