@@ -126,6 +126,11 @@ HYBRID_FAMILIES: dict[str, Callable[..., Any]] = {
         **{**_MAMBA, "shared_intermediate_size": 96, "intermediate_size": 64},
         **{"num_local_experts": 6, "num_experts_per_tok": 3},
     ),
+    "nemotron-h": lambda: hybrids.tiny_nemotron_h(
+        **_OWN_HEADS,
+        **{"mamba_head_dim": 32, "moe_intermediate_size": 64},
+        moe_shared_expert_intermediate_size=96,
+    ),
 }
 """Builders of families whose layers are recurrent or attention."""
 
@@ -137,6 +142,9 @@ LATENT_FAMILIES: dict[str, Callable[..., Any]] = {
         **_LATENT, moe_intermediate_size=64, q_lora_rank=32, **more
     ),
     "glm4.7-flash": lambda: latent.tiny_glm4_moe_lite(
+        **_LATENT, moe_intermediate_size=64, q_lora_rank=32
+    ),
+    "mistral-small-4": lambda: tiny.tiny_mistral4(
         **_LATENT, moe_intermediate_size=64, q_lora_rank=32
     ),
 }

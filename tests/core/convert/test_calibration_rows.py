@@ -53,6 +53,12 @@ def test_generated_rows_are_reproducible_by_seed(loaded: LoadedModel) -> None:
     assert len({tuple(row) for row in rows.token_ids.tolist()}) == 3
 
 
+def test_rows_that_end_with_a_token_without_text_are_complete(loaded: LoadedModel) -> None:
+    found = rows_of_model(loaded, rows=2, length=3, seed=1079, at_once=AT_ONCE).token_ids
+    assert found.shape == (2, 3)
+    assert set(found[:, -1].tolist()) & set(loaded.tokenizer.eos_ids), "the seed gives such a row"
+
+
 def test_every_other_row_starts_in_a_user_turn(loaded: LoadedModel, tmp_path: Path) -> None:
     from dataclasses import replace
 

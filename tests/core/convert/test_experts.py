@@ -461,9 +461,12 @@ def test_results_are_better_than_rounding_to_nearest(tmp_path: Path, family: str
 
 
 @pytest.mark.thorough
-def test_resume_after_stop_within_experts_gives_same_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family", ["glm4-moe", "llama4", "qwen3-next", "granite4-hybrid", "glm4.7-flash"]
+)
+def test_resume_after_stop_within_experts_gives_same_bytes(tmp_path: Path, family: str) -> None:
     """Stops repeatedly, each time after more pieces of work."""
-    source = save(EXPERT_FAMILIES["glm4-moe"](), tmp_path / "source")
+    source = save(BUILDERS[family](), tmp_path / "source")
     whole = content(convert(source, tmp_path, out=tmp_path / "whole", bits=5.0))
     task = conversion(source, tmp_path, bits=5.0, rows=ROWS, length=LENGTH, stages=FAST)
     stages: list[Stage] = []

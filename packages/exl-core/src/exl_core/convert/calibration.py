@@ -59,9 +59,10 @@ def rows_of_texts(
 
 
 def rows_at_once(config: ModelConfig, length: int, memory_bytes: int) -> tuple[int, int]:
-    """Number of rows (at least one) that a model can generate in one batch if their keys and values
-    may take `memory_bytes`, and the bytes that they take."""
+    """Number of rows (at least one) that a model can generate in one batch if their keys, values
+    and states may take `memory_bytes`, and the bytes that they take."""
     row = kv_bytes_per_token(config.kv_shapes, KVFormat.FP16) * (length + PAGE_SIZE)
+    row += config.state_bytes
     count = max(1, min(AT_ONCE, memory_bytes // row))
     return count, count * row
 
@@ -91,15 +92,18 @@ def rows_of_model(
         sampler = SamplerParams(temperature=1.0, seed=seed + row)
         request = Request(start, max_tokens=length - len(start), sampler=sampler)
         jobs.append(generator.enqueue(request))
-    written: dict[int, list[int]] = {job.serial: list(job.request.prompt_ids) for job in jobs}
+    written: dict[int, tuple[int, ...]] = {}
     total = sum(length - len(job.request.prompt_ids) for job in jobs)
     done = 0
     while generator.num_remaining_jobs:
         for result in generator.iterate():
             if result.error is not None:
                 raise result.error
-            written[result.job.serial] += result.token_ids
             done += len(result.token_ids)
+            if result.finish is not None:
+                # All tokens: those without a text may come with no other result.
+                prompt_ids = tuple(result.job.request.prompt_ids)
+                written[result.job.serial] = prompt_ids + result.finish.token_ids
         if on_progress is not None:
             on_progress(done, total)
     ids = torch.tensor([written[job.serial] for job in jobs], dtype=torch.int64)

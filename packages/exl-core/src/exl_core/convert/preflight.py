@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from exl_core.arch.layers import MLA, Attention, GatedDeltaNet, Mamba2, MoE, ShortConv
+from exl_core.arch.layers import MLA, Attention, GatedDeltaNet, Mamba2, MoE, NoMixer, ShortConv
 from exl_core.arch.modules import module_table
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
@@ -65,11 +65,11 @@ FAMILIES_WITH_EXPERTS = (
     *("ernie4_5-moe", "hunyuan-moe", "minimax-m2", "granitemoe", "qwen3vlmoe"),
     *("gpt-oss", "gemma4", "llama4", "dbrx"),
     *("lfm2moe", "qwen35moe", "qwen3next", "granite4"),
-    *("deepseek2", "deepseek3", "glm4moelite"),
+    *("deepseek2", "deepseek3", "glm4moelite", "mistral4", "nemotron_h"),
 )
 """Families with experts whose conversion is tested. A conversion must know all that enters an
 expert's outputs."""
-CONVERTED_MIXERS = (Attention, MLA, ShortConv, GatedDeltaNet, Mamba2)
+CONVERTED_MIXERS = (Attention, MLA, ShortConv, GatedDeltaNet, Mamba2, NoMixer)
 """Mixers whose conversion is tested."""
 
 
@@ -142,6 +142,15 @@ def model_problems(
             f"models with experts of the family {config.arch.name!r} cannot be converted yet",
             where=path,
             expected=f"one of {', '.join(FAMILIES_WITH_EXPERTS)}",
+            next_step="Models that are quantized already can be used.",
+        )
+        return
+    parts = [layer.feed_forward for layer in config.layers]
+    if any(isinstance(part, MoE) and part.latent_size for part in parts):
+        yield UnsupportedModelError(
+            "experts that read narrower states than the layers cannot be converted yet",
+            where=path,
+            got=config.arch.name,
             next_step="Models that are quantized already can be used.",
         )
         return

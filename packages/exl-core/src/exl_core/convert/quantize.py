@@ -169,7 +169,8 @@ class _LayerQuantizer:
         few = [index for index, count in enumerate(counts) if count < minimum]
         if not few:
             return
-        key = f"expert_gate.{few[0]}"
+        experts = expert_keys(self._config, self._source.layer)
+        key = next(one.gate_up[0] for one in experts if one.expert == few[0])
         detail = (
             f"{len(few)} of {len(counts)} experts were chosen by fewer than {minimum} rows, the"
             f" least used by {min(counts)}, and read the rows with the next scores too"
