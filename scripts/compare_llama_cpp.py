@@ -33,7 +33,7 @@ from typing import Any
 
 from exl_cli.render import columns_table, format_bytes, print_answer
 from exl_core.errors import ExlError, RequestError
-from exl_core.session.open import open_checkpoint
+from exl_core.formats.containers.gguf import GgufSource
 from exl_core.session.resolve import resolve_model
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -160,12 +160,19 @@ def side_figures(rounds: list[Figures], read_bytes: int, bandwidth: float) -> Fi
 
 
 def gguf_decode_bytes(path: Path) -> int:
-    """Bytes of tensors that a decode step reads: all, except an untied embedding, from which it
-    reads single rows."""
-    tensors = open_checkpoint(path)[0].tensors
-    total = sum(tensor.size_bytes for tensor in tensors.values())
-    is_tied = "output.weight" not in tensors
-    return total if is_tied else total - tensors["token_embd.weight"].size_bytes
+    """Bytes of tensors that a decode step reads: of experts the used ones, and all others, except
+    an untied embedding, from which it reads single rows."""
+    source = GgufSource(path)
+    arch = source.metadata["general.architecture"]
+    fields: Mapping[str, Any] = source.metadata
+    every = fields.get(f"{arch}.expert_count", 1)
+    used = fields.get(f"{arch}.expert_used_count", 1)
+    total = 0
+    for name, tensor in source.tensors.items():
+        is_part = "_exps." in name
+        total += tensor.size_bytes * used // every if is_part else tensor.size_bytes
+    is_tied = "output.weight" not in source.tensors
+    return total if is_tied else total - source.tensors["token_embd.weight"].size_bytes
 
 
 @dataclass(frozen=True, slots=True)
