@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from exl_core.convert.ldlq import TrellisQuantizer, TrellisWeights
 from exl_core.formats.codecs.exl3 import layout as exl3
-from exl_core.ops.backends.rings import TorchRingOps
-
-RINGS = TorchRingOps()
+from exl_core.ops.open import get_table
+from exl_core.ops.weights import Codebook
 
 
 def quantized(weight: Tensor, hessian: Tensor, rate: float) -> TrellisWeights:
-    return TrellisQuantizer(hessian, RINGS).quantize(weight, rate, "mul1")
+    return TrellisQuantizer(hessian, get_table("cpu", threads=2)).quantize(weight, rate, "mul1")
 
 
 def test_padded_columns_and_columns_of_zeros_are_exactly_zero() -> None:
@@ -28,3 +31,63 @@ def test_padded_columns_and_columns_of_zeros_are_exactly_zero() -> None:
     assert not dense[:, 7].any()
     assert torch.equal(dense[:16, :20], result.weight)
     assert (result.weight - weight).norm() < 0.2 * weight.norm()
+
+
+def relative_error(result: Tensor, weight: Tensor, hessian: Tensor) -> float:
+    error, source = (result - weight).double(), weight.double()
+    return float((error * (hessian.double() @ error)).sum()) / float(
+        (source * (hessian.double() @ source)).sum()
+    )
+
+
+@pytest.mark.parametrize(("rate", "codebook"), [(2, "mul1"), (3, "mul1"), (3, "mcg"), (3, "3inst")])
+def test_errors_are_smaller_than_those_of_exllamav3(
+    shared_dir: Path, rate: float, codebook: Codebook
+) -> None:
+    case = f"{codebook}.{rate:g}"
+    with safe_open(shared_dir / "golden" / "exl3_reference.safetensors", "pt") as file:
+        weight, hessian = (file.get_tensor(f"{case}.{name}") for name in ("weight", "hessian"))
+        parts = {
+            name: file.get_tensor(f"{case}.{name}")
+            for name in exl3.PARTS
+            if f"{case}.{name}" in file.keys()  # noqa: SIM118 - no mapping
+        }
+    ops = get_table("cpu", threads=2)
+
+    result = TrellisQuantizer(hessian, ops).quantize(weight.float(), rate, codebook)
+
+    other = exl3.dequantize(exl3.check(parts, case), 0, weight.shape[1])
+    error = relative_error(result.weight, weight, hessian)
+    assert error == pytest.approx(result.error, rel=1e-6)
+    assert error < 0.9 * relative_error(other, weight, hessian)
+
+
+def test_feedback_moves_errors_where_the_inputs_have_no_energy() -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(128, 128, generator=generator)
+    inputs = torch.randn(512, 16, generator=generator) @ torch.randn(16, 128, generator=generator)
+    inputs += 0.3 * torch.randn(512, 128, generator=generator)
+    hessian = inputs.T @ inputs / 512
+
+    aware, blind = quantized(weight, hessian, 3), quantized(weight, torch.eye(128), 3)
+
+    assert aware.error < 0.5 * relative_error(blind.weight, weight, hessian)
+
+
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
+def test_an_unusable_hessian_gives_the_nearest_codes(value: float) -> None:
+    weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(3))
+    result = quantized(weight, torch.full((128, 128), value), 4)
+    assert (result.weight - weight).norm() < 0.1 * weight.norm()
+
+
+def test_a_seed_gives_the_same_bytes_again_and_another_other_signs() -> None:
+    weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(4))
+    ops = get_table("cpu", threads=2)
+    first, again, other = (
+        TrellisQuantizer(torch.eye(128), ops, seed=seed).quantize(weight, 2, "mul1").linear
+        for seed in (5, 5, 6)
+    )
+    assert torch.equal(first.trellis, again.trellis)
+    assert torch.equal(first.suh, again.suh)
+    assert not torch.equal(first.suh.sign(), other.suh.sign())

@@ -10,6 +10,8 @@
 //            the path is searched again. Costs are kept every 1, 2 or 4 positions, by the number of
 //            nodes; the states of the positions between are searched together. The sums are the
 //            same, because rounding a sum never changes the order of two terms.
+// Places     The costs of the nodes that one vector reads are a power of two apart. From 4 KiB on
+//            they would share a set of the L1 cache, so each run of nodes is followed by a gap.
 // Accuracy   float32; squares are added with one rounding where the processor has fma.
 #include <limits>
 
@@ -23,6 +25,9 @@ constexpr int kTiles = 2;
 constexpr int kLaneBits = kLanes == 16 ? 4 : kLanes == 8 ? 3 : 0;
 constexpr int kTableSlot = 0;    // of the calling thread
 constexpr int kHistorySlot = 1;  // of each thread
+constexpr int kLongRun = 10;     // bits: runs of 4 KiB
+constexpr int64_t kGap = kLanes > 8 ? kLanes : 8;
+constexpr int64_t kMostGaps = 8 * kGap;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Costs of the nodes before the states of kLanes consecutive nodes after them: each 2^Bits
@@ -45,6 +50,12 @@ static inline __attribute__((always_inline)) Vec spread(const float* costs) {
     }
 }
 
+// Place of the cost of a node whose leading bits, those that leave next, select one of the runs of
+// 2^run_bits nodes.
+static inline int64_t place_of(int64_t node, int run_bits) {
+    return run_bits < kLongRun ? node : node + (node >> run_bits) * kGap;
+}
+
 // Costs of all nodes after a position. `table` has the values of the states that lead to a vector
 // of nodes, one vector for each choice of the leading bits.
 template <int In, int Out>
@@ -54,7 +65,8 @@ static void step(
 ) {
     constexpr int64_t kChoices = int64_t{1} << Out;
     constexpr int64_t kNodes = kStates >> Out;
-    constexpr int64_t kStride = kNodes >> In;  // nodes before, from one choice to the next
+    constexpr int kRunBits = kStateBits - In - Out;  // of the nodes before and of those after
+    constexpr int64_t kStride = (int64_t{1} << kRunBits) + (kRunBits < kLongRun ? 0 : kGap);
     Vec target[kTiles];
     for (int t = 0; t < kTiles; ++t) target[t] = set1(targets[t]);
     for (int64_t node = 0; node < kNodes; node += kLanes) {
@@ -70,7 +82,7 @@ static void step(
                 best[t] = min(fma(error, error, cost), best[t]);
             }
         }
-        for (int t = 0; t < kTiles; ++t) store(after[t] + node, best[t]);
+        for (int t = 0; t < kTiles; ++t) store(after[t] + place_of(node, kRunBits), best[t]);
     }
 }
 
@@ -107,7 +119,10 @@ struct Walk {
         return (first + step) % 2 == 0 ? args->even_bits : args->odd_bits;
     }
     int64_t position(int64_t step) const { return (first + step) % kRingPositions; }
-    int64_t most_nodes() const { return kStates >> args->even_bits; }
+    int64_t most_nodes() const { return (kStates >> args->even_bits) + kMostGaps; }
+    int64_t place(int64_t step, int64_t node) const {
+        return place_of(node, kStateBits - bits(step) - bits(step + 1));
+    }
     // Costs of the nodes before a step.
     float* costs(int64_t step) const {
         const int64_t after = step - kept_from;
@@ -121,7 +136,7 @@ static float trace(
     const Walk& walk, const float* target, const float* base, int64_t step, int64_t node, int depth,
     int32_t* states
 ) {
-    if (depth == 0) return base[node];
+    if (depth == 0) return base[walk.place(step, node)];
     const int in = walk.bits(step - 1);
     const int out = walk.bits(step);
     const float wanted = target[walk.position(step - 1)];
@@ -153,9 +168,13 @@ static void trace_back(const Walk& walk, const float* target, int64_t node, int3
     }
 }
 
-static int64_t cheapest(const float* costs, int64_t count) {
+// Node with the least cost before a step.
+static int64_t cheapest(const Walk& walk, int64_t step) {
+    const float* costs = walk.costs(step);
     int64_t best = 0;
-    for (int64_t i = 1; i < count; ++i) best = costs[i] < costs[best] ? i : best;
+    for (int64_t node = 1; node < kStates >> walk.bits(step); ++node) {
+        if (costs[walk.place(step, node)] < costs[walk.place(step, best)]) best = node;
+    }
     return best;
 }
 
@@ -170,12 +189,11 @@ struct Search {
     // Walks from the node `start` before the first position, or from any one if it is negative.
     void forward(const int64_t start[kTiles]) {
         const Walk& plan = walks[0];
-        const int64_t nodes = kStates >> plan.bits(0);
         for (int t = 0; t < kTiles; ++t) {
             float* costs = walks[t].costs(0);
             const float other = start[t] < 0 ? 0.0f : kInfinity;
-            for (int64_t i = 0; i < nodes; ++i) costs[i] = other;
-            if (start[t] >= 0) costs[start[t]] = 0.0f;
+            for (int64_t i = 0; i < plan.most_nodes(); ++i) costs[i] = other;
+            if (start[t] >= 0) costs[plan.place(0, start[t])] = 0.0f;
         }
         for (int64_t i = 0; i < plan.steps; ++i) {
             const float* before[kTiles];
@@ -206,8 +224,7 @@ struct Search {
         forward(node);
         for (int t = 0; t < kTiles; ++t) {
             const Walk& walk = walks[t];
-            const int64_t nodes = kStates >> walk.bits(walk.steps);
-            const int64_t last = cheapest(walk.costs(walk.steps), nodes);
+            const int64_t last = cheapest(walk, walk.steps);
             trace_back(walk, targets[t], last, states[t]);
             node[t] = states[t][0] >> args.even_bits;
         }
@@ -234,7 +251,7 @@ void nearest_rings(ThreadPool& pool, const RingArgs& args) {
     float* odd_table = args.odd_bits == args.even_bits ? tables : tables + kStates;
     fill_table(args.values, args.even_bits, tables);
     if (odd_table != tables) fill_table(args.values, args.odd_bits, odd_table);
-    const int64_t most_nodes = kStates >> args.even_bits;
+    const int64_t most_nodes = (kStates >> args.even_bits) + kMostGaps;
     const int64_t stride = args.even_bits == 1 ? 4 : args.even_bits == 2 ? 2 : 1;
     const int64_t kept = (kRingPositions / stride + 1) * most_nodes;
     const int64_t floats = kept + 2 * most_nodes;

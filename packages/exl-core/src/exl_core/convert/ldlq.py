@@ -186,10 +186,13 @@ def _unit_blocks(lower: Tensor) -> Tensor:
 def _scales(source: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Scales of inputs and outputs with random signs, float64 [I'], [N'].
 
-    Rows and columns of the quotient have a mean square of 1 on average over each block of 128.
+    The quotient has a mean square of 1 over each block of 128 columns, and in each row. Codes of a
+    block have equal errors, which the scales multiply. The square root of the size of a column
+    makes the sum of all errors least. Feedback moves errors between rows, and then the size of a
+    row is better.
     """
-    columns = _block_scales(source.square().mean(0))
-    rows = _block_scales((source / columns).square().mean(1))
+    columns = _block_scales(source.square().mean(0), 0.5)
+    rows = _block_scales((source / columns).square().mean(1), 1.0)
     generator = torch.Generator().manual_seed(seed)
     suh, svh = (
         scales * (torch.randint(0, 2, scales.shape, generator=generator) * 2 - 1).to(scales)
@@ -198,15 +201,15 @@ def _scales(source: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     return suh, svh
 
 
-def _block_scales(energy: Tensor) -> Tensor:
-    """Square roots of mean squares [n]. The scales of features that are zero are the mean of their
-    block's; where only some are, the others are smaller by the share that they lack."""
+def _block_scales(energy: Tensor, power: float) -> Tensor:
+    """Root mean squares to a power, from mean squares [n], with a factor for each block of 128.
+    Features that are zero count as the mean of their block."""
     blocks = energy.view(-1, HADAMARD)
     used = blocks > 0
-    share = used.double().mean(1, keepdim=True)
-    mean = (blocks.sum(1, keepdim=True) / used.sum(1, keepdim=True)).nan_to_num(1.0, 1.0, 1.0)
-    scales = torch.where(used, blocks, mean).sqrt() * share.sqrt()
-    return torch.where(scales > 0, scales, torch.ones_like(scales)).flatten()
+    mean = (blocks.sum(1, keepdim=True) / used.sum(1, keepdim=True)).nan_to_num(1.0)
+    scales = torch.where(used, blocks, mean).pow(power / 2)
+    size = (blocks / scales.square()).mean(1, keepdim=True).sqrt()
+    return (scales * torch.where(size > 0, size, 1.0)).flatten()
 
 
 def _best_spread(target: Tensor, rate: float, codebook: Codebook, ops: RingOps) -> float:

@@ -34,8 +34,8 @@ class RingOps(Protocol):
 
         Minimizes the sum of (values[state] - target)^2 over the rings through one node before
         position 0. This node is taken from the best path without ends over the `REACH` positions
-        on both sides. Sums are float32 in the order of the positions, with the square
-        added by a fused multiply-add where the processor has one. Of equal ones, the state with the
-        lowest leading bits wins. Targets are finite.
+        on both sides. Sums are float32 in the order of the positions, with the square added by a
+        fused multiply-add where the processor has one. Of equal ones, the state with the lowest
+        leading bits wins. Targets are finite.
         """
         ...
