@@ -15,6 +15,7 @@ from support.paged import PagedRun, logits_of
 from support.profiles import first_by_default
 from support.tiny_hybrids import (
     tiny_granite_hybrid,
+    tiny_kimi_linear,
     tiny_lfm2,
     tiny_lfm2_moe,
     tiny_nemotron_h,
@@ -231,6 +232,10 @@ VARIANTS: dict[str, Any] = {
     "nemotron-h-moe": tiny_nemotron_h,
     "nemotron-h-latent": lambda: tiny_nemotron_h(
         moe_latent_size=32, norm_topk_prob=False, n_group=1, topk_group=1
+    ),
+    "kimi-linear": tiny_kimi_linear,
+    "kimi-linear-q-rank": lambda: tiny_kimi_linear(
+        q_lora_rank=24, norm_topk_prob=False, linear_conv_kernel_dim=3, n_group=1, topk_group=1
     ),
     "qwen3.5": tiny_qwen35,
     "qwen3.5-equal-heads": lambda: tiny_qwen35(

@@ -8,6 +8,8 @@ import torch
 from transformers import (
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     Lfm2MoeConfig,
@@ -91,6 +93,21 @@ def tiny_nemotron_h(**changes: Any) -> NemotronHForCausalLM:
         **{"n_group": 4, "topk_group": 2},
     }
     return randomized(NemotronHForCausalLM(NemotronHConfig(**{**defaults, **changes})))
+
+
+def tiny_kimi_linear(**changes: Any) -> KimiLinearForCausalLM:
+    """Layer 0 is dense, layer 2 has latent attention."""
+    defaults = {
+        **{key: value for key, value in COMMON.items() if key != "head_dim"},
+        **EXPERTS,
+        **{"num_hidden_layers": 4, "num_key_value_heads": 6, "num_experts": 8},
+        **{"kv_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 20},
+        **{"n_group": 2, "topk_group": 1, "linear_num_heads": 3, "linear_head_dim": 20},
+        "layer_types": [
+            *("linear_attention", "linear_attention", "full_attention", "linear_attention")
+        ],
+    }
+    return randomized(KimiLinearForCausalLM(KimiLinearConfig(**{**defaults, **changes})))
 
 
 _DELTA_NET: dict[str, Any] = {

@@ -11,9 +11,11 @@ import pytest
 from exl_core.arch.gguf_config import read_gguf_config
 from exl_core.arch.hf_config import read_hf_config
 from exl_core.arch.layers import (
+    MLA,
     Activation,
     Attention,
     GatedDeltaNet,
+    KimiDeltaNet,
     Mamba2,
     MoE,
     NoFeedForward,
@@ -353,3 +355,65 @@ def test_gguf_files_of_nemotron_have_attention_or_a_feed_forward_part() -> None:
     own["feed_forward_length"] = [0, 64, 64, 0]
     with pytest.raises(ConfigError, match="both attention and a feed-forward part"):
         read_gguf_config(metadata("nemotron_h", **own), {"output.weight"}, "file")
+
+
+KIMI_LINEAR: dict[str, Any] = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "kda_layers": [n for n in range(1, 27) if n % 4],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 1048576,
+    "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 32,
+    "num_expert_group": 1,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 32,
+    "num_shared_experts": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "routed_scaling_factor": 2.446,
+    "topk_group": 1,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+
+
+def test_kimi_linear_has_delta_nets_between_latent_attention(tmp_path: Path) -> None:
+    config = read(tmp_path, KIMI_LINEAR)
+    attention = [i for i, layer in enumerate(config.layers) if layer.state_shape is None]
+    assert attention == [3, 7, 11, 15, 19, 23, 26]
+    assert config.layers[0].mixer == KimiDeltaNet(32, 128, 4)
+    assert config.layers[3].mixer == MLA(32, 0, 512, 128, 64, 128, 192**-0.5, rope=None)
+    assert config.max_seq_len == 1048576
+    part = config.layers[1].feed_forward
+    assert isinstance(part, MoE)
+    assert part.router == Router(256, 8, Scores.SIGMOID, RouterBias.CHOICE, factor=2.446, eps=1e-20)
+    assert part.shared == SharedExpert(1024)
+    assert config.layers[0].dense.intermediate_size == 9216
+
+
+@pytest.mark.parametrize(
+    "changes", [{"moe_router_activation_func": "softmax"}, {"mla_use_nope": False}]
+)
+def test_unsupported_variants_of_kimi_linear_are_refused(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(UnsupportedModelError):
+        read(tmp_path, {**KIMI_LINEAR, **changes})

@@ -9,6 +9,7 @@ from exl_core.arch.layers import (
     Attention,
     Dense,
     GatedDeltaNet,
+    KimiDeltaNet,
     Mamba2,
     MoE,
     NoFeedForward,
@@ -38,7 +39,7 @@ def check_config(config: ModelConfig, where: object) -> None:
                 f"{attention.num_q_heads} query heads, {attention.num_kv_heads} key/value heads",
             )
     for layer in dict.fromkeys(config.layers):
-        recurrent = ShortConv | GatedDeltaNet | Mamba2
+        recurrent = ShortConv | GatedDeltaNet | KimiDeltaNet | Mamba2
         if not isinstance(layer.mixer, Attention | MLA | recurrent | NoMixer):
             raise unsupported("mixer", layer.mixer)
         if not isinstance(layer.feed_forward, Dense | MoE | NoFeedForward):

@@ -296,6 +296,30 @@ class GatedDeltaNet(Mixer):
 
 
 @dataclass(frozen=True, slots=True)
+class KimiDeltaNet(Mixer):
+    """A linear attention like `GatedDeltaNet`, whose state decays row by row (Kimi-Linear).
+
+    As many key heads as value heads, of the same size. The decays, and the gates of the outputs,
+    are projected through vectors of `head_dim` numbers. The outputs have an RMSNorm of each head
+    and are multiplied by the sigmoid of the gates.
+    """
+
+    heads: int
+    head_dim: int
+    taps: int
+
+    @property
+    def size(self) -> int:
+        """Width of queries, keys, values, decays and gates."""
+        return self.heads * self.head_dim
+
+    @property
+    def state_shape(self) -> StateShape:
+        matrix = (self.heads, self.head_dim, self.head_dim)
+        return StateShape((self.taps - 1, 3 * self.size), matrix)
+
+
+@dataclass(frozen=True, slots=True)
 class Mamba2(Mixer):
     """A state-space model (Mamba-2), whose heads share their input and output vectors in groups.
 

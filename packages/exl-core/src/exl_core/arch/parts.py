@@ -15,6 +15,7 @@ from exl_core.arch.layers import (
     FeedForward,
     GatedDeltaNet,
     HeadNorm,
+    KimiDeltaNet,
     LayerSpec,
     Mamba2,
     Mixer,
@@ -59,6 +60,8 @@ Packed = Literal[
     "output",
     "mixer_in",
     "mixer_out",
+    "decay_up",
+    "gate_up_b",
     "gate_up",
     "down",
     "expert_gate_up",
@@ -70,6 +73,10 @@ Packed = Literal[
 ]
 """Matrices of a layer at run time. Projections that read the same input are packed into one. Each
 expert has its own two."""
+
+
+KIMI_TAPS = ("q_taps", "k_taps", "v_taps")
+"""Taps of the convolution of a `KimiDeltaNet`, which files store by part."""
 
 
 class Part(NamedTuple):
@@ -122,16 +129,24 @@ def _mixer_parts(config: ModelConfig, mixer: Mixer) -> list[Part]:
     match mixer:
         case Attention():
             return _attention_parts(config, mixer)
-        case ShortConv():
-            return _short_conv_parts(config.hidden_size, mixer)
-        case GatedDeltaNet():
-            return _delta_net_parts(config.hidden_size, mixer)
-        case Mamba2():
-            return _mamba2_parts(config.hidden_size, mixer)
         case MLA():
             return _latent_parts(config, mixer)
         case NoMixer():
             return []
+        case _:
+            return _recurrent_parts(config.hidden_size, mixer)
+
+
+def _recurrent_parts(hidden: int, mixer: Mixer) -> list[Part]:
+    match mixer:
+        case ShortConv():
+            return _short_conv_parts(hidden, mixer)
+        case GatedDeltaNet():
+            return _delta_net_parts(hidden, mixer)
+        case KimiDeltaNet():
+            return _kimi_delta_parts(hidden, mixer)
+        case Mamba2():
+            return _mamba2_parts(hidden, mixer)
         case _:
             raise unsupported("mixer", mixer)
 
@@ -218,6 +233,30 @@ def _delta_net_parts(hidden: int, spec: GatedDeltaNet) -> list[Part]:
         Part("decay", Kind.VECTOR, (spec.value_heads,)),
         Part("step_bias", Kind.VECTOR, (spec.value_heads,)),
         Part("mixer_norm", Kind.VECTOR, (spec.value_dim,)),
+    ]
+
+
+def _kimi_delta_parts(hidden: int, spec: KimiDeltaNet) -> list[Part]:
+    def linear(role: str, out: int, inner: int, packed: Packed) -> Part:
+        return Part(role, Kind.LINEAR, (out, inner), packed=packed)
+
+    wide = [
+        linear(role, out, hidden, "mixer_in")
+        for role, out in (
+            *((role, spec.size) for role in ("delta_q", "delta_k", "delta_v")),
+            *((role, spec.head_dim) for role in ("decay_a", "delta_z_a")),
+            ("delta_b", spec.heads),
+        )
+    ]
+    return [
+        *wide,
+        linear("decay_b", spec.size, spec.head_dim, "decay_up"),
+        linear("delta_z_b", spec.size, spec.head_dim, "gate_up_b"),
+        linear("mixer_out", hidden, spec.size, "mixer_out"),
+        *(Part(role, Kind.TAPS, (spec.size, spec.taps)) for role in KIMI_TAPS),
+        Part("decay", Kind.VECTOR, (spec.heads,)),
+        Part("step_bias", Kind.VECTOR, (spec.size,)),
+        Part("mixer_norm", Kind.VECTOR, (spec.head_dim,)),
     ]
 
 

@@ -13,7 +13,7 @@ from exl_core.arch.fields import (
     MAX_INTERMEDIATE_SIZE,
     Fields,
 )
-from exl_core.arch.layers import GatedDeltaNet, Mamba2, Mixer, ShortConv
+from exl_core.arch.layers import GatedDeltaNet, KimiDeltaNet, Mamba2, Mixer, ShortConv
 from exl_core.arch.spec import ArchSpec, Recurrence
 from exl_core.errors import ConfigError
 
@@ -24,6 +24,7 @@ ATTENTION_TYPES = ("full_attention", "attention")
 RECURRENT_TYPES = {
     Recurrence.SHORT_CONV: ("conv",),
     Recurrence.DELTA_NET: ("linear_attention",),
+    Recurrence.KIMI_DELTA: ("linear_attention",),
     Recurrence.MAMBA2: ("linear_attention", "mamba"),
 }
 """Entries of `layer_types` for recurrent layers."""
@@ -44,6 +45,9 @@ def hf_recurrent(arch: ArchSpec, text: Fields, layers: int) -> Sequence[Mixer | 
 def _is_recurrent(arch: ArchSpec, text: Fields, layers: int) -> list[bool]:
     if not text.has("layer_types") and arch.recurrence is Recurrence.DELTA_NET:
         return _between_attention(text, layers)
+    if not text.has("layer_types") and arch.recurrence is Recurrence.KIMI_DELTA:
+        listed = text.nested("linear_attn_config").integers("kda_layers")  # counted from 1
+        return [layer + 1 in listed for layer in range(layers)]
     if not text.has("layer_types"):
         if not text.has("full_attn_idxs"):
             return [False] * layers
@@ -79,6 +83,12 @@ def _hf_mixer(arch: ArchSpec, text: Fields) -> Mixer:
                 taps=text.integer("linear_conv_kernel_dim", 4, low=2, high=MAX_TAPS),
             ),
             text.where,
+        )
+    if arch.recurrence is Recurrence.KIMI_DELTA:
+        return KimiDeltaNet(
+            text.integer("linear_num_heads", 32, high=MAX_HEADS),
+            text.integer("linear_head_dim", 128, high=MAX_HEAD_DIM),
+            text.integer("linear_conv_kernel_dim", 4, low=2, high=MAX_TAPS),
         )
     size = text.integer("hidden_size", arch.hidden_size_default, high=MAX_HIDDEN_SIZE)
     if arch.recurrence is Recurrence.MAMBA2:

@@ -22,6 +22,7 @@ from exl_core.arch.families.gpt_oss import GPT_OSS
 from exl_core.arch.families.granite import GRANITE, GRANITE4, GRANITE_MOE, MINICPM
 from exl_core.arch.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from exl_core.arch.families.internlm2 import INTERNLM2
+from exl_core.arch.families.kimi_linear import KIMI_LINEAR
 from exl_core.arch.families.lfm2 import LFM2, LFM2_MOE
 from exl_core.arch.families.llama import ARCEE, INDEX, LLAMA, ORION, YI
 from exl_core.arch.families.llama4 import LLAMA4
@@ -46,7 +47,7 @@ ARCHITECTURES = (
     *(GLM4, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, ERNIE4_5_MOE, HUNYUAN_MOE, MINIMAX_M2),
     *(GRANITE_MOE, QWEN3_VL_MOE, DBRX, LLAMA4, GPT_OSS, GPT2, GPT_BIGCODE, LFM2),
     *(LFM2_MOE, QWEN35, QWEN35_MOE, QWEN3_NEXT),
-    *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, MISTRAL4, NEMOTRON_H),
+    *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, MISTRAL4, NEMOTRON_H, KIMI_LINEAR),
 )
 
 

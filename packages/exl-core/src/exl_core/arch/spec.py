@@ -70,6 +70,7 @@ class Recurrence(Enum):
     NONE = "none"
     SHORT_CONV = "short_conv"
     DELTA_NET = "delta_net"
+    KIMI_DELTA = "kimi_delta"
     MAMBA2 = "mamba2"
 
 
@@ -244,7 +245,7 @@ def without_rope(
 def decoder_layer(arch: ArchSpec, numbers: LayerNumbers) -> LayerSpec:
     """A layer of attention, latent or not, or a recurrence, and a dense MLP or experts."""
     part = _feed_forward(arch, numbers)
-    if numbers.latent is not None:
+    if numbers.latent is not None and numbers.recurrent is None:
         latent = replace(numbers.latent, rope=numbers.rope)
         return LayerSpec(latent, part, arch.norm_placement, arch.norm_kind)
     attention = Attention(

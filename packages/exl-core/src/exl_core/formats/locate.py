@@ -101,6 +101,8 @@ def _located_tensor(source: TensorSource, row: ModuleRow, place: Place) -> Locat
         row.kind in (Kind.NORM, Kind.ROUTER_VECTOR, Kind.VECTOR)
         and found.num_values == row.shape[0]
     ):
+        if len(found.shape) > MATRIX:  # Kimi-Linear's decays are [1, 1, heads, 1]
+            found = replace(found, shape=row.shape)
         return Located(found, place)  # norms of all heads may be stored by head
     if row.kind is Kind.TAPS and found.shape == (row.shape[0], 1, *row.shape[1:]):
         return Located(replace(found, shape=row.shape), place)  # as torch's convolutions have it

@@ -23,6 +23,7 @@ from exl_core.arch.layers import (
     Dense,
     GatedDeltaNet,
     HeadNorm,
+    KimiDeltaNet,
     LayerSpec,
     Mamba2,
     MoE,
@@ -238,7 +239,7 @@ def block_weights(config: ModelConfig, layer: int, source: WeightSource) -> Bloc
 
     mixer: MixerWeights | None
     match config.layers[layer].mixer:
-        case ShortConv() | GatedDeltaNet() | Mamba2():
+        case ShortConv() | GatedDeltaNet() | KimiDeltaNet() | Mamba2():
             mixer = recurrent_weights(config, layer, source, norm_of)
         case MLA() as latent:
             mixer = _latent(config, layer, source, latent, norm_of)

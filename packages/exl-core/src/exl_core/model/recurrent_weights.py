@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from exl_core.arch.layers import GatedDeltaNet, Mamba2, ShortConv, unsupported
+from exl_core.arch.layers import GatedDeltaNet, KimiDeltaNet, Mamba2, ShortConv, unsupported
 from exl_core.arch.modules import ModuleRow, module_table
+from exl_core.arch.parts import KIMI_TAPS
 from exl_core.arch.spec import ModelConfig
+from exl_core.errors import UnsupportedModelError
 from exl_core.model.source import WeightSource
 from exl_core.model.weights import (
     DeltaNetWeights,
+    KimiDeltaWeights,
     Mamba2Weights,
     RecurrentWeights,
     ShortConvWeights,
@@ -30,7 +33,8 @@ def recurrent_weights(
     norm = norm_of("attention_norm")
     wide, narrow = source.packed(matrices["mixer_in"]), source.packed(matrices["mixer_out"])
     has_silu = not isinstance(config.layers[layer].mixer, ShortConv)
-    taps = _taps(source, rows["taps"], has_silu=has_silu)
+    roles = [role for role in ("taps", *KIMI_TAPS) if role in rows]
+    taps = _taps(source, [rows[role] for role in roles], has_silu=has_silu)
     shared = norm, wide, taps, narrow, norm_of("attention_post_norm")
     match config.layers[layer].mixer:
         case ShortConv():
@@ -47,6 +51,28 @@ def recurrent_weights(
             )
             head_norm = RmsNorm(source.norm(rows["mixer_norm"]), config.norm_eps)
             return DeltaNetWeights(*shared, rule, head_norm)
+        case KimiDeltaNet() as kimi:
+            if source.device.type != "cpu":
+                raise UnsupportedModelError(
+                    "delta nets whose states decay row by row run on the CPU only",
+                    got=source.device,
+                    next_step="Use --device cpu.",
+                )
+            return KimiDeltaWeights(
+                *shared,
+                decay_up=source.packed(matrices["decay_up"]),
+                gate_up=source.packed(matrices["gate_up_b"]),
+                rule=DeltaRule(
+                    key_heads=kimi.heads,
+                    value_heads=kimi.heads,
+                    key_dim=kimi.head_dim,
+                    value_dim=kimi.head_dim,
+                    decay=torch.exp(source.norm(rows["decay"])).flatten(),
+                    dt_bias=source.norm(rows["step_bias"]),
+                    is_by_row=True,
+                ),
+                head_norm=RmsNorm(source.norm(rows["mixer_norm"]), config.norm_eps),
+            )
         case Mamba2() as scan_spec:
             factors = source.norm(rows["mixer_norm"])
             plain = torch.ones(scan_spec.size // scan_spec.groups, device=source.device)
@@ -72,7 +98,9 @@ def _scan(
     )
 
 
-def _taps(source: WeightSource, row: ModuleRow, *, has_silu: bool) -> Taps:
-    """Taps of a convolution, transposed: the channels of a tap are next to each other."""
-    weight = source.norm(row).T.contiguous()  # [T, C]
-    return Taps(weight, source.norm_bias(row), has_silu)
+def _taps(source: WeightSource, rows: Sequence[ModuleRow], *, has_silu: bool) -> Taps:
+    """Taps of a convolution, transposed: the channels of a tap are next to each other. Of several
+    rows, each has a part of the channels and no bias."""
+    weight = torch.cat([source.norm(row) for row in rows]).T.contiguous()  # [T, C]
+    bias = source.norm_bias(rows[0]) if len(rows) == 1 else None
+    return Taps(weight, bias, has_silu)

@@ -126,6 +126,27 @@ class DeltaNetWeights(RecurrentWeights):
 
 
 @dataclass(frozen=True, slots=True)
+class KimiDeltaWeights(RecurrentWeights):
+    """wide [3 * size + 2 * head_dim + heads, hidden]: queries, keys, values, inner vectors of the
+    decays and of the gates, b; narrow [hidden, size]; the matrices from the inner vectors to decays
+    and to gates [size, head_dim]; the numbers of the delta rule, the norm of each output head."""
+
+    decay_up: PackedLinear
+    gate_up: PackedLinear
+    rule: DeltaRule
+    head_norm: RmsNorm
+
+    @property
+    def matrices(self) -> dict[Packed, PackedLinear]:
+        own: dict[Packed, PackedLinear] = {"decay_up": self.decay_up, "gate_up_b": self.gate_up}
+        return {"mixer_in": self.wide, "mixer_out": self.narrow, **own}
+
+    @property
+    def own_vectors(self) -> tuple[Tensor, ...]:
+        return self.head_norm.weight, self.rule.decay, self.rule.dt_bias
+
+
+@dataclass(frozen=True, slots=True)
 class Mamba2Weights(RecurrentWeights):
     """wide [size + channels + heads, hidden]: gates, inputs with the vectors of the groups, steps;
     narrow [hidden, size]; the numbers of the scan, the norm of each group of outputs without its

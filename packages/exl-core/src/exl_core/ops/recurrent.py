@@ -51,6 +51,8 @@ class DeltaRule:
 
     decay    exp(A_log) by value head; dt_bias likewise
     is_tiled value head h uses key head h % key_heads, rather than h // (value_heads / key_heads)
+    is_by_row  each row of the state decays by itself (Kimi delta attention): a and dt_bias have
+             key_dim numbers of each value head
     """
 
     key_heads: int
@@ -60,6 +62,7 @@ class DeltaRule:
     decay: Tensor
     dt_bias: Tensor
     is_tiled: bool = False
+    is_by_row: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +97,8 @@ class RecurrentOps(Protocol):
         self, qkv: Tensor, ba: Tensor, rule: DeltaRule, states: Tensor, rows: StateRows
     ) -> Tensor:
         """qkv [R, 2 * key_heads * key_dim + value_heads * value_dim], ba [R, 2 * value_heads] (b
-        first), strided rows -> o [R, value_heads * value_dim].
+        first), strided rows -> o [R, value_heads * value_dim]. If the rule `is_by_row`, ba is
+        [R, value_heads + value_heads * key_dim], and exp(g) has a number of each row of S.
 
         Queries and keys are divided by sqrt(sum of squares + L2_EPS), and queries by sqrt(key_dim).
         With g = -decay * softplus(a + dt_bias) and beta = sigmoid(b), for each token of a head:

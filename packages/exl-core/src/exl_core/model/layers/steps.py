@@ -18,6 +18,7 @@ from exl_core.arch.layers import (
     Attention,
     Dense,
     GatedDeltaNet,
+    KimiDeltaNet,
     LayerSpec,
     Mamba2,
     MoE,
@@ -28,7 +29,7 @@ from exl_core.arch.layers import (
     unsupported,
 )
 from exl_core.model.layers.attention import AttentionStep, add_attended, attention
-from exl_core.model.layers.delta_net import DeltaNetStep, delta_net
+from exl_core.model.layers.delta_net import DeltaNetStep, KimiDeltaStep, delta_net, kimi_delta
 from exl_core.model.layers.latent import LatentStep, add_latent, latent_attention
 from exl_core.model.layers.mamba2 import Mamba2Step, mamba2
 from exl_core.model.layers.mlp import MlpStep, add_widened, mlp
@@ -111,6 +112,9 @@ def _mixer_step(index: int, layer: LayerSpec) -> Step:
             return Step(part, part, run, Finish("mixer_out", add_mixed))
         case GatedDeltaNet() as spec:
             run = partial(delta_net, DeltaNetStep.of(index, spec))
+            return Step(part, part, run, Finish("mixer_out", add_mixed))
+        case KimiDeltaNet() as kimi:
+            run = partial(kimi_delta, KimiDeltaStep.of(index, kimi))
             return Step(part, part, run, Finish("mixer_out", add_mixed))
         case Mamba2() as spec:
             run = partial(mamba2, Mamba2Step.of(index, spec))

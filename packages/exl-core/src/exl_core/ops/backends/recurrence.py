@@ -56,7 +56,7 @@ def conv(x: Tensor, taps: Taps, state: Tensor) -> tuple[Tensor, Tensor]:
 
 class DeltaInputs(NamedTuple):
     """Operands of the delta rule by value head: q, k [n, H, K], v [n, H, V], and the logarithm of
-    the decay g and the factor beta [n, H]."""
+    the decay g [n, H], or [n, H, K] by row, and the factor beta [n, H]."""
 
     q: Tensor
     k: Tensor
@@ -68,7 +68,7 @@ class DeltaInputs(NamedTuple):
 def delta_inputs(qkv: Tensor, ba: Tensor, rule: DeltaRule) -> DeltaInputs:
     """Splits and normalizes the operands, [..., n, width] each."""
     size = rule.key_heads * rule.key_dim
-    b, a = ba.chunk(2, -1)
+    b, a = ba.tensor_split([rule.value_heads], -1)
     q, k, v = qkv.split_with_sizes([size, size, rule.value_heads * rule.value_dim], -1)
     q, k = (_normalized(_heads(x, rule.key_heads)) for x in (q, k))
     repeats = rule.value_heads // rule.key_heads
@@ -76,7 +76,10 @@ def delta_inputs(qkv: Tensor, ba: Tensor, rule: DeltaRule) -> DeltaInputs:
         q, k = (x.repeat(*[1] * (x.dim() - 2), repeats, 1) for x in (q, k))
     else:
         q, k = (x.repeat_interleave(repeats, -2) for x in (q, k))
-    g = -rule.decay.to(a.dtype) * functional.softplus(a + rule.dt_bias.to(a.dtype))
+    steps, decay = functional.softplus(a + rule.dt_bias.to(a.dtype)), rule.decay.to(a.dtype)
+    if rule.is_by_row:
+        steps, decay = _heads(steps, rule.value_heads), decay[:, None]
+    g = -decay * steps
     v = _heads(v, rule.value_heads)
     return DeltaInputs(q * rule.key_dim**-0.5, k, v, g, torch.sigmoid(b))
 
@@ -94,7 +97,8 @@ def _normalized(x: Tensor) -> Tensor:
 def delta_step(one: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """Output [..., H, V] of one token and the new state [..., H, K, V]. The operands have no
     dimension n."""
-    state = state * one.g.exp()[..., None, None]
+    decay = one.g.exp()[..., None]
+    state = state * (decay if one.g.dim() == one.k.dim() else decay[..., None])
     delta = one.v - (state * one.k[..., None]).sum(-2)
     state = state + one.k[..., None] * (one.beta[..., None] * delta)[..., None, :]
     return (state * one.q[..., None]).sum(-2), state
@@ -110,8 +114,15 @@ def delta_steps(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def delta_chunks(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in chunks. Leading dimensions before n are allowed: [..., n, H, V]."""
+    """The same in chunks. Leading dimensions before n are allowed: [..., n, H, V]. Decays by row do
+    not factor into products of a chunk without overflow, and are computed token by token."""
     outputs = []
+    if inputs.g.dim() == inputs.k.dim():
+        for token in range(inputs.q.shape[-3]):
+            q, k, v, g = (x[..., token, :, :] for x in inputs[:4])
+            y, state = delta_step(DeltaInputs(q, k, v, g, inputs.beta[..., token, :]), state)
+            outputs.append(y)
+        return torch.stack(outputs, -3), state
     for first in range(0, inputs.q.shape[-3], CHUNK):
         part = slice(first, first + CHUNK)
         by_token = (inputs.g[..., part, :], inputs.beta[..., part, :])

@@ -42,7 +42,8 @@ class ReferenceRecurrentOps:
         heads, width = rule.value_heads, rule.value_heads * rule.value_dim
         check_rows("delta_rule", rows, states, qkv.shape[0])
         check("delta_rule", "qkv", qkv, F32, None, 2 * rule.key_heads * rule.key_dim + width)
-        check("delta_rule", "ba", ba, F32, qkv.shape[0], 2 * heads)
+        decays = rule.key_dim if rule.is_by_row else 1
+        check("delta_rule", "ba", ba, F32, qkv.shape[0], (1 + decays) * heads)
         check("delta_rule", "states", states, F32, None, heads, rule.key_dim, rule.value_dim)
         out = torch.empty(qkv.shape[0], width)
         for span in spans(rows):
