@@ -144,7 +144,7 @@ LATENT_FAMILIES: dict[str, Callable[..., Any]] = {
     "glm4.7-flash": lambda: latent.tiny_glm4_moe_lite(
         **_LATENT, moe_intermediate_size=64, q_lora_rank=32
     ),
-    "mistral-small-4": lambda: tiny.tiny_mistral4(
+    "mistral-small-4": lambda: latent.tiny_mistral4(
         **_LATENT, moe_intermediate_size=64, q_lora_rank=32
     ),
 }
