@@ -86,7 +86,7 @@ def opened(
         if address is None:
             found = _local_replicas(job, count or 1, is_quiet=is_quiet)
         else:
-            found = _ray_replicas(job, count, stack.enter_context(_connected(address)))
+            found = _ray_replicas(job, count, stack.enter_context(connected(address)))
         for replica in found:
             stack.callback(replica.close)
             replicas.append(replica)
@@ -198,7 +198,7 @@ def _serve(pipe: Connection, job: ReplicaJob, is_quiet: bool) -> None:
 
 
 @contextmanager
-def _connected(address: str) -> Iterator[Any]:
+def connected(address: str) -> Iterator[Any]:
     """The module ray, connected to a cluster, or to a local one that this process starts."""
     if address == LOCAL_RAY:
         # Ray listens on all interfaces, whatever the node's address. A token protects its ports.
