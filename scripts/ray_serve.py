@@ -36,7 +36,7 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """What the replicas serve, and what each of them needs."""
+    """Model of the replicas, their number, and the resources of each."""
 
     model: str
     replicas: int = 1
