@@ -290,7 +290,8 @@ def test_expected_losses_are_those_of_the_search(
     error = (quantizer.quantize("w", weight, layout).weight - weight).double()
     loss = ((error @ hessian.double() * error).sum(1) * sensitivity.double()).sum() / 2
     # Below 1, because the scales are fitted after the search: 328 of them for 25,600 weights.
-    assert 0.6 < float(loss) / expected < 1.2
+    # Above 1 at few bits: the feedback of such inputs enlarges the targets.
+    assert 0.6 < float(loss) / expected < 1.6
 
 
 @pytest.mark.parametrize("fill", [0.0, float("nan")])

@@ -98,7 +98,7 @@ class TrellisQuantizer:
         definite."""
         rows, columns = (stored_size(size) for size in weight.shape)
         source = pad(weight, (0, columns - weight.shape[1], 0, rows - weight.shape[0])).double()
-        suh, svh = _scales(source, self._seed)
+        suh, svh = initial_scales(source, self._seed)
         feedback = self._feedback(suh)
         target = rotate(rotate((source / suh[:, None] / svh).T).T).float()
         spread = exl3.codebook_values(codebook).double().square().mean().sqrt().item()
@@ -183,7 +183,7 @@ def _unit_blocks(lower: Tensor) -> Tensor:
     return unit
 
 
-def _scales(source: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+def initial_scales(source: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Scales of inputs and outputs with random signs, float64 [I'], [N'].
 
     The quotient has a mean square of 1 over each block of 128 columns, and in each row. Codes of a

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from exl_core.convert.candidates import Costs
 from exl_core.convert.gptq import damped
 from exl_core.convert.hessian import InputStatistics
-from exl_core.convert.ldlq import DAMPING, TrellisQuantizer
+from exl_core.convert.ldlq import DAMPING, TrellisQuantizer, initial_scales
 from exl_core.convert.matrix import Correction, QuantizedMatrix, relative_error
 from exl_core.convert.plan import (
     AnyLayout,
@@ -119,19 +119,15 @@ def expected_losses(
     every weight has the same variance, which depends on the rate only. The rows before it then make
     up for a part of its effect (`ldlq.py`). So nothing has to be encoded.
     """
-    source = weight.T.double()
-    scales = source.square().mean(0).sqrt()  # of the outputs
-    normalized = source / scales.clamp(min=1e-12)
-    in_scales = normalized.square().mean(1).sqrt()
-    inputs = hessian.double() if _is_usable(hessian) else torch.eye(len(hessian)).to(source)
-    padding = stored_size(len(inputs)) - len(inputs)
-    scaled = pad(in_scales[:, None] * inputs * in_scales, (0, padding, 0, padding))
-    generator = torch.Generator().manual_seed(0)
-    signs = (2.0 * torch.randint(2, (len(scaled),), generator=generator) - 1.0).to(scaled)
-    rotated = exl3.rotate(exl3.rotate(signs[:, None] * scaled * signs).T)
+    (n, k), (columns, rows) = weight.shape, map(stored_size, weight.shape)
+    source = pad(weight.T.double(), (0, columns - n, 0, rows - k))
+    suh, svh = initial_scales(source, 0)
+    inputs = hessian.double() if _is_usable(hessian) else torch.eye(k).to(source)
+    scaled = suh[:, None] * pad(inputs, (0, rows - k, 0, rows - k)) * suh
+    rotated = exl3.rotate(exl3.rotate(scaled).T)
     lower, failed = torch.linalg.cholesky_ex(damped(rotated, DAMPING))
     trace = rotated.diagonal().sum() if int(failed) else _remaining(rotated, lower)
-    loss = float((sensitivity.double() * scales.square()).sum() * trace / 2)
+    loss = float((sensitivity.double() * svh[:n].square()).sum() * trace / 2)
     return {one: [DISTORTION[one.rate] * 4.0**-one.rate * loss] for one in layouts}
 
 
