@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from support.tiny_models import (
     tiny_llama,
     tiny_olmo3,
     tiny_qwen2_moe,
+    tiny_smollm3,
     tiny_starcoder2,
 )
 
@@ -379,9 +381,11 @@ def test_low_rank_embedding_and_head_match(build: Any, split: str, tmp_path: Pat
     assert_close(logits, expected_logits(merged(untie(model), (pairs, 0.75))))
 
 
-def test_gguf_models_accept_the_same_adapters(tmp_path: Path) -> None:
-    """GGUF files permute query and key rows; loading restores the order that adapters assume."""
-    model = tiny_llama()
+@pytest.mark.parametrize("build", [tiny_llama, tiny_smollm3], ids=["llama", "smollm3"])
+def test_gguf_models_accept_the_same_adapters(build: Callable[[], Any], tmp_path: Path) -> None:
+    """GGUF files permute query and key rows, also of layers without RoPE; loading restores the
+    order that adapters assume."""
+    model = build()
     pairs = random_pairs(model)
     ours = load_model(str(write_gguf(model, tmp_path / "m.gguf"))).model
     adapter = load_adapter(write_adapter(tmp_path, stored(pairs)), ours)

@@ -21,7 +21,7 @@ from exl_core.arch.layers import MoE
 from exl_core.arch.names import FileForm
 from exl_core.arch.naming import NOWHERE, Owner, Wanted, canonical_name, ending, places_of
 from exl_core.arch.parts import Kind, Packed, Part, Shard, expert_parts, layer_parts, norm_part
-from exl_core.arch.places import Place
+from exl_core.arch.places import Place, RowPermutation
 from exl_core.arch.spec import ModelConfig
 
 __all__ = [
@@ -270,6 +270,16 @@ def _surplus_row(spec: MoE, hidden: int, layer: int, forms: tuple[FileForm, File
     return replace(row, safetensors=safetensors, gguf=gguf)
 
 
+def _heads_in_gguf(part: Part, safetensors: FileForm) -> RowPermutation | None:
+    """Heads of the rows of `part` as llama.cpp's converter sees them: where it interleaves the rows
+    of queries and keys, it does so in layers without RoPE too."""
+    heads = part.heads
+    is_unrotated = heads is not None and heads.rotary_dim == 0 and part.role in ("q", "k")
+    if heads is None or not is_unrotated or safetensors.is_interleaved:
+        return heads
+    return replace(heads, rotary_dim=heads.head_dim)
+
+
 def _rows(
     parts: Sequence[Part],
     forms: tuple[FileForm, FileForm],
@@ -287,7 +297,9 @@ def _rows(
                 continue
             is_norm = part.kind in (Kind.NORM, Kind.HEAD_NORM)
             wanted = Wanted(part.role, suffix, part.shape[0], part.heads, is_norm, part.stacked)
-            safetensors, gguf = (places_of(wanted, num_rows, form, owner) for form in forms)
+            in_gguf = wanted._replace(heads=_heads_in_gguf(part, forms[0]))
+            safetensors = places_of(wanted, num_rows, forms[0], owner)
+            gguf = places_of(in_gguf, num_rows, forms[1], owner)
             is_weight = suffix == "weight"
             name = canonical_name(part.role, forms[0], owner)
             rows.append(
