@@ -8,7 +8,7 @@ import random
 import pytest
 
 from exl_core.convert.allocate import allocate
-from exl_core.convert.candidates import candidate_layouts, cost_of, layouts_for
+from exl_core.convert.candidates import Costs, candidate_layouts, cost_of, layouts_for
 from exl_core.convert.plan import (
     HEAD_LAYOUTS,
     Candidate,
@@ -116,7 +116,7 @@ def test_invalid_layouts_are_refused(text: str) -> None:
 
 
 def test_cost_of_mixed_layout_is_sum_of_row_costs() -> None:
-    costs = {(bits, 64): [10.0 * bits + block for block in range(6)] for bits in (2, 3)}
+    costs: Costs = {(bits, 64): [10.0 * bits + block for block in range(6)] for bits in (2, 3)}
     layout = Layout.parse("3:25/64 2:75/64")  # one group of 3 bits, two of 2
     assert layout.groups(192) == [(3, 64), (2, 64), (2, 64)]
     assert cost_of(layout, 192, costs) == 30 + 31 + 22 + 23 + 24 + 25

@@ -79,6 +79,7 @@ def loaded_ranks(path: Path, count: int = 2, **changes: Any) -> Iterator[LoadedM
 
 def processes_of(loaded: LoadedModel) -> tuple[int, ...]:
     assert isinstance(loaded.model, LeadingTransformer)
+    assert isinstance(loaded.model.followers, Followers)
     return loaded.model.followers.process_ids
 
 
