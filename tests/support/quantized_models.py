@@ -91,13 +91,13 @@ def separate_experts(folder: Path) -> Path:
 def parameter_of(parameters: dict[str, Tensor], stem: str) -> Tensor:
     """The part of a parameter that is stored under `stem`. Experts are stacked in transformers."""
     stem = re.sub(r"^backbone\.", "model.", stem)
-    owners = "mlp|block_sparse_moe|feed_forward|mixer"
-    expert = re.fullmatch(rf"(.+)\.({owners})\.experts\.(\d+)\.(\w+)", stem)
+    owners = ("mlp", "block_sparse_moe", "feed_forward", "mixer")
+    expert = re.fullmatch(rf"(.+)\.(?:{'|'.join(owners)})\.experts\.(\d+)\.(\w+)", stem)
     if expert is None:
         return parameters[f"{stem}.weight"]
-    layer, owner, index, part = expert.groups()
-    has_mlp = f"{layer}.mlp.experts.down_proj" in parameters
-    stacked = f"{layer}.{'mlp' if has_mlp else owner}.experts"
+    layer, index, part = expert.groups()
+    candidates = (f"{layer}.{owner}.experts" for owner in owners)  # files may have other names
+    stacked = next(one for one in candidates if f"{one}.down_proj" in parameters)
     if part in ("down_proj", "w2"):
         return parameters[f"{stacked}.down_proj"][int(index)]
     if f"{stacked}.up_proj" in parameters:  # no gate
