@@ -63,6 +63,15 @@ def tiny(tmp_path: Path) -> Path:
     return save(tiny_llama(), tmp_path / "tiny")
 
 
+@pytest.fixture
+def raises_interrupts() -> Iterator[None]:
+    """Python's own handler of Ctrl-C, which is absent in a process that a shell runs in the
+    background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @contextmanager
 def loaded_ranks(path: Path, count: int = 2, **changes: Any) -> Iterator[LoadedModel]:
     """A model divided among processes. At the end none of them is left."""
@@ -316,6 +325,7 @@ def test_nothing_listens_beyond_the_loopback_interface(tiny: Path) -> None:
         assert all(address.startswith("0100007F:") for address in own), own
 
 
+@pytest.mark.usefixtures("raises_interrupts")
 def test_interrupts_wait_for_the_end_of_a_pass(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C during a pass must not leave the other ranks behind in the middle of it."""
     with loaded_ranks(tiny, exact=True) as divided:
@@ -350,6 +360,7 @@ def test_interrupts_wait_for_the_end_of_a_pass(tiny: Path, monkeypatch: pytest.M
         assert replies(divided, 8) == replies(whole, 8)
 
 
+@pytest.mark.usefixtures("raises_interrupts")
 def test_interrupts_wait_until_all_ranks_have_a_message(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
