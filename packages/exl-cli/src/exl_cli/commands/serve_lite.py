@@ -221,7 +221,7 @@ TrustNetwork = Annotated[
     typer.Option(
         "--trust-network",
         help="With torchrun on several hosts: let its processes connect over the network, without "
-        "encryption. Whoever reaches their ports can take part, so use a private network.",
+        "encryption. Any program that reaches their ports can take part, so use a private network.",
         rich_help_panel=_SERVER,
     ),
 ]

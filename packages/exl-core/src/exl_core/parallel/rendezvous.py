@@ -2,8 +2,9 @@
 
 The processes meet in torchrun's store. Rank 0 listens on a port until all others have connected,
 with a token from the store, and then on none. The process groups of their exchanges listen for each
-other as long as they last. Nothing that arrives is unpickled. There is no encryption: whoever
-reaches the store can join the group, so addresses that other machines reach need a trusted network.
+other as long as they last. Nothing that arrives is unpickled. There is no encryption, and any
+program that reaches the store can join the group, so addresses that other machines reach need a
+trusted network.
 """
 
 from __future__ import annotations

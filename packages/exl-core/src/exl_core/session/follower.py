@@ -126,7 +126,7 @@ def follow_job(
 
 def _handle_stop_signals(reports: Reports, *, has_leader: bool) -> None:
     """On rank 0's host torchrun stops rank 0 too, which completes its replies and ends the group.
-    On other hosts rank 0 does not know, and is told."""
+    On other hosts a stopped rank reports it to rank 0."""
 
     def leave(number: int) -> None:
         reports.failed(f"stopped by {signal.Signals(number).name}", 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -26,13 +26,11 @@ FACTS = -1
 
 
 @dataclass(frozen=True, slots=True)
-class WindowJob:
-    """`ReplicaJob` of a text: its items are numbers of windows."""
+class ModelJob:
+    """The part of a `ReplicaJob` that loads a model."""
 
     loading: Loading
     spec: str | None
-    text: Text
-    choices: PerplexityOptions
 
     @property
     def device(self) -> str:
@@ -42,8 +40,16 @@ class WindowJob:
     def threads(self) -> int | None:
         return self.loading.threads
 
-    def placed(self, device: str, threads: int | None) -> WindowJob:
+    def placed(self, device: str, threads: int | None) -> Self:
         return replace(self, loading=replace(self.loading, device=device, threads=threads))
+
+
+@dataclass(frozen=True, slots=True)
+class WindowJob(ModelJob):
+    """`ReplicaJob` of a text: its items are numbers of windows."""
+
+    text: Text
+    choices: PerplexityOptions
 
     def worker(self, *, is_quiet: bool) -> WindowWorker:
         loaded = replace(self.loading, is_quiet=is_quiet).load(self.spec)
@@ -85,24 +91,11 @@ class ReplicatedScores:
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionJob:
+class CompletionJob(ModelJob):
     """`ReplicaJob` of HumanEval: its items are numbers of problems."""
 
-    loading: Loading
-    spec: str | None
     problems: tuple[Problem, ...]
     choices: HumanEvalOptions
-
-    @property
-    def device(self) -> str:
-        return self.loading.device
-
-    @property
-    def threads(self) -> int | None:
-        return self.loading.threads
-
-    def placed(self, device: str, threads: int | None) -> CompletionJob:
-        return replace(self, loading=replace(self.loading, device=device, threads=threads))
 
     def worker(self, *, is_quiet: bool) -> CompletionWorker:
         return CompletionWorker(self, replace(self.loading, is_quiet=is_quiet).load(self.spec))
