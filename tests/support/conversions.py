@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from exl_core.convert.events import Event
+from exl_core.convert.events import ConversionStopped, Event, Stage
 from exl_core.convert.job import Conversion, GateOutcome, Hooks, convert_model
 from exl_core.convert.plan import ConvertOptions
 from support import stub_stages
@@ -59,3 +60,22 @@ def content(folder: Path) -> dict[str, bytes]:
 def recorder() -> tuple[list[Event], Callable[[Event], None]]:
     events: list[Event] = []
     return events, events.append
+
+
+def stops_until_done(task: Conversion, pieces: int, **changes: Any) -> Iterator[Stage]:
+    """Runs a conversion until it is complete. It stops repeatedly, each time after `pieces` more
+    pieces of work, and the stage of each stop is yielded. `changes` are those of `hooks`."""
+    most = 0
+    while not task.out.exists():
+        most += pieces
+        calls = count()
+        events, on_event = recorder()
+        callbacks = hooks(
+            should_stop=lambda calls=calls, most=most: next(calls) >= most,
+            on_event=on_event,
+            **changes,
+        )
+        try:
+            convert_model(task, callbacks)
+        except ConversionStopped:
+            yield events[-1].stage

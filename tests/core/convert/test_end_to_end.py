@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from gguf import GGMLQuantizationType
 
 from exl_core.arch.modules import module_table
 from exl_core.convert.calibration import CalibrationRows
-from exl_core.convert.events import ConversionStopped, Stage
-from exl_core.convert.job import convert_model
+from exl_core.convert.events import Stage
 from exl_core.convert.plan import ConvertOptions, Layout
 from exl_core.engine.score import score_tokens
 from exl_core.formats.checkpoint import Checkpoint
@@ -23,7 +21,7 @@ from exl_core.formats.verify import verify
 from exl_core.session.load import load_model
 from exl_core.session.open import open_checkpoint
 from support import tiny_models
-from support.conversions import SHAPE, content, conversion, hooks, recorder, run
+from support.conversions import SHAPE, content, conversion, hooks, run, stops_until_done
 from support.exl2_directory import read_model
 from support.gguf_models import write_gguf
 from support.profiles import first_by_default
@@ -150,21 +148,9 @@ def test_resume_after_stop_within_a_stage_gives_same_bytes(tmp_path: Path) -> No
     whole = content(convert(source, tmp_path, out=tmp_path / "whole"))
     task = conversion(source, tmp_path, bits=6.0, rows=2, length=64, stages=FAST)
     stages: list[Stage] = []
-    pieces = 0
-    while not task.out.exists():
-        pieces += 150
-        calls = count()
-        events, on_event = recorder()
-        callbacks = hooks(
-            make_rows=make_rows,
-            should_stop=lambda calls=calls, most=pieces: next(calls) >= most,
-            on_event=on_event,
-        )
-        try:
-            convert_model(task, callbacks)
-        except ConversionStopped:
-            stages.append(events[-1].stage)
-            assert not list(task.work_folder.glob("scratch*"))
+    for stage in stops_until_done(task, 150, make_rows=make_rows):
+        stages.append(stage)
+        assert not list(task.work_folder.glob("scratch*"))
     assert {Stage.MEASURE, Stage.QUANTIZE} <= set(stages)
     assert content(task.out) == whole
 

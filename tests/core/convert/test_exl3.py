@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from exl_core.formats.verify import verify
 from exl_core.ops.open import get_table
 from exl_core.session.open import open_checkpoint
 from support import tiny_models
-from support.conversions import content, conversion, hooks, recorder, run
+from support.conversions import content, conversion, hooks, run, stops_until_done
 from support.paged import logits_of
 from support.quantized_models import SIZES, assert_same_logits
 from support.quick_rings import QuickRings
@@ -200,21 +199,7 @@ def test_resume_after_stops_gives_the_same_bytes(source: Path, tmp_path: Path) -
     options = ConvertOptions(format="exl3")  # with tuning
     whole = content(convert(source, tmp_path, out=tmp_path / "whole", stages=options))
     stopped = task(source, tmp_path, stages=options)
-    stages: list[Stage] = []
-    pieces = 0
-    while not stopped.out.exists():
-        pieces += 400
-        calls = count()
-        events, on_event = recorder()
-        callbacks = hooks(
-            make_rows=make_rows,
-            should_stop=lambda calls=calls, most=pieces: next(calls) >= most,
-            on_event=on_event,
-        )
-        try:
-            convert_model(stopped, callbacks)
-        except ConversionStopped:
-            stages.append(events[-1].stage)
+    stages = set(stops_until_done(stopped, 400, make_rows=make_rows))
     assert Stage.TUNE in stages
     assert content(stopped.out) == whole
     tensors = load_file(stopped.out / "model.safetensors")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ from torch import Tensor
 from exl_core.arch.modules import module_table
 from exl_core.convert import layers, passes, quantize, sensitivity
 from exl_core.convert.calibration import CalibrationRows
-from exl_core.convert.events import ConversionStopped, Stage
+from exl_core.convert.events import Stage
 from exl_core.convert.experts import ROWS_PER_FEATURE, Routes, gather
 from exl_core.convert.gptq import Variant, identity_factor, quantize_columns
 from exl_core.convert.hessian import InputStatistics, measure_hessian
-from exl_core.convert.job import convert_model
 from exl_core.convert.layers import embed_rows, in_file_order, is_kept, read_layer
 from exl_core.convert.matrix import TRIALS
 from exl_core.convert.measure import measure_layer
@@ -35,7 +33,7 @@ from exl_core.formats.codecs.exl2 import writer
 from exl_core.formats.verify import verify
 from exl_core.session.load import LoadOptions
 from exl_core.session.open import open_checkpoint
-from support.conversions import content, conversion, hooks, recorder, run
+from support.conversions import content, conversion, hooks, run, stops_until_done
 from support.exl2_directory import read_model, read_tensors
 from support.families import EXPERT_FAMILIES, HYBRID_FAMILIES, LATENT_FAMILIES
 from support.gguf_models import write_gguf
@@ -469,20 +467,6 @@ def test_resume_after_stop_within_experts_gives_same_bytes(tmp_path: Path, famil
     source = save(BUILDERS[family](), tmp_path / "source")
     whole = content(convert(source, tmp_path, out=tmp_path / "whole", bits=5.0))
     task = conversion(source, tmp_path, bits=5.0, rows=ROWS, length=LENGTH, stages=FAST)
-    stages: list[Stage] = []
-    pieces = 0
-    while not task.out.exists():
-        pieces += 150
-        calls = count()
-        events, on_event = recorder()
-        callbacks = hooks(
-            make_rows=make_rows,
-            should_stop=lambda calls=calls, most=pieces: next(calls) >= most,
-            on_event=on_event,
-        )
-        try:
-            convert_model(task, callbacks)
-        except ConversionStopped:
-            stages.append(events[-1].stage)
-    assert {Stage.MEASURE, Stage.QUANTIZE} <= set(stages)
+    stages = set(stops_until_done(task, 150, make_rows=make_rows))
+    assert {Stage.MEASURE, Stage.QUANTIZE} <= stages
     assert content(task.out) == whole
