@@ -1,10 +1,10 @@
 """Rendezvous of processes that torchrun has started, on one host or on several.
 
-The processes meet in torchrun's store. Rank 0 listens on a port until all others have connected,
-with a token from the store, and then on none. The process groups of their exchanges listen for each
-other as long as they last. Nothing that arrives is unpickled. There is no encryption, and any
-program that reaches the store can join the group, so addresses that other machines reach need a
-trusted network.
+Rank 0 writes its address and a random token to torchrun's store, where the others read them. It
+listens on a port until all others have connected with the token, and then closes the port. Process
+groups, which the exchanges use, listen until the processes end. Nothing that arrives is unpickled.
+There is no encryption, and any program that reaches the store can join the group, so addresses that
+other machines reach need a trusted network.
 """
 
 from __future__ import annotations
