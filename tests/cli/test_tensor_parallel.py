@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -91,3 +92,58 @@ def test_a_killed_rank_ends_the_command_with_one_line(folder: Path) -> None:
     assert errors.splitlines()[-1] == "exl: error: rank 1 of 2 was killed by SIGKILL"
     assert "Traceback" not in errors
     assert not Path(f"/proc/{rank}").exists()
+
+
+def test_a_stopped_leader_ends_with_all_ranks(folder: Path) -> None:
+    """Without a terminal nobody has suspended the command on purpose: it hangs."""
+    with subprocess.Popen(
+        command(folder, "--tensor-parallel", "3", "-n", "1900"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdout.read(1)  # it generates
+        ranks = children_of(running.pid)
+        assert len(ranks) == 2
+        running.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        _, errors = running.communicate(timeout=30)
+    assert time.monotonic() - started < 5
+    assert running.returncode == -signal.SIGKILL
+    assert errors.splitlines()[-1] == "exl: error: rank 0 of 3 has not answered for 3.5 s"
+    assert not any(Path(f"/proc/{rank}/exe").exists() for rank in ranks)
+
+
+def test_a_command_that_a_terminal_has_suspended_goes_on(folder: Path) -> None:
+    """Ctrl-Z in a terminal, for longer than a hang may last, and then `fg`."""
+    leader, terminal = pty.openpty()
+    takes_terminal = (
+        "import fcntl, os, sys, termios\n"
+        "os.setsid()\n"
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+        "os.execv(sys.argv[1], sys.argv[1:])\n"
+    )
+    with subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            takes_terminal,
+            *command(folder, "--tensor-parallel", "2", "-n", "1900", "--exact"),
+        ],
+        stdin=terminal,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdout.read(1)
+        running.send_signal(signal.SIGSTOP)
+        time.sleep(6)
+        assert len(children_of(running.pid)) == 1
+        running.send_signal(signal.SIGCONT)
+        _, errors = running.communicate(timeout=60)
+    for end in (leader, terminal):
+        os.close(end)
+    assert running.returncode == 0, errors

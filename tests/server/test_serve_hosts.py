@@ -164,6 +164,9 @@ def test_cache_formats(tmp_path: Path, cache: str) -> None:
         ((1, 3), 2, (signal.SIGKILL, "rank 2 of 3 has ended (host 0)")),
         ((2, 1), 0, (signal.SIGKILL, "rank 0 of 2 has ended")),
         ((3, 1), 2, (signal.SIGSTOP, "rank 2 of 3 has not answered for 3.5 s (host 2)")),
+        ((2, 1), 0, (signal.SIGSTOP, "rank 0 of 2 has not answered for 3.5 s")),
+        ((3, 1), 0, (signal.SIGSTOP, "rank 0 of 3 has not answered for 3.5 s")),
+        ((1, 3), 0, (signal.SIGSTOP, "rank 0 of 3 has not answered for 3.5 s")),
         ((2, 1), 1, (signal.SIGTERM, "rank 1 of 2 failed: stopped by SIGTERM")),
     ],
 )
@@ -179,6 +182,8 @@ def test_a_process_that_ends_or_hangs_ends_all(
         until = time.monotonic() + END_S
         codes = [one.wait(max(0.1, until - time.monotonic())) for one in others]
         assert codes == [1] * len(others)
+        if rank == 0:  # its watchdog ends it even if it is stopped
+            assert running.processes[0].wait(max(0.1, until - time.monotonic())) == -signal.SIGKILL
         assert running.errors() == [f"exl: error: {line}"]
         assert is_free(url)
 

@@ -304,6 +304,66 @@ def test_followers_end_with_rank_0(tiny: Path) -> None:
     assert not any(map(is_alive, processes))
 
 
+LIBRARY = """
+import os, signal, sys
+from exl_core.errors import RankError
+from exl_core.model.context import Context
+from exl_core.session.load import load_model
+loaded = load_model(sys.argv[1], device="cpu", threads=2, tensor_parallel=2)
+context = Context(loaded.model, 64)
+context.feed([[5, 6, 7]])
+print(*loaded.model.followers.process_ids, flush=True)
+exec(sys.argv[2])
+try:
+    context.feed([[8]])
+    print("goes on", flush=True)
+except RankError as error:
+    print(error, flush=True)
+"""
+COMPUTES = """
+import time
+started = time.monotonic()
+sum(range(5 * 10**6))
+sum(range(int(5 * 10**6 * 6 / (time.monotonic() - started))))
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "rank 0 of 2 has not answered for 3.5 s"),
+        # The interpreter's lock is held by a call that sleeps, and by one that computes.
+        ("import ctypes; ctypes.PyDLL(None).sleep(6)", "rank 0 of 2 has not answered for 3.5 s"),
+        (COMPUTES, "goes on"),
+    ],
+)
+def test_a_program_whose_process_stands_still_is_not_killed(
+    tiny: Path, what: str, expected: str
+) -> None:
+    """The other ranks end and free their memory. The program is told at its next pass. A program
+    that computes without answering is slow, and no rank ends."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LIBRARY, str(tiny), what],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as leader:
+        assert leader.stdout is not None
+        process = int(leader.stdout.readline())
+        started = time.monotonic()
+        while is_alive(process) and leader.poll() is None and time.monotonic() < started + 20:
+            time.sleep(0.05)
+        seconds = time.monotonic() - started
+        leader.send_signal(signal.SIGCONT)
+        said, errors = leader.communicate(timeout=30)
+    assert said.strip() == expected, errors
+    assert leader.returncode == 0
+    assert seconds < END_LIMIT_S or expected == "goes on"
+    assert not errors
+
+
 def test_nothing_listens_beyond_the_loopback_interface(tiny: Path) -> None:
     with loaded_ranks(tiny) as divided:
         owned = {

@@ -67,9 +67,9 @@ def _follow(job: Launched, running: RunningOptions, spec: str | None) -> NoRetur
         ctx = settle_ctx_size(running.ctx_size, files.config.max_seq_len)
         return files, fitted_to(ctx, files.config, running.loading())
 
-    def on_loss() -> None:
+    def on_loss(what: str) -> None:
         if job.rank == 1:
-            _complain(f"rank 0 of {job.world_size} has ended")
+            _complain(f"rank 0 of {job.world_size} {what}")
 
     try:
         follow_job(job, options_of, on_loss)

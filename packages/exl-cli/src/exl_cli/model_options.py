@@ -106,6 +106,7 @@ class ModelOptions:
             experts_per_token=self.experts_per_token,
             load_in_4bit=self.load_in_4bit,
             embeddings_on=self.embeddings_on,
+            is_command=True,
         )
 
 

@@ -1,4 +1,4 @@
-"""A follower's side: reports that it lives, and runs what rank 0 says.
+"""A follower's side: reports that it lives, ends if rank 0 does not, and runs what rank 0 says.
 
 Imports only the standard library, so that the reports begin before torch is imported.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from threading import Lock, Thread
-from time import sleep
+from threading import Lock, Thread, current_thread
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, NoReturn
+
+from exl_core.parallel.liveness import BEAT_S, SILENCE_S, LeaderWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,35 +25,94 @@ if TYPE_CHECKING:
 
     LoadAdapter = Callable[[Path, RankTransformer], Adapter]
 
-BEAT_S = 0.5
 LOST_LEADER = 1
-"""Exit status of a follower whose rank 0 has ended."""
-
-
-FAREWELL = b"E"
-"""Rank 0's last word to a follower that another program has started."""
+"""Exit status of a follower whose rank 0 has ended or hangs."""
+BEAT, LOADED, FAILED, DESERTED = b"B", b"L", b"F", b"H"
+"""First bytes of reports: the follower lives, has loaded, cannot go on, or gives rank 0 up."""
+FAREWELL, DONE = b"E", b"D"
+"""Rank 0's last words to a follower, before a failure ends all and before END."""
+DONE_S = 2.0
+"""Time to end after `DONE`."""
+LAST_WORD_S = 1.0
+"""Time to read rank 0's last word after another connection has ended."""
+LATER_S = 0.5
+"""Ranks after the first follower wait so much longer for rank 0, as the first one says why all of
+them end."""
 
 
 class Reports:
-    """Reports to rank 0 (`Group`). If rank 0 has ended, the process ends at the next one, after
-    `on_loss` if rank 0 has not said so before."""
+    """Reports to rank 0 (`Group`), and rank 0's beats. If rank 0 ends or hangs, so does this
+    process, after `on_end` or `on_hang` with a clause that says it."""
 
-    def __init__(self, connection: Connection, on_loss: Callable[[], None] | None = None) -> None:
+    def __init__(self, connection: Connection, leader: int | None = None) -> None:
+        """`leader`: process id of rank 0 on the same machine."""
+        self.rank = 1
+        self.on_end: Callable[[str], None] | None = None
+        """Called unless rank 0 has announced its end."""
+        self.on_hang: Callable[[str], None] | None = None
+        self.kills_leader = False
+        """Whether rank 0's process is killed if it hangs: it does nothing but run the model."""
         self._connection = connection
-        self._on_loss = on_loss
+        self._watch = LeaderWatch(leader)
+        self._last_word = b""
         self._lock = Lock()
-        Thread(target=self._beat, name="exl-beat", daemon=True).start()
+        self._reader = Thread(target=self._run, name="exl-beat", daemon=True)
+        self._reader.start()
 
     def loaded(self, digest: str) -> None:
-        self._send(b"L" + digest.encode())
+        self._send(LOADED + digest.encode())
+
+    def joined(self) -> None:
+        """Rank 0 has loaded too, and beats regularly from now on."""
+        self._watch.heard()
+        self._watch.limit_s = SILENCE_S + (LATER_S if self.rank > 1 else 0.0)
 
     def failed(self, line: str, exit_code: int) -> None:
-        self._send(b"F" + f"{exit_code} {line}".encode()[:4096])
+        self._send(FAILED + f"{exit_code} {line}".encode()[:4096])
 
-    def _beat(self) -> None:
+    def lost(self) -> NoReturn:
+        """Ends the process, as exchanges of other threads would keep it alive."""
+        if current_thread() is not self._reader:
+            self._reader.join(LAST_WORD_S)  # it reads rank 0's last word, and ends the process
+        with suppress(OSError, EOFError):
+            while self._connection.poll(0):
+                self._hear(self._connection.recv_bytes(8))
+        if not self._last_word and self.on_end is not None:
+            self.on_end("has ended")
+        os._exit(LOST_LEADER)
+
+    def _run(self) -> None:
+        """Beats, and reads rank 0's. Runs on a thread of its own."""
+        said_s = -BEAT_S
         while True:
-            self._send(b"B")
-            sleep(BEAT_S)
+            now = monotonic()
+            if now - said_s >= BEAT_S:
+                self._send(BEAT)
+                said_s = now
+            try:
+                while self._connection.poll(max(0.0, said_s + BEAT_S - monotonic())):
+                    self._hear(self._connection.recv_bytes(8))
+            except (EOFError, OSError):
+                self.lost()
+            if self._watch.hangs():
+                self._give_up()
+
+    def _hear(self, word: bytes) -> None:
+        self._watch.heard()
+        if word != BEAT:
+            self._last_word = word
+        if word == DONE:
+            sleep(DONE_S)  # the main thread ends the process when it reads END
+            os._exit(LOST_LEADER)
+
+    def _give_up(self) -> NoReturn:
+        line = f"has not answered for {self._watch.limit_s:g} s"
+        self._send(DESERTED + line.encode())
+        if self.on_hang is not None:
+            self.on_hang(line)
+        if self.kills_leader and self.rank == 1:
+            self._watch.kill()
+        os._exit(LOST_LEADER)
 
     def _send(self, report: bytes) -> None:
         try:
@@ -59,17 +120,6 @@ class Reports:
                 self._connection.send_bytes(report)
         except OSError:
             self.lost()
-
-    def lost(self) -> NoReturn:
-        """Ends the process, as exchanges of other threads would keep it alive."""
-        if self._on_loss is not None and not self._has_farewell():
-            self._on_loss()
-        os._exit(LOST_LEADER)
-
-    def _has_farewell(self) -> bool:
-        with suppress(OSError, EOFError):
-            return self._connection.poll(0) and self._connection.recv_bytes(8) == FAREWELL
-        return False
 
 
 class Follower:

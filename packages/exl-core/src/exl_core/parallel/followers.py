@@ -28,18 +28,16 @@ from threading import Event, Lock, Thread
 
 from exl_core.errors import RankError
 from exl_core.parallel.exchange import Exchange, GlooExchange
-from exl_core.parallel.follower import FAREWELL
+from exl_core.parallel.follower import BEAT, DESERTED, DONE, FAILED, FAREWELL, LOADED
+from exl_core.parallel.liveness import BEAT_S, LOADING_SILENCE_S, SILENCE_S, Watchdog
 from exl_core.parallel.plan import Rank
 from exl_core.parallel.wire import Header, Message, Operation
 
-SILENCE_S = 3.5
-"""A follower that reports nothing for so long hangs. It reports twice a second."""
-LOADING_SILENCE_S = 60.0
-"""The same until it has loaded: imports and large files may hold the interpreter."""
 END_S = 2.0
 """Time for a follower to leave by itself."""
 REPORT_LIMIT_BYTES = 1 << 16
-BEAT, LOADED, FAILED = b"B", b"L", b"F"
+WATCHDOG_S = SILENCE_S + BEAT_S
+"""Time after which rank 0's own watchdog ends it. The other ranks give it up a little earlier."""
 
 
 class Follower:
@@ -67,10 +65,14 @@ class Follower:
     def leave(self, until_s: float) -> None:
         """Waits for the process, which has been told to leave, and kills it after that time."""
 
+    def say(self, word: bytes) -> None:
+        """Sends a beat or a last word. A follower that has ended is noticed by its socket."""
+        with contextlib.suppress(OSError):
+            self.reports.send_bytes(word)
+
     def kill(self) -> None:
         """Ends the process: it ends itself when its sockets do."""
-        with contextlib.suppress(OSError):
-            self.reports.send_bytes(FAREWELL)
+        self.say(FAREWELL)
         for end in (self.messages, self.reports):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(end.fileno())) as one:
                 one.shutdown(socket.SHUT_RDWR)
@@ -122,15 +124,23 @@ class _OwnProcess(Follower):
 class Group:
     """All ranks but rank 0. `close` ends them; `failure` is set if they end before.
 
-    `connect` joins the other ranks' exchanges once all have loaded.
+    `connect` joins the other ranks' exchanges once all have loaded. `watchdog` ends this process
+    if it hangs.
     """
 
-    def __init__(self, followers: Sequence[Follower], connect: Callable[[], Exchange]) -> None:
+    def __init__(
+        self,
+        followers: Sequence[Follower],
+        connect: Callable[[], Exchange],
+        watchdog: Watchdog | None = None,
+    ) -> None:
         self.num_ranks = len(followers) + 1
         self.failure: RankError | None = None
         self._connect = connect
+        self._watchdog = watchdog
         self._failed = Event()
         self._loaded = Event()
+        self._has_joined = False
         self._is_closing = False
         self._sequence = 0
         self._lock = Lock()
@@ -151,6 +161,7 @@ class Group:
                 self._fail(one.rank, "has read other model files than rank 0")
         self.check()
         self.send(Message(Header(Operation.JOIN), b""))
+        self._has_joined = True
         try:
             return self._connect()
         except RankError as error:
@@ -196,6 +207,7 @@ class Group:
             return
         data = Message(Header(Operation.END), b"").packed(self._sequence)
         for one in self._all:
+            one.say(DONE)
             with contextlib.suppress(OSError):
                 one.messages.send_bytes(data)
         until_s = time.monotonic() + END_S
@@ -223,10 +235,14 @@ class Group:
         self._loaded.set()
 
     def _watch(self) -> None:
-        """Reads reports until the group ends. Runs on a thread of its own."""
-        waited_s = time.monotonic()
+        """Reads reports and beats until the group ends. Runs on a thread of its own."""
+        waited_s, said_s = time.monotonic(), 0.0
         while not self._is_closing and self.failure is None:
-            for ready in wait([one.reports for one in self._all], timeout=0.5):
+            now = time.monotonic()
+            if now - said_s >= BEAT_S:
+                self._beat()
+                said_s = now
+            for ready in wait([one.reports for one in self._all], said_s + BEAT_S - now):
                 follower = next(one for one in self._all if one.reports is ready)
                 self._hear(follower)
             now = time.monotonic()
@@ -239,8 +255,17 @@ class Group:
                 if now - one.heard_s > limit:
                     place = f" ({one.place})" if one.place else ""
                     self._fail(one.rank, f"has not answered for {limit:g} s{place}")
+        if self._watchdog is not None:
+            self._watchdog.set(0)
+        self._failed.wait()  # until the followers have been told
         for one in self._all:
             one.reports.close()
+
+    def _beat(self) -> None:
+        for one in self._all:
+            one.say(BEAT)
+        if self._watchdog is not None and self._has_joined:
+            self._watchdog.set(WATCHDOG_S)
 
     def _hear(self, follower: Follower) -> None:
         try:
@@ -258,6 +283,8 @@ class Group:
         elif kind == FAILED:
             code, _, line = text.partition(" ")
             self._fail(follower.rank, f"failed: {line}", int(code))
+        elif kind == DESERTED:  # this process was stopped, and goes on too late
+            self._fail(0, text)
 
 
 class Followers(Group):

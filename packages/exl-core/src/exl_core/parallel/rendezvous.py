@@ -30,6 +30,7 @@ from exl_core.parallel.exchange import (
 )
 from exl_core.parallel.followers import Follower, Group
 from exl_core.parallel.hosts import Hops
+from exl_core.parallel.liveness import Watchdog
 from exl_core.parallel.plan import Grid, Rank
 from exl_core.settings import Launched
 
@@ -71,8 +72,9 @@ class Meeting:
         """Transfers between hosts, after `connect`; None for a single host."""
         self._store = PrefixStore(f"exl/{job.run}", _store(job.address))
 
-    def lead(self) -> Group:
-        """Waits for all other processes, on rank 0. RankError if they do not come."""
+    def lead(self, watchdog: Watchdog | None = None) -> Group:
+        """Waits for all other processes, on rank 0. RankError if they do not come. `watchdog` ends
+        this process if it hangs."""
         token = secrets.token_bytes(16)
         with socket.create_server((self.address, 0)) as listening:
             port = listening.getsockname()[1]
@@ -82,7 +84,7 @@ class Meeting:
         for rank, (messages, reports) in sorted(ends.items()):
             connections = Connection(messages.detach()), Connection(reports.detach())
             followers.append(Follower(rank, *connections, f"host {self.grid.host_of(rank)}"))
-        return Group(followers, self.connect)
+        return Group(followers, self.connect, watchdog)
 
     def follow(self) -> Ends:
         """Connects to rank 0. RankError if it cannot be reached."""

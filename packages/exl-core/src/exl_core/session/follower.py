@@ -2,7 +2,7 @@
 
 Loads the rank's part of the model, and then runs the passes that rank 0 describes until it ends.
 Started by rank 0 it reads everything from two inherited sockets, whose numbers are its arguments.
-It prints nothing.
+It prints nothing, except if rank 0 hangs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> None:
-    messages, reports = Connection(int(arguments[0])), Reports(Connection(int(arguments[1])))
+    messages = Connection(int(arguments[0]))
+    reports = Reports(Connection(int(arguments[1])), leader=os.getppid())
     run(reports, lambda: _follow_on_host(messages, reports))
 
 
@@ -54,6 +57,11 @@ def run(reports: Reports, follow: Callable[[], None]) -> NoReturn:
 def _follow_on_host(messages: Connection, reports: Reports) -> None:
     """A follower that rank 0 has started: its first message are its settings."""
     settings = json.loads(messages.recv_bytes())
+    reports.rank = settings["rank"]
+    reports.kills_leader = settings["options"]["is_command"]
+    if reports.kills_leader and reports.rank == 1:
+        num_ranks = settings["options"]["tensor_parallel"]
+        reports.on_hang = partial(_complain, num_ranks)
     from exl_core.parallel.exchange import GlooExchange
     from exl_core.parallel.plan import Rank
     from exl_core.session.hosts import load_part
@@ -72,6 +80,12 @@ def _follow_on_host(messages: Connection, reports: Reports) -> None:
     follow(messages, reports, digest_of(files), join)
 
 
+def _complain(num_ranks: int, what: str) -> None:
+    """Says what is wrong with rank 0, which is about to be killed and cannot say it itself."""
+    with suppress(OSError):
+        os.write(2, f"exl: error: rank 0 of {num_ranks} {what}\n".encode())
+
+
 def follow(
     messages: Connection, reports: Reports, digest: str, join: Callable[[], RankTransformer]
 ) -> None:
@@ -82,6 +96,7 @@ def follow(
     reports.loaded(digest)
     if receive(messages, sequence=0).header.operation == Operation.END:
         return
+    reports.joined()
     from exl_core.lora.adapter import load_adapter
 
     follower = Follower(join(), load_adapter)
@@ -95,19 +110,21 @@ def follow(
 def follow_job(
     job: Launched,
     options_of: Callable[[], tuple[ModelFiles, LoadOptions]],
-    on_loss: Callable[[], None],
+    on_loss: Callable[[str], None],
 ) -> NoReturn:
     """Serves rank 0 as another process of the job, until rank 0 ends. Never returns.
 
     `options_of` opens the model: an error is rank 0's to report. `on_loss` is called if rank 0 ends
-    without a word.
+    without a word, or hangs.
     """
     from exl_core.parallel.rendezvous import Meeting
     from exl_core.session.hosts import check_job, job_digest, part_of
 
     meeting = Meeting(job)
     ends = meeting.follow()
-    reports = Reports(ends.reports, on_loss)
+    reports = Reports(ends.reports)
+    reports.rank = job.rank
+    reports.on_end = reports.on_hang = on_loss
     _handle_stop_signals(reports, has_leader=meeting.grid.host_of(job.rank) == 0)
 
     def work() -> None:

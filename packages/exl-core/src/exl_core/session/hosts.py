@@ -26,6 +26,7 @@ from exl_core.parallel.exchange import Exchange
 from exl_core.parallel.followers import Group
 from exl_core.parallel.hosts import Hops, HostTransformer, layer_part
 from exl_core.parallel.leader import LeadingTransformer
+from exl_core.parallel.liveness import Watchdog
 from exl_core.parallel.plan import Rank
 from exl_core.parallel.rendezvous import Meeting
 from exl_core.parallel.shares import Shares
@@ -139,7 +140,7 @@ def load_on_hosts(
     config = with_options(files.config, options)
     weights_bytes = checkpoint_of(files, config, options).packed_bytes
     meeting = Meeting(job)
-    group = meeting.lead()
+    group = meeting.lead(Watchdog() if options.is_command else None)
 
     def report(done_bytes: int, total_bytes: int) -> None:
         group.check()  # a rank that has failed ends the load

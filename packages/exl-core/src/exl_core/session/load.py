@@ -104,6 +104,9 @@ class LoadOptions:
     """Memory that a split leaves free on `device`, for a draft model."""
     job: Launched | None = None
     """The processes of torchrun that the model is divided among (`session/hosts.py`)."""
+    is_command: bool = False
+    """This process does nothing but what the model is loaded for. If it hangs, it is killed, and
+    not only the other processes that the model is divided among."""
 
 
 class LoadFields(TypedDict, total=False):
@@ -129,6 +132,7 @@ class LoadFields(TypedDict, total=False):
     kv_format: KVFormat
     reserved_bytes: int
     job: Launched | None
+    is_command: bool
 
 
 def fields_of(options: LoadOptions, threads: int) -> dict[str, object]:
