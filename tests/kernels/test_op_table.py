@@ -127,6 +127,8 @@ def test_selftest_detects_a_broken_op(op: str, monkeypatch: pytest.MonkeyPatch) 
         first = (0,) * spoiled.ndim
         if spoiled.element_size() == 1:  # rows of a cache: any bit
             spoiled.view(torch.uint8)[first] ^= 64
+        elif not spoiled.is_floating_point():
+            spoiled[first] ^= 1
         else:
             spoiled[first] += 0.0001 if spoiled.dtype == torch.float32 else 0.1
         return result

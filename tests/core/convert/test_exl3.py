@@ -271,7 +271,7 @@ def test_expected_losses_are_those_of_the_search(
 
     expected = trellis.expected_losses(weight, hessian, sensitivity, [layout])[layout][0]
 
-    quantizer = trellis.Exl3Quantizer(InputStatistics(hessian, None), "w", FAST)
+    quantizer = trellis.Exl3Quantizer(InputStatistics(hessian, None), "w", FAST, {"w": sensitivity})
     error = (quantizer.quantize("w", weight, layout).weight - weight).double()
     loss = ((error @ hessian.double() * error).sum(1) * sensitivity.double()).sum() / 2
     # Below 1, because the scales are fitted after the search: 328 of them for 25,600 weights.
@@ -282,7 +282,7 @@ def test_expected_losses_are_those_of_the_search(
 @pytest.mark.parametrize("fill", [0.0, float("nan")])
 def test_an_unusable_hessian_is_reported(fill: float) -> None:
     statistics = InputStatistics(torch.full((128, 128), fill), None)
-    quantizer = trellis.Exl3Quantizer(statistics, "w", FAST)
+    quantizer = trellis.Exl3Quantizer(statistics, "w", FAST, {})
     weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(1))
     matrix = quantizer.quantize("w", weight, TrellisCodes(8, "mul1"))
     assert [incident.kind for incident in matrix.report.incidents] == ["rounded"]

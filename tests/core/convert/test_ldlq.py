@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from exl_core.convert.ldlq import TrellisQuantizer, TrellisWeights
+from exl_core.convert.ldlq import LEAST_WEIGHT, TrellisQuantizer, TrellisWeights
 from exl_core.formats.codecs.exl3 import layout as exl3
 from exl_core.ops.open import get_table
 from exl_core.ops.weights import Codebook
@@ -72,6 +72,37 @@ def test_feedback_moves_errors_where_the_inputs_have_no_energy() -> None:
     aware, blind = quantized(weight, hessian, 3), quantized(weight, torch.eye(128), 3)
 
     assert aware.error < 0.5 * relative_error(blind.weight, weight, hessian)
+
+
+def test_important_columns_get_smaller_errors() -> None:
+    generator = torch.Generator().manual_seed(6)
+    weight = torch.randn(128, 256, generator=generator)
+    importance = torch.rand(256, generator=generator).pow(6)  # a few large ones
+    quantizer = TrellisQuantizer(torch.eye(128), get_table("cpu", threads=2))
+
+    plain, weighted = (
+        (quantizer.quantize(weight, 3, "mul1", one).weight - weight).square().mean(0)
+        for one in (None, importance)
+    )
+
+    # The errors of a column follow the square of its scale, 1 / sqrt(importance): by arithmetic the
+    # weighted sum falls to mean(sqrt(i))^2 / mean(i), with LEAST_WEIGHT added to i.
+    added = importance / importance.mean() + LEAST_WEIGHT
+    expected = float(added.sqrt().mean().square() / added.mean())
+    gain = float((importance * weighted).sum() / (importance * plain).sum())
+    assert gain == pytest.approx(expected, rel=0.15)
+    assert gain < 0.75
+
+
+def test_importance_that_is_not_usable_changes_nothing() -> None:
+    weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(7))
+    quantizer = TrellisQuantizer(torch.eye(128), get_table("cpu", threads=2))
+    plain, zero, infinite = (
+        quantizer.quantize(weight, 2, "mul1", one).linear.trellis
+        for one in (None, torch.zeros(128), torch.full((128,), torch.inf))
+    )
+    assert torch.equal(plain, zero)
+    assert torch.equal(plain, infinite)
 
 
 @pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])

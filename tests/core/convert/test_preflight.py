@@ -101,10 +101,11 @@ def test_unstorable_sizes_are_refused(tmp_path: Path) -> None:
     assert error.exit_code == ModelError.exit_code
 
 
-def test_quantized_source_is_refused(tmp_path: Path) -> None:
-    source = quantized_llama("exl2", tmp_path / "source")
+@pytest.mark.parametrize("method", ["exl2", "exl3", "gptq"])
+def test_quantized_source_is_refused(tmp_path: Path, method: str) -> None:
+    source = quantized_llama(method, tmp_path / "source")
     error = refused(source, tmp_path)
-    assert "quantized already, as EXL2" in str(error)
+    assert f"quantized already, as {method.upper()}" in str(error)
     assert error.exit_code == ModelError.exit_code
 
 

@@ -88,7 +88,13 @@ def convert(source: Source, layers: list[LayerMeasurement], bits: float) -> dict
         weights = read_layer(source.checkpoint, source.config, layer, CPU)
         with cpu_workers() as workers:
             part = quantize_layer(
-                weights, source.config, allocation, states, workers, options=OPTIONS
+                weights,
+                source.config,
+                allocation,
+                states,
+                workers,
+                options=OPTIONS,
+                sensitivity=source.sensitivity,
             )
         tensors |= part.tensors
         assert [r.layout for r in part.reports] == [

@@ -204,7 +204,7 @@ def convert(
     quiet: options.Quiet = False,
     device: options.Device = "auto",
 ) -> None:
-    """Convert a model to EXL2 or EXL3, from safetensors or GGUF in any format but EXL2 and GPTQ.
+    """Convert a model that is not EXL2, EXL3 or GPTQ to EXL2 or EXL3, from safetensors or GGUF.
 
     The conversion estimates the loss of each layout of each matrix, chooses the layouts with the
     least loss for the given bits, quantizes layer by layer, and compares the result with the

@@ -19,6 +19,7 @@ said otherwise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -41,6 +42,9 @@ best one begins. Above 6 bits it is that of 6."""
 SPREAD_STEPS = (0.9, 1.0, 1.1)  # multiples that are tried; a parabola through them has the best one
 SAMPLED_TILES = 48
 FIT_ROUNDS = 2
+LEAST_WEIGHT = 0.05
+"""Share of the mean weight of errors that is added to the weight of each column. It limits the
+errors of columns whose weight is close to zero on the calibration text."""
 
 
 class EncodedTiles(NamedTuple):
@@ -93,19 +97,23 @@ class TrellisQuantizer:
         self._seed = seed
         self._is_usable = bool(hessian.isfinite().all()) and float(hessian.diagonal().mean()) > 0
 
-    def quantize(self, weight: Tensor, rate: float, codebook: Codebook) -> TrellisWeights:
+    def quantize(
+        self, weight: Tensor, rate: float, codebook: Codebook, importance: Tensor | None = None
+    ) -> TrellisWeights:
         """Quantizes weights [I, N]. Without feedback if no damping makes the Hessian positive
-        definite."""
+        definite. `importance` [N] are factors on the squared errors of columns, which are equal
+        without it."""
         rows, columns = (stored_size(size) for size in weight.shape)
         source = pad(weight, (0, columns - weight.shape[1], 0, rows - weight.shape[0])).double()
-        suh, svh = initial_scales(source, self._seed)
+        importance = column_importance(importance, columns).to(source)
+        suh, svh = initial_scales(source, importance, self._seed)
         feedback = self._feedback(suh)
         target = rotate(rotate((source / suh[:, None] / svh).T).T).float()
         spread = exl3.codebook_values(codebook).double().square().mean().sqrt().item()
         spread *= _best_spread(target, rate, codebook, self._ops)
         words, values = self._search(target * spread, feedback, rate, codebook)
         rotated = rotate(rotate(values.double().T).T)  # [I', N']
-        suh, svh = self._fitted(rotated, source, suh / spread, svh)
+        suh, svh = self._fitted(rotated, source, importance, suh / spread, svh)
         svh[(source == 0).all(0)] = 0
         linear = Exl3Linear(words.cpu(), suh.half().cpu(), svh.half().cpu(), codebook)
         stored = (suh.half().double()[:, None] * rotated * svh.half().double()).float()
@@ -146,17 +154,19 @@ class TrellisQuantizer:
         return torch.stack(words[::-1]), values
 
     def _fitted(
-        self, rotated: Tensor, source: Tensor, suh: Tensor, svh: Tensor
+        self, rotated: Tensor, source: Tensor, importance: Tensor, suh: Tensor, svh: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Scales that bring diag(suh) rotated diag(svh) closest to the source."""
+        """Scales that bring diag(suh) rotated diag(svh) closest to the source: least squares, with
+        the columns weighted by `importance` [N']."""
         if not self._is_usable:
             return suh, svh
         hessian = damped(self._hessian, DAMPING)
         wanted = hessian @ source
         for _ in range(FIT_ROUNDS):
             q = rotated * svh
-            normal = (q @ q.T) * hessian
-            right = (q * wanted).sum(1)
+            weighted = q * importance
+            normal = (weighted @ q.T) * hessian
+            right = (weighted * wanted).sum(1)
             solved = torch.linalg.solve(damped(normal, 1e-6), right)
             suh = torch.where((solved / suh > 0.1) & (solved / suh < 10), solved, suh)
             q = rotated * suh[:, None]
@@ -183,16 +193,28 @@ def _unit_blocks(lower: Tensor) -> Tensor:
     return unit
 
 
-def initial_scales(source: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+def column_importance(given: Tensor | None, columns: int) -> Tensor:
+    """Factors on the squared errors of columns, float64 [N'], with a mean of 1 over the `given`
+    ones [N]. They are equal if there are none, or if their mean is not finite and positive."""
+    full = torch.ones(columns, dtype=torch.float64)
+    mean = 0.0 if given is None else float(given.double().mean())
+    if given is not None and math.isfinite(mean) and mean > 0:
+        full[: len(given)] = (given.double().cpu() / mean + LEAST_WEIGHT) / (1 + LEAST_WEIGHT)
+    return full
+
+
+def initial_scales(source: Tensor, importance: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Scales of inputs and outputs with random signs, float64 [I'], [N'].
 
     The quotient has a mean square of 1 over each block of 128 columns, and in each row. Codes of a
-    block have equal errors, which the scales multiply. The square root of the size of a column
-    makes the sum of all errors least. Feedback moves errors between rows, and then the size of a
-    row is better.
+    block have equal errors, which the scales multiply. The sum of all errors times `importance`
+    [N'] is least if the square of a column's scale is proportional to its size over the square root
+    of its importance. Feedback moves errors between rows, and then the size of a row is better.
     """
-    columns = _block_scales(source.square().mean(0), 0.5)
-    rows = _block_scales((source / columns).square().mean(1), 1.0)
+    energy = source.square().mean(0)
+    columns = _block_scales(energy, (energy / importance).pow(0.25))
+    energy = (source / columns).square().mean(1)
+    rows = _block_scales(energy, energy.sqrt())
     generator = torch.Generator().manual_seed(seed)
     suh, svh = (
         scales * (torch.randint(0, 2, scales.shape, generator=generator) * 2 - 1).to(scales)
@@ -201,13 +223,13 @@ def initial_scales(source: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     return suh, svh
 
 
-def _block_scales(energy: Tensor, power: float) -> Tensor:
-    """Root mean squares to a power, from mean squares [n], with a factor for each block of 128.
-    Features that are zero count as the mean of their block."""
-    blocks = energy.view(-1, HADAMARD)
-    used = blocks > 0
-    mean = (blocks.sum(1, keepdim=True) / used.sum(1, keepdim=True)).nan_to_num(1.0)
-    scales = torch.where(used, blocks, mean).pow(power / 2)
+def _block_scales(energy: Tensor, sizes: Tensor) -> Tensor:
+    """Scales proportional to `sizes` in each block of 128, with which the mean squares [n] of the
+    features become 1 on average. Features that are zero get the mean scale of their block."""
+    blocks, scales = energy.view(-1, HADAMARD), sizes.view(-1, HADAMARD)
+    used = scales > 0
+    mean = (scales.sum(1, keepdim=True) / used.sum(1, keepdim=True)).nan_to_num(1.0)
+    scales = torch.where(used, scales, mean)
     size = (blocks / scales.square()).mean(1, keepdim=True).sqrt()
     return (scales * torch.where(size > 0, size, 1.0)).flatten()
 

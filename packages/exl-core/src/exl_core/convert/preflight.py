@@ -111,7 +111,7 @@ def model_problems(
     target: Target,
 ) -> Iterator[ExlError]:
     """Problems of the source: an unsupported kind of model, and every damaged tensor."""
-    if quantization is not None and quantization.method in ("exl2", "gptq"):
+    if quantization is not None and quantization.method in ("exl2", "exl3", "gptq"):
         yield UnsupportedModelError(
             f"the model is quantized already, as {quantization.method.upper()}",
             where=path,

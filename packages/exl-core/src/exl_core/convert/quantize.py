@@ -30,6 +30,7 @@ from exl_core.convert.measurement import set_name
 from exl_core.convert.parallel import Workers
 from exl_core.convert.passes import ROUTER, CapturingPass, LayerFunction, final_states
 from exl_core.convert.plan import Allocation, ConvertOptions, Incident, MatrixReport
+from exl_core.convert.sensitivity import Sensitivity
 from exl_core.convert.target import target_of
 from exl_core.convert.trellis import Exl3Quantizer
 from exl_core.formats.checkpoint import Checkpoint
@@ -52,10 +53,14 @@ def quantize_layer(
     workers: Workers,
     *,
     options: ConvertOptions,
+    sensitivity: Sensitivity,
 ) -> QuantizedPart:
-    """Quantizes one layer: all its tensors. `states` are replaced by those after the layer."""
+    """Quantizes one layer: all its tensors. `states` are replaced by those after the layer.
+    `sensitivity` is only used for EXL3."""
     target = target_of(options)
-    quantizer = _LayerQuantizer(source, config, allocation, workers, options)
+    quantizer = _LayerQuantizer(
+        source, config, allocation, workers, options=options, sensitivity=sensitivity
+    )
     quantizer.run(states)
     tensors: dict[str, Tensor] = {}
     for row in module_table(config).rows_of(source.layer):
@@ -86,7 +91,9 @@ class _LayerQuantizer:
         config: ModelConfig,
         allocation: Allocation,
         workers: Workers,
+        *,
         options: ConvertOptions,
+        sensitivity: Sensitivity,
     ) -> None:
         self.pieces: dict[str, Mapping[str, Tensor]] = {}
         self.reports: dict[str, MatrixReport] = {}
@@ -95,6 +102,11 @@ class _LayerQuantizer:
         self._allocation = allocation
         self._workers = workers
         self._options = options
+        self._sensitivity = {
+            row.name: in_file_order(row, sensitivity[row.name])
+            for row in source.rows.values()
+            if row.name in sensitivity
+        }
         self._weights = source.kept(is_stored=True)  # and the finished matrices
 
     def run(self, states: States) -> None:
@@ -120,7 +132,7 @@ class _LayerQuantizer:
             return
         statistics = measure_hessian(inputs, sources, self._workers)
         group = self._source.rows[keys[0]].name
-        quantizer = _quantizer(group, statistics, self._options, self._workers)
+        quantizer = _quantizer(group, statistics, self._options, self._sensitivity, self._workers)
         source = self._source
 
         def quantize(key: str) -> QuantizedMatrix:
@@ -212,19 +224,23 @@ def quantize_ends(
     if layout is None:
         tensors[table.head.name] = head.half()
         return QuantizedPart(tensors, ())
-    quantizer = _quantizer(table.head.name, statistics, options, workers)
+    quantizer = _quantizer(table.head.name, statistics, options, {}, workers)
     matrix = quantizer.quantize(table.head.name, head.to(device), layout)
     tensors |= named_pieces(table.head.stem, matrix.pieces)
     return QuantizedPart(tensors, (matrix.report,))
 
 
 def _quantizer(
-    group: str, statistics: InputStatistics, options: ConvertOptions, workers: Workers
+    group: str,
+    statistics: InputStatistics,
+    options: ConvertOptions,
+    sensitivity: Sensitivity,
+    workers: Workers,
 ) -> Quantizer:
     """Quantizer of matrices that read the same input. `group` is the name of the first of them."""
     if options.format == "exl2":
         return MatrixQuantizer(statistics, workers.check)
-    return Exl3Quantizer(statistics, group, options, workers.check)
+    return Exl3Quantizer(statistics, group, options, sensitivity, workers.check)
 
 
 def named_pieces(stem: str, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -155,7 +155,9 @@ class Stages:
     def _quantize(self, token_ids: Tensor, allocation: Allocation, workers: Workers) -> None:
         if self.work.has(ENDS_FACTS):
             return
-        count = self.config.num_layers
+        count, is_weighted = self.config.num_layers, self.options.format == "exl3"
+        # With a given measurement there is none yet.
+        sensitivity = self._measure_sensitivity(token_ids, workers) if is_weighted else {}
         with self._stage(Stage.QUANTIZE) as step:
             first_layer, saved_state = self._resume_states("quantize")
             if saved_state:
@@ -174,6 +176,7 @@ class Stages:
                     states,
                     workers,
                     options=self.options,
+                    sensitivity=sensitivity,
                 )
                 self._save_part(*layer_files(layer), part, Stage.QUANTIZE)
                 both = {"source": states.source, "quantized": states.quantized}

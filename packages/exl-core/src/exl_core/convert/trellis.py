@@ -17,7 +17,12 @@ from torch.nn.functional import pad
 from exl_core.convert.candidates import Costs
 from exl_core.convert.gptq import damped
 from exl_core.convert.hessian import InputStatistics
-from exl_core.convert.ldlq import DAMPING, TrellisQuantizer, initial_scales
+from exl_core.convert.ldlq import (
+    DAMPING,
+    TrellisQuantizer,
+    column_importance,
+    initial_scales,
+)
 from exl_core.convert.matrix import Correction, QuantizedMatrix, relative_error
 from exl_core.convert.plan import (
     AnyLayout,
@@ -26,6 +31,7 @@ from exl_core.convert.plan import (
     MatrixReport,
     TrellisCodes,
 )
+from exl_core.convert.sensitivity import Sensitivity
 from exl_core.formats.codecs.exl3 import layout as exl3
 from exl_core.formats.codecs.exl3.matrix import stored_size
 from exl_core.ops.open import get_table
@@ -53,7 +59,8 @@ def open_rings(device: torch.device) -> RingOps:
 class Exl3Quantizer:
     """Quantizes matrices that read the same input; `group` is the name of the first of them.
 
-    They have the same signs of inputs. `check` is called between pieces of work and may raise.
+    They have the same signs of inputs. `sensitivity` is that of every matrix by name
+    (`sensitivity.py`). `check` is called between pieces of work and may raise.
     """
 
     def __init__(
@@ -61,10 +68,12 @@ class Exl3Quantizer:
         statistics: InputStatistics,
         group: str,
         options: ConvertOptions,
+        sensitivity: Sensitivity,
         check: Callable[[], None] | None = None,
     ) -> None:
         hessian = statistics.hessian
         self._statistics = statistics
+        self._sensitivity = sensitivity
         self._is_usable = _is_usable(hessian)
         self._correction = Correction(statistics) if self._is_usable else None
         self._quantizer = TrellisQuantizer(
@@ -82,7 +91,8 @@ class Exl3Quantizer:
         source = weight.T.contiguous()  # [in, out]
         k, n = source.shape
         target = source if self._correction is None else self._correction.target(source)
-        linear = self._quantizer.quantize(target, layout.rate, layout.codebook).linear
+        importance = self._sensitivity.get(name)
+        linear = self._quantizer.quantize(target, layout.rate, layout.codebook, importance).linear
         pieces = {"suh": linear.suh, "svh": linear.svh, "trellis": linear.trellis}
         if layout.codebook != "3inst":
             multiplier = torch.tensor(exl3.MULTIPLIERS[layout.codebook])
@@ -121,7 +131,8 @@ def expected_losses(
     """
     (n, k), (columns, rows) = weight.shape, map(stored_size, weight.shape)
     source = pad(weight.T.double(), (0, columns - n, 0, rows - k))
-    suh, svh = initial_scales(source, 0)
+    importance = column_importance(sensitivity, columns).to(source)
+    suh, svh = initial_scales(source, importance, 0)
     inputs = hessian.double() if _is_usable(hessian) else torch.eye(k).to(source)
     scaled = suh[:, None] * pad(inputs, (0, rows - k, 0, rows - k)) * suh
     rotated = exl3.rotate(exl3.rotate(scaled).T)

@@ -19,6 +19,7 @@ from exl_core.ops.cache_rows import encode_rows, row_size
 from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNorm
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import ExpertMlp, PackedExperts, Routed, Routing
+from exl_core.ops.rings import POSITIONS, STATES, new_bits
 from exl_core.ops.table import OpTable
 from exl_core.ops.weights import (
     DenseColumns,
@@ -300,6 +301,23 @@ def _attend(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     return [qkv[:, :80], keys, values, with_sinks[:, :80]]
 
 
+def _nearest_rings(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    """Rings of 2 and 3 new bits in turn, from targets that are their values and a little noise. The
+    reference does not search, which takes torch seconds: the rings are known."""
+    new = torch.tensor(new_bits(2.5))
+    values = _normal(generator, STATES)
+    codes = torch.randint(0, 8, (2, POSITIONS), generator=generator) % (1 << new)
+    rings, shift = torch.zeros_like(codes), torch.zeros_like(codes)
+    for back in range(7):  # positions whose bits a state has
+        rings |= codes.roll(back, 1) << shift
+        shift = shift + new.roll(back)
+    rings = rings % STATES
+    if not isinstance(table, ReferenceTable):
+        targets = values[rings] + 0.01 * _normal(generator, 2, POSITIONS)
+        rings = table.nearest_rings(targets, values, 2.5).long()
+    return [rings]
+
+
 # Bounds. The error of a sum of k products of normal values is at most k roundings of values of its
 # size, and about sqrt(k) roundings in practice. A quarter of the maximum is far above this noise
 # and far below any real defect. With quantized experts, activations are rounded to 16-bit integers.
@@ -323,4 +341,5 @@ CASES: dict[str, tuple[float, Callable[[OpTable, torch.Generator], list[Tensor]]
     "write_kv": (0.0, _write_kv),
     "paged_attention": (32 * EPS, _paged_attention),
     "attend_": (32 * EPS, _attend),
+    "nearest_rings": (0.0, _nearest_rings),
 }
