@@ -23,11 +23,16 @@ from torch._C._distributed_c10d import TCPStore
 from exl_core.engine.engine import Engine
 from exl_core.engine.events import FinishEvent
 from exl_core.errors import RequestError
+from exl_core.lora.adapter import load_adapter
+from exl_core.model.adapters import AdapterUse
 from exl_core.parallel import rendezvous
 from exl_core.parallel.plan import Grid
+from exl_core.sampling.params import SamplerParams
 from exl_core.session.load import load_model
 from exl_core.settings import Launched, launched
+from support.adapters import random_pairs, stored, write_adapter
 from support.driving import ask, run_all, submit
+from support.families import HYBRID_FAMILIES, save_family
 from support.tiny_models import save, tiny_llama
 
 pytestmark = pytest.mark.thorough
@@ -44,10 +49,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(folder: Path) -> str:
+    return text_of(folder)
+
+
+def text_of(folder: Path, *adapters: Path) -> str:
     """Reply of one process."""
     loaded = load_model(folder, device="cpu", exact=True)
     engine = Engine(loaded.model, loaded.tokenizer)
-    submit(engine, ask(loaded.tokenizer.encode(PROMPT), max_tokens=TOKENS))
+    uses = tuple(AdapterUse(load_adapter(one, loaded.model)) for one in adapters)
+    ids = loaded.tokenizer.encode(PROMPT)
+    sampler = SamplerParams(temperature=0.0, token_bias={2: -100.0})
+    submit(engine, ask(ids, max_tokens=TOKENS, adapters=uses, sampler=sampler))
     (end,) = (event for event in run_all(engine) if isinstance(event, FinishEvent))
     return loaded.tokenizer.decode(end.token_ids)
 
@@ -85,9 +97,15 @@ class Job:
 
 @contextmanager
 def job(
-    tmp_path: Path, hosts: int, local: int, paths: Sequence[Path], *arguments: str
+    tmp_path: Path,
+    hosts: int,
+    local: int,
+    paths: Sequence[Path],
+    *arguments: str,
+    own: Sequence[Sequence[str]] = (),
 ) -> Iterator[Job]:
-    """Starts the ranks with torchrun's variables. `paths`: the model of each rank."""
+    """Starts the ranks with torchrun's variables. `paths`: the model of each rank; `own`: more
+    arguments of each."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run = uuid.uuid4().hex
     started = Job([], [])
@@ -103,11 +121,12 @@ def job(
                 "TORCHELASTIC_RUN_ID": run,
                 "TORCHELASTIC_USE_AGENT_STORE": True,
             }
+            given = (*SERVE, str(paths[rank]), *arguments, *(own[rank] if own else ()))
             log = tmp_path / f"rank{rank}.log"
             with log.open("wb") as written:
                 started.processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", "exl_cli", *SERVE, str(paths[rank]), *arguments],
+                        [sys.executable, "-m", "exl_cli", *given],
                         stdin=subprocess.DEVNULL,
                         stdout=written,
                         stderr=written,
@@ -146,6 +165,52 @@ def test_the_text_of_one_process(
         assert not running.errors()
         assert is_free(url)
         assert all(not running.log(rank) for rank in range(1, hosts * local))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite4-hybrid"])
+def test_recurrent_layers(tmp_path: Path, name: str) -> None:
+    """The second request goes on from a snapshot of the first one's state."""
+    path = save_family(name, HYBRID_FAMILIES[name](), tmp_path / "model")
+    expected = text_of(path)
+    with job(tmp_path, 2, 1, [path] * 2) as running:
+        url = running.url()
+        for _ in range(2):
+            assert complete(url).json()["choices"][0]["text"] == expected
+        assert not running.errors()
+
+
+@pytest.mark.parametrize(("hosts", "local"), [(2, 1), (1, 2), (2, 2)])
+def test_each_host_reads_its_own_copy_of_an_adapter(
+    folder: Path, text: str, tmp_path: Path, hosts: int, local: int
+) -> None:
+    model = tiny_llama(num_hidden_layers=3)
+    tensors = stored(random_pairs(model) | random_pairs(model, linears=("lm_head",)))
+    adapter = write_adapter(tmp_path / "one", tensors)
+    copies = [adapter]
+    for rank in range(1, hosts * local):
+        copies.append(shutil.copytree(adapter, tmp_path / str(rank), copy_function=shutil.copyfile))
+    expected = text_of(folder, adapter)
+    assert expected != text
+    own = [("--lora", str(one)) for one in copies]
+    with job(tmp_path, hosts, local, [folder] * len(copies), own=own) as running:
+        assert complete(running.url()).json()["choices"][0]["text"] == expected
+        assert not running.errors()
+
+
+def test_another_adapter_on_one_host(folder: Path, tmp_path: Path) -> None:
+    model = tiny_llama(num_hidden_layers=3)
+    one, other = (
+        write_adapter(tmp_path / str(seed), stored(random_pairs(model, seed=seed)))
+        for seed in (1, 2)
+    )
+    own = [("--lora", str(one)), ("--lora", str(other))]
+    with job(tmp_path, 2, 1, [folder] * 2, own=own) as running:
+        assert complete(running.url()).status_code == 503
+        assert running.wait(END_S) == [1, 1]
+        (line,) = running.errors()
+        assert line.startswith(
+            "exl: error: rank 1 of 2 failed: no adapter of this process is the one of rank 0"
+        )
 
 
 @pytest.mark.parametrize("cache", ["q4", "fp8"])

@@ -97,6 +97,10 @@ class ScriptedShape:
     kv_shapes: tuple[KVShape, ...] = (KVShape(1, 1),)
     state_shapes: tuple[StateShape, ...] = ()
 
+    @property
+    def state_bytes(self) -> int:
+        return sum(shape.size_bytes for shape in self.state_shapes)
+
 
 @dataclass(frozen=True, slots=True)
 class ScriptedStage:

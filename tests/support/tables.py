@@ -45,6 +45,7 @@ class TableModel:
             max_seq_len=max_seq_len,
             kv_shapes=(KVShape(1, 8),),
             state_shapes=(),
+            state_bytes=0,
         )
         self.ops = get_table("reference", threads=1)
         self.stages = (ScriptedStage(self.ops, range(1)),)

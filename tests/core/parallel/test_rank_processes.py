@@ -25,7 +25,7 @@ from exl_core.cache.format import KVFormat
 from exl_core.cache.page_pool import PageCopy
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FailEvent, FinishEvent
-from exl_core.errors import RankError, RequestError
+from exl_core.errors import AdapterError, RankError, RequestError
 from exl_core.lora.adapter import load_adapter
 from exl_core.model.adapters import AdapterUse
 from exl_core.model.context import Context
@@ -465,6 +465,25 @@ def test_every_rank_reads_its_part_of_an_adapter(tiny: Path, tmp_path: Path) -> 
         del adapter
         gc.collect()
         assert replies(divided, 8) == before
+
+
+def test_folders_whose_names_are_no_text(tiny: Path, tmp_path: Path) -> None:
+    """The other ranks open the same path as rank 0. The library that reads adapters opens no path
+    that is not UTF-8, which is one line before any rank is told; a link to it is opened."""
+    odd = tmp_path / os.fsdecode(b"\xe4\xff")
+    odd.mkdir()
+    plain = write_adapter(tmp_path / "adapter", stored(random_pairs(tiny_llama())))
+    adapter = plain.rename(odd / "adapter")
+    link = tmp_path / "link"
+    link.symlink_to(adapter)
+    whole = load_model(tiny, device="cpu", exact=True).model
+    with loaded_ranks(tiny, exact=True) as divided:
+        with pytest.raises(AdapterError, match="not valid UTF-8") as caught:
+            load_adapter(adapter, divided.model)
+        assert "\n" not in str(caught.value)
+        uses = [AdapterUse(load_adapter(link, one)) for one in (whole, divided.model)]
+        expected, found = logits_with(whole, uses[0]), logits_with(divided.model, uses[1])
+        assert mean_kl(expected, found) < 1e-7
 
 
 def test_an_adapter_that_changed_after_rank_0_read_it_ends_the_group(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from exl_core.parallel.wire import (
     store_message,
     unpacked,
 )
-from support.scheduling import NamedAdapter, use
+from support.scheduling import use
 
 FIELDS = (
     *("token_ids", "positions", "row_starts", "past_lens", "page_table", "slots", "logit_rows"),
@@ -82,13 +83,21 @@ def test_the_adapters_of_each_row_arrive_in_order() -> None:
     assert found.adapters == ((0, 2, (one, two)), (4, 6, (two,)))
 
 
-def test_an_adapter_is_named_by_its_folder_and_contents(tmp_path: Path) -> None:
-    folder = tmp_path / "ein Ordner\u00e4"
-    adapter = NamedAdapter(3)
-    adapter.path, adapter.digest = folder, "abc"
-    message = unpacked(adapter_message(5, adapter).packed(2), 2)
+@pytest.mark.parametrize("name", [b"ein Ordner\xc3\xa4", b"no UTF-8: \xe4\xff", b"two\nlines"])
+def test_an_adapter_is_named_by_its_folder_and_contents(tmp_path: Path, name: bytes) -> None:
+    folder = tmp_path / os.fsdecode(name)
+    message = unpacked(adapter_message(5, "abc", folder).packed(2), 2)
     assert message.header.adapter == 5
     assert adapter_source(message) == ("abc", folder)
+
+
+def test_the_states_of_sequences_arrive() -> None:
+    segments = [Segment((5, 6), 0, (index,), LogitRows.LAST, state_slot=index) for index in (4, 2)]
+    sent = make_batch(segments)
+    found = batch_of(unpacked(pass_message(0, sent, no_number).packed(0), 0), no_adapter)
+    assert_equal(found, sent)
+    assert found.states is not None
+    assert found.states.tolist() == [4, 2]
 
 
 def test_embedded_vectors_arrive_to_the_bit() -> None:
@@ -107,9 +116,10 @@ def test_embedded_vectors_arrive_to_the_bit() -> None:
 
 @pytest.mark.parametrize("kv_format", list(KVFormat))
 def test_formats_of_caches_arrive(kv_format: KVFormat) -> None:
-    message = unpacked(store_message(2, kv_format, 17).packed(1), 1)
+    message = unpacked(store_message(2, kv_format, 17, 5).packed(1), 1)
     assert format_of(message) is kv_format
-    assert (message.header.store, message.header.pages) == (2, 17)
+    header = message.header
+    assert (header.store, header.pages, header.states) == (2, 17, 5)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +129,8 @@ def test_formats_of_caches_arrive(kv_format: KVFormat) -> None:
         (Operation.COPY, [[1, 2, 256], [3, 4, 7]]),
         (Operation.MOVE, [[1, 2], [2, 1]]),
         (Operation.GIVE, [[0, 9]]),
+        (Operation.COPY_STATES, [[0, 9], [9, 1]]),
+        (Operation.GIVE_STATES, [[3, 0]]),
     ],
 )
 def test_numbers_arrive(operation: Operation, numbers: list[int]) -> None:
@@ -135,7 +147,7 @@ def test_a_missing_message_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        (0, 2, "not a message"),
+        (0, 1, "not a message"),
         (1, 3, "wrong size"),
         (2, 99, "not a message"),
         (7, 1000, "wrong size"),

@@ -62,6 +62,8 @@ def _follow(job: Launched, running: RunningOptions, spec: str | None) -> NoRetur
         from exl_core.session.open import open_model
         from exl_core.session.runtime import fitted_to, settle_ctx_size
 
+    adapters = [folder for folder, _ in running.choices().loras]
+
     def options_of() -> tuple[ModelFiles, LoadOptions]:
         files = open_model(spec)
         ctx = settle_ctx_size(running.ctx_size, files.config.max_seq_len)
@@ -72,7 +74,7 @@ def _follow(job: Launched, running: RunningOptions, spec: str | None) -> NoRetur
             _complain(f"rank 0 of {job.world_size} {what}")
 
     try:
-        follow_job(job, options_of, on_loss)
+        follow_job(job, options_of, adapters, on_loss)
     except RankError as error:
         os._exit(error.exit_code)  # rank 0, or torchrun, says why
 

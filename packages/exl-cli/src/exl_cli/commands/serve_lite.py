@@ -391,7 +391,7 @@ def serve_lite(
     model = options.pick_model(server.model, server.model_option)
     job = join_job(running, model, trusts_network=server.trust_network)
     choices = running.choices()
-    check_options(job, {"--lora": choices.loras, **server.of_several_models()})
+    check_options(job, server.of_several_models())
     _check_models_dir(server, choices)
     keys = _checked_keys(server)
     with exits_at_once():

@@ -438,6 +438,8 @@ class ModelConfig:
     has_normalized_head: bool = False
     num_positions: int = 0
     """Positions with a vector that is added to the embedding; 0: there are no such vectors."""
+    other_state_bytes: int = 0
+    """Bytes of the states of one sequence in layers that other hosts have."""
 
     @property
     def embed_factor(self) -> float:
@@ -476,4 +478,6 @@ class ModelConfig:
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of one sequence; 0 if no layer has a state."""
-        return sum(shape.size_bytes for shape in self.state_shapes if shape is not None)
+        return self.other_state_bytes + sum(
+            shape.size_bytes for shape in self.state_shapes if shape is not None
+        )

@@ -24,6 +24,7 @@ from exl_core.arch.layers import KVShape
 from exl_core.cache.format import PAGE_SIZE, KVFormat, RowFormat, kv_bytes_per_token
 from exl_core.cache.memory import free_memory_bytes, zeros_when_touched
 from exl_core.cache.page_pool import PageCopy
+from exl_core.cache.state import StateCopy
 from exl_core.cache.state_store import StateStore
 from exl_core.errors import OutOfMemoryError, RequestError
 from exl_core.ops.attention import CacheLayer
@@ -47,11 +48,14 @@ the ends, are taken at once."""
 
 
 class PageMirror(Protocol):
-    """Receives each copy between pages. Other processes repeat it in their part of the cache."""
+    """Receives each copy between pages, or between slots of state. Other processes repeat it in
+    their part of the cache."""
 
     def copied(self, copies: Sequence[PageCopy]) -> None: ...
     def moved(self, moves: Sequence[tuple[int, int]]) -> None: ...
     def transferred(self, to: KVStore, pages: Sequence[tuple[int, int]]) -> None: ...
+    def states_copied(self, copies: Sequence[tuple[int, int]]) -> None: ...
+    def state_transferred(self, to: KVStore, source: int, target: int) -> None: ...
 
 
 class KVStore:
@@ -74,7 +78,8 @@ class KVStore:
         `grows`: take memory on GPUs as pages are used.
         `states`: memory of the recurrent layers, if the model has some."""
         cached = [shape for shape in kv_shapes if shape is not None]
-        if num_pages < 1 or not cached or any(min(shape) < 1 for shape in cached):
+        has_layers = bool(cached) or states is not None
+        if num_pages < 1 or not has_layers or any(min(shape) < 1 for shape in cached):
             shapes = sorted({f"{one.num_kv_heads} heads of {one.head_dim}" for one in cached})
             raise RequestError(
                 "a cache needs at least one page, layer, head and dimension",
@@ -192,6 +197,23 @@ class KVStore:
         for pages in self._bytes:
             from_ids, to_ids = ids[pages.device]
             pages.index_copy_(0, to_ids, pages.index_select(0, from_ids))
+
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        """Makes the copies between slots of recurrent state, if the model has some."""
+        if self.states is None or not copies:
+            return
+        if self.mirror is not None:
+            self.mirror.states_copied(copies)
+        self.states.copy(copies)
+
+    def transfer_state(self, to: KVStore, source: int, target: int) -> None:
+        """Copies a slot of recurrent state to another store of the same shapes, or to another slot
+        of this one, if the model has some."""
+        if self.states is None or to.states is None:
+            return
+        if self.mirror is not None:
+            self.mirror.state_transferred(to, source, target)
+        self.states.transfer(to.states, source, target)
 
     @torch.inference_mode()
     def transfer_pages(self, to: KVStore, pages: Sequence[tuple[int, int]]) -> None:

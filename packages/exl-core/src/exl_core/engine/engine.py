@@ -483,11 +483,10 @@ def _new_store(
 ) -> KVStore:
     """A store for `num_tokens` tokens, and for the states of the sequences if there are some."""
     num_pages, config = pages_for(num_tokens), model.config
-    state_bytes = sum(shape.size_bytes for shape in config.state_shapes if shape is not None)
     snapshots = options.snapshots
     if snapshots is None:
         kv_bytes = kv_bytes_per_token(config.kv_shapes, options.kv_format) * PAGE_SIZE * num_pages
-        snapshots = default_snapshots(kv_bytes, state_bytes, num_pages, options.max_batch)
+        snapshots = default_snapshots(kv_bytes, config.state_bytes, num_pages, options.max_batch)
     live = options.max_batch * (2 if has_drafts else 1)  # before a draft, its state is kept
     return store_for(
         model,

@@ -8,8 +8,9 @@ outputs in the order of the family's checkpoints, which the module table knows.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import return_freed_memory
 from exl_core.errors import RequestError
 from exl_core.lora.config import AdapterConfig, read_adapter_config
-from exl_core.lora.reader import AdapterFile, Pair
+from exl_core.lora.reader import AdapterFile, Pair, find_file
 from exl_core.model.adapters import Delta, Ends
 from exl_core.model.transformer import Transformer
 from exl_core.ops.linear import PackedLinear
@@ -35,9 +36,9 @@ class LoraAdapter:
     """A loaded adapter for one model, and for other models of the same dimensions.
 
     `modules` are the names of the trained modules, such as `self_attn.q_proj`, sorted.
-    `layer_deltas` are by layer and matrix, of one rank if the model is divided among ranks; None
-    after `unload`. `digest` changes when the files are written again. `serial` is unique in
-    this process.
+    `layer_deltas` are by layer and matrix, of one rank and its host's layers if the model is
+    divided; None after `unload`. `digest` changes when the files are written again. `serial` is
+    unique in this process.
     """
 
     path: Path
@@ -105,11 +106,23 @@ def load_adapter(path: str | Path, model: Transformer) -> LoraAdapter:
         row = target.rows[0]
         if row.layer is None or row.packed is None:
             raise AssertionError(f"{row.name} is not a matrix of a layer")
-        key = row.layer, row.packed
-        found = _layer_deltas(file, pair, model, target)
+        layer = model.own_layer(row.layer)
+        if layer is None:
+            continue
+        key = layer, row.packed
+        found = _layer_deltas(file, pair, model.ops_of(layer), model, target)
         deltas[key] = (*deltas.get(key, ()), *found)
     ends = _ends(file, model)
     return LoraAdapter(directory, config, whole, file.modules, deltas, ends, file.digest)
+
+
+def contents_digest(path: Path) -> str:
+    """Digest of an adapter's settings and weights, equal for copies of its folder on other hosts.
+    Reads the whole file."""
+    digest = hashlib.sha256(repr(replace(read_adapter_config(path), path=Path())).encode())
+    with find_file(path).open("rb") as file:
+        digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _sizes(config: ModelConfig) -> tuple[object, ...]:
@@ -123,7 +136,7 @@ def _sizes(config: ModelConfig) -> tuple[object, ...]:
 
 
 def _layer_deltas(
-    file: AdapterFile, pair: Pair, model: Transformer, target: LoraTarget
+    file: AdapterFile, pair: Pair, ops: OpTable, model: Transformer, target: LoraTarget
 ) -> Iterator[Delta]:
     """The deltas of matrices of a layer, whose rows give the places and the order of the outputs:
     one for each run of adjacent outputs."""
@@ -131,13 +144,11 @@ def _layer_deltas(
     stored_rows = target.stored_rows()
     if stored_rows is not None:
         up = up[:, torch.tensor(stored_rows)]
-    layer = target.rows[0].layer
-    assert layer is not None, "the caller has checked it"
     runs = _runs(target)
     parts = up.split_with_sizes([run.out_features for run in runs], 1)
     for run, part in zip(runs, parts, strict=True):
         own_down, own_up, first_out = model.own_low_rank(run, down, part.contiguous())
-        yield _delta(own_down, own_up, model.ops_of(layer), first_out)
+        yield _delta(own_down, own_up, ops, first_out)
 
 
 def _runs(target: LoraTarget) -> list[LoraTarget]:

@@ -46,7 +46,7 @@ class AdapterFile:
     """
 
     def __init__(self, directory: Path, config: AdapterConfig, model: ModelConfig) -> None:
-        self.path = _find_file(directory)
+        self.path = find_file(directory)
         self.layer_pairs: dict[LoraTarget, Pair] = {}
         self.end_pairs: dict[End, Pair] = {}
         self.whole: dict[End, str] = {}
@@ -216,7 +216,7 @@ def _opened(path: Path) -> Any:
         raise AdapterError("cannot be opened", where=path, got=error) from error
 
 
-def _find_file(directory: Path) -> Path:
+def find_file(directory: Path) -> Path:
     path, pickle = directory / FILE_NAME, directory / PICKLE_NAME
     if is_present(path, AdapterError):
         return path

@@ -200,16 +200,14 @@ class Context:
                 expected=self.kv_format.value,
                 got=other.kv_format.value,
             )
-        ours, theirs = self.store.states, other.store.states
-        if ours is not None and length != held:
+        if self.store.states is not None and length != held:
             raise RequestError(
                 "a row of a model with recurrent layers can only be copied whole",
                 expected=held,
                 got=length,
             )
         for target in targets:
-            if ours is not None and theirs is not None:
-                ours.transfer(theirs, source, target)
+            self.store.transfer_state(other.store, source, target)
             self._copy_pages(other, self._pages(source, length), other._pages(target, length))
             other._lengths[target] = length
 

@@ -42,8 +42,7 @@ def store_for(
     """
     stages = model.stages
     devices = tuple(stage.ops.device for stage in stages for _ in stage.layers)
-    shapes = model.config.state_shapes
-    has_states = any(shape is not None for shape in shapes)
+    shapes, has_states = model.config.state_shapes, model.config.state_bytes > 0
     states = StateStore(shapes, num_states, devices) if has_states else None
     return KVStore(
         kv_format, model.config.kv_shapes, num_pages, device=devices, grows=grows, states=states
@@ -166,8 +165,7 @@ class Runner:
         with device_failures(self.store.device, f"a pass of {len(segments)} sequences"):
             self.model.check_loaded()
             self.store.copy_pages(copies)
-            if state_copies and self.store.states is not None:
-                self.store.states.copy(state_copies)
+            self.store.copy_states(state_copies)
             if len(self._graphs) > 1:
                 return self._run_split(segments, out)
             graphs = self._graphs[0]

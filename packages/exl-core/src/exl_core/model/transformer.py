@@ -141,6 +141,10 @@ class Transformer:
         """The numbers of the model that all ranks make up together."""
         return self.config
 
+    def own_layer(self, layer: int) -> int | None:
+        """Number that a layer of the whole model has in this one; None if another host has it."""
+        return layer
+
     def own_low_rank(
         self, target: LoraTarget, down: Tensor, up: Tensor
     ) -> tuple[Tensor, Tensor, int]:

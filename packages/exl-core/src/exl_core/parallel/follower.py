@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from exl_core.parallel.model import RankTransformer
     from exl_core.parallel.wire import Message
 
-    LoadAdapter = Callable[[Path, RankTransformer], Adapter]
+    LoadAdapter = Callable[[str, Path, RankTransformer], Adapter]
 
 LOST_LEADER = 1
 """Exit status of a follower whose rank 0 has ended or hangs."""
@@ -68,7 +68,7 @@ class Reports:
         self._watch.limit_s = SILENCE_S + (LATER_S if self.rank > 1 else 0.0)
 
     def failed(self, line: str, exit_code: int) -> None:
-        self._send(FAILED + f"{exit_code} {line}".encode()[:4096])
+        self._send(FAILED + f"{exit_code} {line}".encode(errors="backslashreplace")[:4096])
 
     def lost(self) -> NoReturn:
         """Ends the process, as exchanges of other threads would keep it alive."""
@@ -123,7 +123,8 @@ class Reports:
 
 
 class Follower:
-    """Runs passes of a model as messages say, until END."""
+    """Runs passes of a model as messages say, until END. `load` reads an adapter by its digest and
+    by its folder on rank 0's host."""
 
     def __init__(self, model: RankTransformer, load: LoadAdapter) -> None:
         self._model = model
@@ -134,6 +135,7 @@ class Follower:
     def run(self, message: Message) -> None:
         """Does what one message says. RankError for a cache or an adapter that does not exist."""
         from exl_core.cache.page_pool import PageCopy
+        from exl_core.cache.state import StateCopy
         from exl_core.model.runner import store_for
         from exl_core.parallel.wire import (
             Operation,
@@ -151,12 +153,15 @@ class Follower:
             case Operation.EMBED:
                 self._model.embed(numbers_of(message))
             case Operation.STORE:
-                made = store_for(self._model, format_of(message), header.pages)
+                made = store_for(
+                    self._model, format_of(message), header.pages, num_states=header.states
+                )
                 self._stores[header.store] = made
             case Operation.DROP:
                 self._stores.pop(header.store, None)
             case Operation.ADAPT:
-                self._adapt(header.adapter, *adapter_source(message))
+                found = self._load(*adapter_source(message), self._model)
+                self._adapters[header.adapter] = found
             case Operation.FORGET:
                 self._adapters.pop(header.adapter, None)
             case Operation.COPY:
@@ -169,14 +174,13 @@ class Follower:
                 pages = [(source, target) for source, target in numbers_of(message).tolist()]
                 target_store = self._store(header.target_store)
                 self._store(header.store).transfer_pages(target_store, pages)
-
-    def _adapt(self, number: int, digest: str, path: Path) -> None:
-        from exl_core.errors import RankError
-
-        adapter = self._load(path, self._model)
-        if adapter.digest != digest:
-            raise RankError("the adapter has changed since rank 0 read it", where=path)
-        self._adapters[number] = adapter
+            case Operation.COPY_STATES:
+                slots = [StateCopy(*numbers) for numbers in numbers_of(message).tolist()]
+                self._store(header.store).copy_states(slots)
+            case Operation.GIVE_STATES:
+                target_store = self._store(header.target_store)
+                for source, target in numbers_of(message).tolist():
+                    self._store(header.store).transfer_state(target_store, source, target)
 
     def _adapter(self, number: int) -> Adapter:
         from exl_core.errors import RankError

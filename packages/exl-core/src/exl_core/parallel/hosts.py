@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from exl_core.arch.modules import ModuleRow, module_table
+from exl_core.arch.modules import LoraTarget, ModuleRow, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.store import KVStore
-from exl_core.errors import RequestError, UnsupportedModelError
+from exl_core.errors import RequestError
 from exl_core.model.batch import Batch
 from exl_core.model.layers.state import PassState
 from exl_core.model.layers.steps import Steps
@@ -31,6 +32,13 @@ from exl_core.parallel.plan import Grid
 from exl_core.parallel.shares import Shares
 
 _STATES, _LOGITS = 0, 1  # tags of the transfers
+
+
+class WholeModel(NamedTuple):
+    """The numbers of a model, and the layers of it that one host has."""
+
+    config: ModelConfig
+    layers: range
 
 
 class Hops:
@@ -96,8 +104,8 @@ class _PassingStage(Stage):
 class HostTransformer(RankTransformer):
     """A rank's part of a host's layers. All ranks run the same passes at the same time.
 
-    `config` and `weights` are those of the host's layers (`layer_part`). Without `hops` they are
-    the whole model.
+    `config` and `weights` are those of the host's layers (`layer_part`) of the model `whole`.
+    Without `hops` they are the whole model.
     """
 
     def __init__(
@@ -110,9 +118,11 @@ class HostTransformer(RankTransformer):
         shares: Shares,
         sample_ids: tuple[int, ...] = (),
         hops: Hops | None = None,
+        whole: WholeModel | None = None,
     ) -> None:
         super().__init__(config, weights, ops, exchange, shares=shares, sample_ids=sample_ids)
         self._hops = hops
+        self._whole = whole
         if hops is not None and not hops.is_last:
             (stage,) = self.stages
             self.stages = (_PassingStage(self.config, stage.layers, ops, hops),)
@@ -131,13 +141,36 @@ class HostTransformer(RankTransformer):
             self._smoothing_for(store)
         return super().run_stage(index, batch, store, x, observe=observe)
 
-    def check_pass(self, batch: Batch, observe: Observer | None) -> None:
+    def check_pass(self, observe: Observer | None) -> None:
         """RequestError for a pass that the ranks cannot run."""
-        if self._hops is not None and (observe is not None or batch.adapters):
+        if self._hops is not None and observe is not None:
             raise RequestError(
-                "adapters and states of layers need the whole model on one host",
+                "states of layers need the whole model on one host",
                 expected="a model that is not divided among hosts",
             )
+
+    @property
+    def whole_config(self) -> ModelConfig:
+        return super().whole_config if self._whole is None else self._whole.config
+
+    def own_layer(self, layer: int) -> int | None:
+        if self._whole is None:
+            return super().own_layer(layer)
+        layers = self._whole.layers
+        return layer - layers.start if layer in layers else None
+
+    def own_low_rank(
+        self, target: LoraTarget, down: Tensor, up: Tensor
+    ) -> tuple[Tensor, Tensor, int]:
+        return super().own_low_rank(target._replace(rows=self._own_rows(target)), down, up)
+
+    def _own_rows(self, target: LoraTarget) -> tuple[ModuleRow, ...]:
+        """The same matrices in the table of the host's layers, which have other numbers there."""
+        if self._whole is None:
+            return target.rows
+        layers, table = self._whole.layers, module_table(self._shares.config).layers
+        assert all(row.layer in layers for row in target.rows), "the caller has asked `own_layer`"
+        return tuple(table[(row.layer or 0) - layers.start][row.role] for row in target.rows)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         if self._hops is not None and not self._hops.is_first:
@@ -164,12 +197,8 @@ def layer_part(config: ModelConfig, layers: range) -> tuple[ModelConfig, list[Mo
 
     The part counts its layers from 0, and has the embedding and the head too.
     """
-    if config.state_bytes:
-        raise UnsupportedModelError(
-            "a model with recurrent layers cannot be divided among hosts",
-            expected="attention in every layer",
-        )
     part = replace(config, layers=config.layers[layers.start : layers.stop])
+    part = replace(part, other_state_bytes=config.state_bytes - part.state_bytes)
     found = (row for row in module_table(config).rows if row.layer is None or row.layer in layers)
     rows = [
         replace(own, safetensors=row.safetensors, gguf=row.gguf)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import signal
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from types import FrameType
 
 import torch
@@ -28,7 +29,7 @@ from exl_core.model.weights import ModelWeights
 from exl_core.ops.table import OpTable
 from exl_core.parallel.exchange import Exchange
 from exl_core.parallel.followers import Group
-from exl_core.parallel.hosts import Hops, HostTransformer
+from exl_core.parallel.hosts import Hops, HostTransformer, WholeModel
 from exl_core.parallel.shares import Shares
 from exl_core.parallel.wire import (
     Header,
@@ -55,10 +56,21 @@ class LeadingTransformer(HostTransformer):
         sample_ids: tuple[int, ...] = (),
         followers: Group,
         hops: Hops | None = None,
+        whole: WholeModel | None = None,
+        digest_of: Callable[[Adapter], str] = attrgetter("digest"),
     ) -> None:
+        """`digest_of`: text by which the followers find an adapter."""
         super().__init__(
-            config, weights, ops, exchange, shares=shares, sample_ids=sample_ids, hops=hops
+            config,
+            weights,
+            ops,
+            exchange,
+            shares=shares,
+            sample_ids=sample_ids,
+            hops=hops,
+            whole=whole,
         )
+        self._digest_of = digest_of
         self.followers = followers
         self._lock = threading.RLock()
         self._mirrors: weakref.WeakKeyDictionary[KVStore, _Mirror] = weakref.WeakKeyDictionary()
@@ -82,7 +94,7 @@ class LeadingTransformer(HostTransformer):
                 "an observer may change states, which the other ranks would not see",
                 expected="a StateRecorder, or a model without --tensor-parallel",
             )
-        self.check_pass(batch, observe)
+        self.check_pass(observe)
         with self._lock:
             number = self.number_of(store)
             with self._telling(pass_message(number, batch, self._adapter_number)):
@@ -126,7 +138,8 @@ class LeadingTransformer(HostTransformer):
             if mirror is None:
                 number = self._num_stores
                 self._num_stores += 1
-                self.tell(store_message(number, store.kv_format, store.num_pages))
+                num_states = 0 if store.states is None else store.states.num_slots
+                self.tell(store_message(number, store.kv_format, store.num_pages, num_states))
                 mirror = _Mirror(weakref.ref(self), number)
                 self._mirrors[store] = store.mirror = mirror
                 drop = Header(Operation.DROP, store=number)
@@ -140,7 +153,7 @@ class LeadingTransformer(HostTransformer):
             if number is None:
                 number = self._num_adapters
                 self._num_adapters += 1
-                self.tell(adapter_message(number, adapter))
+                self.tell(adapter_message(number, self._digest_of(adapter), adapter.path))
                 self._adapters[adapter] = number
                 forget = Header(Operation.FORGET, adapter=number)
                 weakref.finalize(adapter, self._dropped.append, forget)
@@ -162,6 +175,12 @@ class _Mirror:
 
     def transferred(self, to: KVStore, pages: Sequence[tuple[int, int]]) -> None:
         self._tell(Operation.GIVE, list(pages), to)
+
+    def states_copied(self, copies: Sequence[tuple[int, int]]) -> None:
+        self._tell(Operation.COPY_STATES, list(copies))
+
+    def state_transferred(self, to: KVStore, source: int, target: int) -> None:
+        self._tell(Operation.GIVE_STATES, [(source, target)], to)
 
     def _tell(
         self, operation: Operation, rows: Sequence[tuple[int, ...]], to: KVStore | None = None

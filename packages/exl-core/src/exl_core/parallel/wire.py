@@ -7,19 +7,22 @@ a gap means that a rank missed a pass, after which its cache would be wrong.
     PASS   one forward pass: the tensors of a `Batch`, and its adapters: int64 [uses, 3] of first
            row, last row and adapter, float64 [uses] of scales
     EMBED  the embedding of token ids: int64 [rows]
-    STORE  a cache of `pages` pages in a format
+    STORE  a cache of `pages` pages in a format, with `states` slots of recurrent state
     DROP   the cache is not used any more
-    ADAPT  a LoRA adapter: its digest, a line feed and the path of its folder, in UTF-8
+    ADAPT  a LoRA adapter: its digest, a line feed and the path of its folder, in bytes of the
+           file system
     FORGET the adapter is not used any more
     COPY   positions from page to page: int64 [rows, 3] of source, target, length
     MOVE   pages to other places: int64 [rows, 2] of source, target
     GIVE   pages to the cache `target_store`: int64 [rows, 2] of source, target
+    COPY_STATES, GIVE_STATES  the same for slots of recurrent state
     JOIN   all ranks are loaded and meet now
     END    the rank leaves
 """
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -36,7 +39,7 @@ from exl_core.errors import RankError
 from exl_core.model.adapters import Adapter, AdapterUse
 from exl_core.model.batch import AdapterRows, Batch, EmbeddedRows
 
-VERSION = 1
+VERSION = 2
 MESSAGE_LIMIT_BYTES = 1 << 30
 _HEADER = struct.Struct("<16i")
 _FORMATS = tuple(KVFormat)
@@ -54,6 +57,8 @@ class Operation(IntEnum):
     GIVE = 9
     ADAPT = 10
     FORGET = 11
+    COPY_STATES = 12
+    GIVE_STATES = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,8 @@ class Header:
     target_store: int = 0
     adapter: int = 0
     adapter_uses: int = 0
+    states: int = 0
+    """Slots of recurrent state of a cache, or 1 for a pass that names one for each sequence."""
 
 
 class Message(NamedTuple):
@@ -112,7 +119,7 @@ def _payload_bytes(header: Header) -> int:
         case Operation.PASS:
             wide = 3 * header.rows + header.logit_rows + header.embedded_rows
             narrow = 2 * header.sequences + 1 + header.sequences * header.pages
-            wide += 4 * header.adapter_uses
+            wide += 4 * header.adapter_uses + header.sequences * header.states
             return 8 * wide + 4 * (narrow + header.embedded_rows * header.hidden_size)
         case Operation.EMBED:
             return 8 * header.rows
@@ -120,7 +127,7 @@ def _payload_bytes(header: Header) -> int:
             return header.rows
         case Operation.COPY:
             return 8 * 3 * header.rows
-        case Operation.MOVE | Operation.GIVE:
+        case Operation.MOVE | Operation.GIVE | Operation.COPY_STATES | Operation.GIVE_STATES:
             return 8 * 2 * header.rows
     return 0
 
@@ -141,6 +148,8 @@ def pass_message(store: int, batch: Batch, number_of: Callable[[Adapter], int]) 
     numbers = [(first, last, number_of(use.adapter)) for first, last, use in uses]
     parts.append(torch.tensor(numbers, dtype=torch.int64))
     parts.append(torch.tensor([use.scale for _, _, use in uses], dtype=torch.float64))
+    if batch.states is not None:
+        parts.append(batch.states)
     sequences, pages = batch.page_table.shape
     header = Header(
         Operation.PASS,
@@ -152,6 +161,7 @@ def pass_message(store: int, batch: Batch, number_of: Callable[[Adapter], int]) 
         embedded_rows=embedded_rows,
         hidden_size=hidden_size,
         adapter_uses=len(uses),
+        states=int(batch.states is not None),
     )
     return Message(header, b"".join(_bytes(part) for part in parts))
 
@@ -181,30 +191,31 @@ def batch_of(message: Message, adapter_of: Callable[[int], Adapter]) -> Batch:
     )
     numbers = reader.wide(3 * header.adapter_uses).view(-1, 3).tolist()
     scales = reader.doubles(header.adapter_uses).tolist()
+    states = reader.wide(header.sequences) if header.states else None
     reader.check_end()
     uses: dict[tuple[int, int], list[AdapterUse]] = {}
     for (first, last, number), scale in zip(numbers, scales, strict=True):
         uses.setdefault((first, last), []).append(AdapterUse(adapter_of(number), scale))
     rows = tuple(AdapterRows(*ends, tuple(found)) for ends, found in uses.items())
-    return replace(batch, adapters=rows)
+    return replace(batch, adapters=rows, states=states)
 
 
-def adapter_message(number: int, adapter: Adapter) -> Message:
+def adapter_message(number: int, digest: str, path: Path) -> Message:
     """A new adapter of this number."""
-    payload = f"{adapter.digest}\n{adapter.path.resolve()}".encode()
+    payload = digest.encode() + b"\n" + os.fsencode(path.absolute())
     return Message(Header(Operation.ADAPT, adapter=number, rows=len(payload)), payload)
 
 
 def adapter_source(message: Message) -> tuple[str, Path]:
     """Digest and folder of an ADAPT message's adapter."""
-    digest, _, path = message.payload.decode().partition("\n")
-    return digest, Path(path)
+    digest, _, path = message.payload.partition(b"\n")
+    return digest.decode(errors="replace"), Path(os.fsdecode(path))
 
 
 def numbers_message(
     operation: Operation, numbers: Tensor, store: int = 0, target_store: int = 0
 ) -> Message:
-    """EMBED, COPY, MOVE or GIVE with these numbers, int64, one row for each item."""
+    """EMBED, or copies of pages or states, with these numbers, int64, one row for each item."""
     header = Header(operation, store=store, rows=len(numbers), target_store=target_store)
     return Message(header, _bytes(numbers))
 
@@ -217,10 +228,16 @@ def numbers_of(message: Message) -> Tensor:
     return numbers.view(message.header.rows, -1)
 
 
-def store_message(store: int, kv_format: KVFormat, num_pages: int) -> Message:
+def store_message(store: int, kv_format: KVFormat, num_pages: int, num_states: int = 0) -> Message:
     """A new cache of number `store`."""
-    index = _FORMATS.index(kv_format)
-    return Message(Header(Operation.STORE, store=store, kv_format=index, pages=num_pages), b"")
+    header = Header(
+        Operation.STORE,
+        store=store,
+        kv_format=_FORMATS.index(kv_format),
+        pages=num_pages,
+        states=num_states,
+    )
+    return Message(header, b"")
 
 
 def format_of(message: Message) -> KVFormat:

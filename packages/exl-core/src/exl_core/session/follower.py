@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -20,12 +20,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from exl_core.errors import ExlError
+from exl_core.errors import ExlError, RankError
 from exl_core.parallel.follower import Follower, Reports, receive
 
 if TYPE_CHECKING:
     from types import FrameType
 
+    from exl_core.model.adapters import Adapter
+    from exl_core.parallel.follower import LoadAdapter
     from exl_core.parallel.hosts import HostTransformer
     from exl_core.parallel.model import RankTransformer
     from exl_core.session.load import LoadOptions
@@ -77,7 +79,17 @@ def _follow_on_host(messages: Connection, reports: Reports) -> None:
     def join() -> RankTransformer:
         return part.model(GlooExchange.in_folder(Path(settings["folder"]), rank))
 
-    follow(messages, reports, digest_of(files), join)
+    follow(messages, reports, digest_of(files), join, _load_unchanged)
+
+
+def _load_unchanged(digest: str, folder: Path, model: RankTransformer) -> Adapter:
+    """Reads an adapter from the folder from which rank 0 has read it."""
+    from exl_core.lora.adapter import load_adapter
+
+    adapter = load_adapter(folder, model)
+    if adapter.digest != digest:
+        raise RankError("the adapter has changed since rank 0 read it", where=folder)
+    return adapter
 
 
 def _complain(num_ranks: int, what: str) -> None:
@@ -87,19 +99,21 @@ def _complain(num_ranks: int, what: str) -> None:
 
 
 def follow(
-    messages: Connection, reports: Reports, digest: str, join: Callable[[], RankTransformer]
+    messages: Connection,
+    reports: Reports,
+    digest: str,
+    join: Callable[[], RankTransformer],
+    load: LoadAdapter,
 ) -> None:
     """Runs rank 0's messages until END. `digest` stands for the files that this rank has loaded;
-    `join` connects it with the others."""
+    `join` connects it with the others; `load` reads an adapter."""
     from exl_core.parallel.wire import Operation
 
     reports.loaded(digest)
     if receive(messages, sequence=0).header.operation == Operation.END:
         return
     reports.joined()
-    from exl_core.lora.adapter import load_adapter
-
-    follower = Follower(join(), load_adapter)
+    follower = Follower(join(), load)
     for sequence in count(1):
         message = receive(messages, sequence)
         if message.header.operation == Operation.END:
@@ -110,12 +124,14 @@ def follow(
 def follow_job(
     job: Launched,
     options_of: Callable[[], tuple[ModelFiles, LoadOptions]],
+    adapters: Sequence[Path],
     on_loss: Callable[[str], None],
 ) -> NoReturn:
     """Serves rank 0 as another process of the job, until rank 0 ends. Never returns.
 
-    `options_of` opens the model: an error is rank 0's to report. `on_loss` is called if rank 0 ends
-    without a word, or hangs.
+    `options_of` opens the model: an error is rank 0's to report. `adapters` are the folders of this
+    host's copies of the adapters: rank 0 names them by their contents. `on_loss` is called if rank
+    0 ends without a word, or hangs.
     """
     from exl_core.parallel.rendezvous import Meeting
     from exl_core.session.hosts import check_job, job_digest, part_of
@@ -127,6 +143,18 @@ def follow_job(
     reports.on_end = reports.on_hang = on_loss
     _handle_stop_signals(reports, has_leader=meeting.grid.host_of(job.rank) == 0)
 
+    def load(digest: str, folder: Path, model: RankTransformer) -> Adapter:
+        from exl_core.lora.adapter import contents_digest, load_adapter
+
+        for own in adapters:
+            if contents_digest(own) == digest:
+                return load_adapter(own, model)
+        raise RankError(
+            "no adapter of this process is the one of rank 0",
+            expected=f"a copy of {folder} as --lora",
+            got=", ".join(map(str, adapters)) or "none",
+        )
+
     def work() -> None:
         files, options = options_of()
         check_job(options, job)
@@ -136,7 +164,7 @@ def follow_job(
             exchange = meeting.connect()
             return part.model(exchange, meeting.hops)
 
-        follow(ends.messages, reports, job_digest(files, options), join)
+        follow(ends.messages, reports, job_digest(files, options), join, load)
 
     run(reports, work)
 

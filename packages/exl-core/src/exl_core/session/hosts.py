@@ -19,12 +19,13 @@ from exl_core.arch.spec import ModelConfig
 from exl_core.errors import RequestError
 from exl_core.formats.containers.source import Progress
 from exl_core.formats.tensors import WeightTensors
+from exl_core.lora.adapter import contents_digest
 from exl_core.model.weights import ModelWeights
 from exl_core.ops.open import get_table
 from exl_core.ops.table import OpTable
 from exl_core.parallel.exchange import Exchange
 from exl_core.parallel.followers import Group
-from exl_core.parallel.hosts import Hops, HostTransformer, layer_part
+from exl_core.parallel.hosts import Hops, HostTransformer, WholeModel, layer_part
 from exl_core.parallel.leader import LeadingTransformer
 from exl_core.parallel.liveness import Watchdog
 from exl_core.parallel.plan import Rank
@@ -68,6 +69,7 @@ class Part:
     ops: OpTable
     shares: Shares
     sample_ids: tuple[int, ...]
+    whole: WholeModel | None
 
     def model(self, exchange: Exchange, hops: Hops | None = None) -> HostTransformer:
         return HostTransformer(
@@ -78,6 +80,7 @@ class Part:
             shares=self.shares,
             sample_ids=self.sample_ids,
             hops=hops,
+            whole=self.whole,
         )
 
     def leading_model(
@@ -92,6 +95,8 @@ class Part:
             sample_ids=self.sample_ids,
             followers=followers,
             hops=hops,
+            whole=self.whole,
+            digest_of=lambda adapter: contents_digest(adapter.path),
         )
 
 
@@ -106,7 +111,9 @@ def load_part(
 ) -> Part:
     """Reads a rank's part of a model; of these layers, if they are given."""
     config, rows = with_options(files.config, options), None
+    whole_model = None
     if layers is not None:
+        whole_model = WholeModel(config, layers)
         config, rows = layer_part(config, layers)
     device = resolve_device(options.device, is_exact=options.exact)
     isa = options.isa or (read_settings().isa if device == "cpu" else None)
@@ -119,7 +126,7 @@ def load_part(
         tensors, shares = divided, divided.shares
     torch.set_num_threads(threads)
     weights = Loading(own, tensors, files.path, threads, progress).whole(ops, None)
-    return Part(config, weights, ops, shares, files.sample_ids)
+    return Part(config, weights, ops, shares, files.sample_ids, whole_model)
 
 
 def load_on_hosts(

@@ -73,7 +73,7 @@ class ModelDrafter:
                 expected="max_tokens of at least 1, min_probability of 0 to 1",
                 got=f"max_tokens {max_tokens}, min_probability {min_probability}",
             )
-        if any(shape is not None for shape in model.config.state_shapes):
+        if model.config.state_bytes:
             raise UnsupportedModelError(
                 "a draft model with recurrent layers is not supported",
                 where="drafter",
