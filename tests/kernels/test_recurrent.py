@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from kernel_support import is_gpu, normal, strided_rows
 from torch import Tensor
 
 from exl_core.ops.backends.recurrence import (
+    DeltaInputs,
     delta_chunks,
     delta_inputs,
     delta_steps,
@@ -44,20 +46,35 @@ def run_conv(taps: int, *, has_bias: bool) -> tuple[Run, tuple[int, ...], int]:
     )
 
 
-def delta_rule_of(key_heads: int, value_heads: int, value_dim: int, *, is_tiled: bool) -> DeltaRule:
+def delta_rule_of(
+    key_heads: int,
+    value_heads: int,
+    value_dim: int,
+    *,
+    is_tiled: bool = False,
+    is_by_row: bool = False,
+    key_dim: int = 16,
+) -> DeltaRule:
     rng = torch.Generator().manual_seed(value_dim)
-    decay, bias = normal(rng, value_heads).exp(), normal(rng, value_heads)
-    return DeltaRule(key_heads, value_heads, 16, value_dim, decay, bias, is_tiled)
+    biases = value_heads * (key_dim if is_by_row else 1)
+    decay, bias = normal(rng, value_heads).exp(), normal(rng, biases)
+    return DeltaRule(key_heads, value_heads, key_dim, value_dim, decay, bias, is_tiled, is_by_row)
+
+
+def input_widths(rule: DeltaRule) -> tuple[int, int]:
+    """Columns of the queries, keys and values, and of the numbers of the gates."""
+    width = 2 * rule.key_heads * rule.key_dim + rule.value_heads * rule.value_dim
+    return width, rule.value_heads + len(rule.dt_bias)
 
 
 def run_delta(rule: DeltaRule) -> tuple[Run, tuple[int, ...], int]:
-    width = 2 * rule.key_heads * rule.key_dim + rule.value_heads * rule.value_dim
+    width, gates = input_widths(rule)
 
     def run(table: OpTable, x: Tensor, states: Tensor, rows: StateRows) -> Tensor:
         return table.delta_rule(x[:, :width], x[:, width:], rule, states, rows)
 
     shape = (rule.value_heads, rule.key_dim, rule.value_dim)
-    return run, shape, width + 2 * rule.value_heads
+    return run, shape, width + gates
 
 
 def scan_of(heads: int, groups: int, state_size: int) -> StateScan:
@@ -78,9 +95,13 @@ def run_scan(scan: StateScan) -> tuple[Run, tuple[int, ...], int]:
 CASES = {
     "conv-3": run_conv(3, has_bias=False),
     "conv-4-bias-silu": run_conv(4, has_bias=True),
-    "delta": run_delta(delta_rule_of(2, 6, 20, is_tiled=False)),
+    "delta": run_delta(delta_rule_of(2, 6, 20)),
     "delta-tiled": run_delta(delta_rule_of(2, 6, 128, is_tiled=True)),
-    "delta-equal": run_delta(delta_rule_of(3, 3, 33, is_tiled=False)),
+    "delta-equal": run_delta(delta_rule_of(3, 3, 33)),
+    "delta-by-row": run_delta(delta_rule_of(3, 3, 128, is_by_row=True)),
+    "delta-by-row-odd": run_delta(
+        delta_rule_of(2, 6, 33, is_tiled=True, is_by_row=True, key_dim=21)
+    ),
     "scan": run_scan(scan_of(6, 1, 16)),
     "scan-groups": run_scan(scan_of(6, 2, 37)),
 }
@@ -130,22 +151,38 @@ def test_rows_do_not_depend_on_others_nor_on_calls(isa: str, name: str) -> None:
     assert torch.equal(alone[7], together[2])
 
 
-def test_chunks_equal_steps() -> None:
+@pytest.mark.parametrize("is_by_row", [False, True])
+@pytest.mark.parametrize("count", [1, 16, 17, 64, 150])  # blocks of 16 within chunks of 64
+@pytest.mark.parametrize("speed", [0.01, 1.0, 100.0])  # 100: a state is gone after one token
+def test_chunks_of_the_delta_rule_equal_steps(*, speed: float, count: int, is_by_row: bool) -> None:
     rng = torch.Generator().manual_seed(6)
-    rule, scan = delta_rule_of(2, 6, 20, is_tiled=True), scan_of(6, 2, 16)
-    width = 2 * rule.key_heads * rule.key_dim + rule.value_heads * rule.value_dim
-    qkv, ba = normal(rng, 150, width).double(), normal(rng, 150, 12).double()
+    rule = delta_rule_of(2, 6, 20, is_tiled=True, is_by_row=is_by_row)
+    rule = replace(rule, decay=rule.decay * speed)
+    width, gates = input_widths(rule)
+    qkv, ba = normal(rng, count, width).double(), normal(rng, count, gates).double()
+    state = normal(rng, 6, 16, 20).double()
+    inputs = delta_inputs(qkv, ba, rule)
+
+    expected = delta_steps(inputs, state)
+    got = delta_chunks(inputs, state)
+    single = delta_chunks(DeltaInputs(*(x.float() for x in inputs)), state.float())
+
+    for one, rounded, other in zip(got, single, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-10, atol=1e-10)
+        assert (rounded - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+def test_chunks_of_the_scan_equal_steps() -> None:
+    rng = torch.Generator().manual_seed(6)
+    scan = scan_of(6, 2, 16)
     xbc, dt = normal(rng, 150, 120 + 64).double(), normal(rng, 150, 6).double()
-    state, held = normal(rng, 6, 16, 20).double(), normal(rng, 6, 20, 16).double()
+    held = normal(rng, 6, 20, 16).double()
+    scanned = scan_inputs(xbc, dt, scan)
 
-    inputs, scanned = delta_inputs(qkv, ba, rule), scan_inputs(xbc, dt, scan)
+    got, expected = scan_chunks(scanned, held, scan.skip), scan_steps(scanned, held, scan.skip)
 
-    for got, expected in (
-        (delta_chunks(inputs, state), delta_steps(inputs, state)),
-        (scan_chunks(scanned, held, scan.skip), scan_steps(scanned, held, scan.skip)),
-    ):
-        for one, other in zip(got, expected, strict=True):
-            assert torch.allclose(one, other, rtol=1e-10, atol=1e-10)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(

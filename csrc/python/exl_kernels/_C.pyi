@@ -170,6 +170,7 @@ class Table:
         a: _Tensor,
         key_heads: int,
         is_tiled: bool,
+        is_by_row: bool,
         decay: _Tensor,
         dt_bias: _Tensor,
         states: _Tensor,

@@ -144,7 +144,8 @@ static void norm_gated_linear(
     table.ops->gated_activation(table.pool, {gate_up, call.m, w.n, w.n / 2, gate, call.y});
 }
 
-// A dense matrix per head; rows and heads of x and y may be farther apart than their length.
+// A dense matrix per head; rows and heads of x and y may be farther apart than their length. All
+// heads may have the same x.
 static void head_linear(
     Table& table, py::handle x, const std::vector<std::shared_ptr<Linear>>& heads, py::handle y
 ) {
@@ -161,7 +162,8 @@ static void head_linear(
     const TensorView from = view_of({op, "x"}, x, {DType::f32}, {kAnySize, count, k}, 2);
     const TensorView to = view_of({op, "out"}, y, {DType::f32}, {from.shape[0], count, n}, 2);
     for (const auto* view : {&from, &to}) {
-        const bool apart = view->stride[1] >= view->shape[2] || count == 1;
+        const bool is_common = view == &from && view->stride[1] == 0;
+        const bool apart = view->stride[1] >= view->shape[2] || count == 1 || is_common;
         const bool rows_apart = view->stride[0] >= view->shape[2] || view->shape[0] <= 1;
         if (!apart || !rows_apart) {
             fail({op, view == &from ? "x" : "out"}, "heads that do not overlap", describe(*view));

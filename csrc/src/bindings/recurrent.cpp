@@ -96,7 +96,7 @@ static void causal_conv(
 
 static void delta_rule(
     Table& table, py::handle qkv, py::handle b, py::handle a, int64_t key_heads, bool is_tiled,
-    py::handle decay, py::handle dt_bias, py::handle states, py::handle row_starts,
+    bool is_by_row, py::handle decay, py::handle dt_bias, py::handle states, py::handle row_starts,
     py::handle past_lens, py::handle slots, py::handle y
 ) {
     const char* op = "delta_rule";
@@ -105,10 +105,11 @@ static void delta_rule(
     const int64_t width = 2 * key_heads * key_dim + heads * value_dim;
     const TensorView from = view_of({op, "qkv"}, qkv, {DType::f32}, {kAnySize, width}, 1);
     const int64_t rows = from.shape[0];
-    const TensorView from_a = view_of({op, "a"}, a, {DType::f32}, {rows, heads}, 1);
+    const int64_t decays = is_by_row ? key_dim : 1;
+    const TensorView from_a = view_of({op, "a"}, a, {DType::f32}, {rows, heads * decays}, 1);
     const TensorView from_b = view_of({op, "b"}, b, {DType::f32}, {rows, heads}, 1);
     const TensorView to = view_of({op, "out"}, y, {DType::f32}, {rows, heads * value_dim}, 0);
-    const auto scratch = new_scratch(rows, 2 * key_heads * key_dim + 2 * heads);
+    const auto scratch = new_scratch(rows, 2 * key_heads * key_dim + heads * (decays + 1));
     const DeltaRuleArgs args{
         from.as<float>(),
         from.stride[0],
@@ -121,8 +122,9 @@ static void delta_rule(
         heads,
         key_dim,
         value_dim,
+        decays,
         vector_of(op, "decay", decay, heads),
-        vector_of(op, "dt_bias", dt_bias, heads),
+        vector_of(op, "dt_bias", dt_bias, heads * decays),
         is_tiled,
         held.as<float>(),
         view_rows(op, row_starts, past_lens, slots, rows, held.shape[0]),
@@ -180,9 +182,9 @@ void bind_recurrent(py::class_<Table>& table) {
         )
         .def(
             "delta_rule", &delta_rule, py::arg("qkv"), py::arg("b"), py::arg("a"),
-            py::arg("key_heads"), py::arg("is_tiled"), py::arg("decay"), py::arg("dt_bias"),
-            py::arg("states"), py::arg("row_starts"), py::arg("past_lens"), py::arg("slots"),
-            py::arg("out")
+            py::arg("key_heads"), py::arg("is_tiled"), py::arg("is_by_row"), py::arg("decay"),
+            py::arg("dt_bias"), py::arg("states"), py::arg("row_starts"), py::arg("past_lens"),
+            py::arg("slots"), py::arg("out")
         )
         .def(
             "state_scan", &state_scan, py::arg("xbc"), py::arg("dt"), py::arg("groups"),

@@ -33,25 +33,27 @@ struct CausalConvArgs {
 };
 
 // One head: S = exp(g) S; S += k (beta (v - S^T k))^T; o = S^T q, with S [key_dim, value_dim]. q and
-// k are normalized, g = -decay softplus(a + dt_bias), beta = sigmoid(b).
+// k are normalized, g = -decay softplus(a + dt_bias), beta = sigmoid(b). There is one g for all rows
+// of S, or one for each (Kimi delta attention).
 struct DeltaRuleArgs {
     const float* qkv;  // [rows, 2 key_heads key_dim + value_heads value_dim], rows qkv_stride apart
     int64_t qkv_stride;
-    const float* a;  // [rows, value_heads], rows a_stride apart
+    const float* a;  // [rows, value_heads, decays], rows a_stride apart
     int64_t a_stride;
-    const float* b;
+    const float* b;  // [rows, value_heads]
     int64_t b_stride;
     int64_t num_rows;
     int64_t key_heads;
     int64_t value_heads;
     int64_t key_dim;
     int64_t value_dim;
+    int64_t decays;        // of a head: 1, or key_dim
     const float* decay;    // [value_heads]
-    const float* dt_bias;  // [value_heads]
+    const float* dt_bias;  // [value_heads, decays]
     bool is_tiled;  // value head h uses key head h % key_heads, else h / (heads per key head)
     float* states;  // [slots, value_heads, key_dim, value_dim]
     StateRows rows;
-    float* scratch;  // [num_rows, 2 key_heads key_dim + 2 value_heads]
+    float* scratch;  // [num_rows, 2 key_heads key_dim + value_heads (decays + 1)]
     float* y;        // [num_rows, value_heads * value_dim]
 };
 

@@ -33,7 +33,21 @@ static inline void normalize(const float* x, int64_t d, float factor, float* y) 
     });
 }
 
-// A row of scratch: queries and keys of the key heads, then decay and beta of the value heads.
+// y[i] = exp(-decay * softplus(a[i] + bias[i])), for the rows of one head's state.
+static inline void decays_of_rows(
+    const float* a, const float* bias, float decay, int64_t count, float* y
+) {
+    for_lanes(count, [&](int64_t i, int lanes) {
+        const Vec x = add(load_some(a + i, lanes), load_some(bias + i, lanes));
+        store_some(y + i, exp(mul(set1(-decay), softplus_each(x))), lanes);
+    });
+}
+
+static inline int64_t scratch_width(const DeltaRuleArgs& args) {
+    return 2 * args.key_heads * args.key_dim + args.value_heads * (args.decays + 1);
+}
+
+// A row of scratch: queries and keys of the key heads, then decays and betas of the value heads.
 static inline void prepare_row(const DeltaRuleArgs& args, int64_t row, float* scratch) {
     const float* x = args.qkv + row * args.qkv_stride;
     const int64_t size = args.key_heads * args.key_dim;
@@ -45,9 +59,15 @@ static inline void prepare_row(const DeltaRuleArgs& args, int64_t row, float* sc
     }
     float* gates = scratch + 2 * size;
     for (int64_t head = 0; head < args.value_heads; ++head) {
-        const float a = args.a[row * args.a_stride + head] + args.dt_bias[head];
-        gates[head] = ::expf(-args.decay[head] * softplus(a));
-        gates[args.value_heads + head] = sigmoid(args.b[row * args.b_stride + head]);
+        const float* a = args.a + row * args.a_stride + head * args.decays;
+        const float* bias = args.dt_bias + head * args.decays;
+        float* decays = gates + head * args.decays;
+        if (args.decays == 1) {
+            *decays = ::expf(-args.decay[head] * softplus(*a + *bias));
+        } else {
+            decays_of_rows(a, bias, args.decay[head], args.decays, decays);
+        }
+        gates[args.value_heads * args.decays + head] = sigmoid(args.b[row * args.b_stride + head]);
     }
 }
 
@@ -79,15 +99,16 @@ static inline void store_column(const Columns& of, float* p, int u, Vec v) {
 }
 
 // Decays the state for the first token; seen[u] = its product with the token's key.
-template <bool kFull>
+template <bool kFull, bool kByRow>
 static inline void begin_columns(
-    const Columns& of, const float* k, float decay, bool is_new, Vec seen[kVecs]
+    const Columns& of, const float* k, const float* decays, bool is_new, Vec seen[kVecs]
 ) {
     for (int u = 0; u < kVecs; ++u) seen[u] = set1(0.0f);
-    const Vec factor = set1(decay);
+    Vec factor = set1(decays[0]);
     for (int64_t i = 0; i < of.rows; ++i) {
         float* row = of.state + i * of.stride;
         const Vec key = set1(k[i]);
+        if constexpr (kByRow) factor = set1(decays[i]);
         for (int u = 0; u < kVecs; ++u) {
             const Vec held = is_new ? set1(0.0f) : load_column<kFull>(of, row, u);
             const Vec s = mul(factor, held);
@@ -99,17 +120,18 @@ static inline void begin_columns(
 
 // Adds a token to the state: out[u] = its product with the query. With `next_k`, also decays the
 // state for the next token, and seen[u] = its product with that token's key.
-template <bool kFull>
+template <bool kFull, bool kByRow>
 static inline void add_token(
     const Columns& of, const float* q, const float* k, const Vec delta[kVecs], const float* next_k,
-    float next_decay, Vec out[kVecs], Vec seen[kVecs]
+    const float* next_decays, Vec out[kVecs], Vec seen[kVecs]
 ) {
     for (int u = 0; u < kVecs; ++u) out[u] = seen[u] = set1(0.0f);
-    const Vec factor = set1(next_decay);
+    Vec factor = set1(next_k == nullptr ? 0.0f : next_decays[0]);
     for (int64_t i = 0; i < of.rows; ++i) {
         float* row = of.state + i * of.stride;
         const Vec key = set1(k[i]), query = set1(q[i]);
         const Vec next_key = next_k == nullptr ? set1(0.0f) : set1(next_k[i]);
+        if (kByRow && next_k != nullptr) factor = set1(next_decays[i]);
         for (int u = 0; u < kVecs; ++u) {
             Vec s = fma(key, delta[u], load_column<kFull>(of, row, u));
             out[u] = fma(query, s, out[u]);
@@ -127,7 +149,7 @@ struct Token {
     const float* q;
     const float* k;
     const float* v;
-    float decay;
+    const float* decays;  // one for all rows of the state, or one for each
     float beta;
     float* y;
 };
@@ -145,7 +167,7 @@ struct Tokens {
 
     Token at(int64_t row) const {
         const int64_t size = args.key_heads * args.key_dim;
-        const float* numbers = args.scratch + row * (2 * size + 2 * args.value_heads);
+        const float* numbers = args.scratch + row * scratch_width(args);
         const float* gates = numbers + 2 * size;
         const float* q = numbers + key_head * args.key_dim;
         const int64_t column = head * args.value_dim + first_column;
@@ -153,8 +175,8 @@ struct Tokens {
             q,
             q + size,
             args.qkv + row * args.qkv_stride + 2 * size + column,
-            gates[head],
-            gates[args.value_heads + head],
+            gates + head * args.decays,
+            gates[args.value_heads * args.decays + head],
             args.y + row * args.value_heads * args.value_dim + column
         };
     }
@@ -168,11 +190,11 @@ struct Tokens {
     bool is_new;
 };
 
-template <bool kFull>
+template <bool kFull, bool kByRow>
 static inline void run_columns(const Columns& of, const Tokens& tokens) {
     Vec seen[kVecs], out[kVecs], delta[kVecs];
     Token token = tokens.at(tokens.first);
-    begin_columns<kFull>(of, token.k, token.decay, tokens.is_new, seen);
+    begin_columns<kFull, kByRow>(of, token.k, token.decays, tokens.is_new, seen);
     for (int64_t row = tokens.first; row < tokens.last; ++row) {
         for (int u = 0; u < kVecs; ++u) {
             const Vec change = sub(load_column<kFull>(of, token.v, u), seen[u]);
@@ -180,7 +202,7 @@ static inline void run_columns(const Columns& of, const Tokens& tokens) {
         }
         const bool has_next = row + 1 < tokens.last;
         const Token next = has_next ? tokens.at(row + 1) : Token{};
-        add_token<kFull>(of, token.q, token.k, delta, next.k, next.decay, out, seen);
+        add_token<kFull, kByRow>(of, token.q, token.k, delta, next.k, next.decays, out, seen);
         for (int u = 0; u < kVecs; ++u) store_column<kFull>(of, token.y, u, out[u]);
         token = next;
     }
@@ -188,13 +210,16 @@ static inline void run_columns(const Columns& of, const Tokens& tokens) {
 
 // The only token of a sequence, with the operations of run_columns. Decays the state in both passes
 // instead of storing it twice.
-template <bool kFull>
+template <bool kFull, bool kByRow>
 static inline void run_one_token(const Columns& of, const Tokens& tokens) {
     const Token token = tokens.at(tokens.first);
-    const Vec factor = set1(token.decay);
+    const Vec common = set1(token.decays[0]);
     const auto decayed = [&](int64_t i, int u) __attribute__((always_inline)) {
         const float* row = of.state + i * of.stride;
-        return mul(factor, tokens.is_new ? set1(0.0f) : load_column<kFull>(of, row, u));
+        return mul(
+            kByRow ? set1(token.decays[i]) : common,
+            tokens.is_new ? set1(0.0f) : load_column<kFull>(of, row, u)
+        );
     };
     Vec seen[kOneVecs], out[kOneVecs], delta[kOneVecs];
     for (int u = 0; u < kOneVecs; ++u) seen[u] = out[u] = set1(0.0f);
@@ -217,8 +242,17 @@ static inline void run_one_token(const Columns& of, const Tokens& tokens) {
     for (int u = 0; u < kOneVecs; ++u) store_column<kFull>(of, token.y, u, out[u]);
 }
 
+template <bool kByRow>
+static void run_block(const Columns& of, const Tokens& tokens, bool is_decode, bool is_full) {
+    if (is_decode) {
+        return is_full ? run_one_token<true, kByRow>(of, tokens)
+                       : run_one_token<false, kByRow>(of, tokens);
+    }
+    is_full ? run_columns<true, kByRow>(of, tokens) : run_columns<false, kByRow>(of, tokens);
+}
+
 void delta_rule(ThreadPool& pool, const DeltaRuleArgs& args) {
-    const int64_t width = 2 * args.key_heads * args.key_dim + 2 * args.value_heads;
+    const int64_t width = scratch_width(args);
     pool.parallel_for(args.num_rows, [&](int64_t row) {
         prepare_row(args, row, args.scratch + row * width);
     });
@@ -235,10 +269,8 @@ void delta_rule(ThreadPool& pool, const DeltaRuleArgs& args) {
         const Columns of{state, args.value_dim, args.key_dim, args.value_dim - column};
         const Tokens tokens(args, seq, head, column);
         const bool is_full = of.count >= columns;
-        if (is_decode) {
-            return is_full ? run_one_token<true>(of, tokens) : run_one_token<false>(of, tokens);
-        }
-        is_full ? run_columns<true>(of, tokens) : run_columns<false>(of, tokens);
+        args.decays == 1 ? run_block<false>(of, tokens, is_decode, is_full)
+                         : run_block<true>(of, tokens, is_decode, is_full);
     });
 }
 

@@ -18,6 +18,9 @@ from exl_core.ops.recurrent import L2_EPS, DeltaRule, StateRows, StateScan, Taps
 CHUNK = 64
 """Tokens of a chunk: products within a chunk grow with its square, those between chunks shrink."""
 
+BLOCK = 16
+"""Tokens of a block, whose pairs have decays by row computed one by one."""
+
 
 class Span(NamedTuple):
     """Rows first .. last - 1 belong to one sequence with this slot."""
@@ -114,37 +117,62 @@ def delta_steps(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def delta_chunks(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in chunks. Leading dimensions before n are allowed: [..., n, H, V]. Decays by row do
-    not factor into products of a chunk without overflow, and are computed token by token."""
+    """The same in chunks. Leading dimensions before n are allowed: [..., n, H, V]."""
+    is_by_row = inputs.g.dim() == inputs.k.dim()
     outputs = []
-    if inputs.g.dim() == inputs.k.dim():
-        for token in range(inputs.q.shape[-3]):
-            q, k, v, g = (x[..., token, :, :] for x in inputs[:4])
-            y, state = delta_step(DeltaInputs(q, k, v, g, inputs.beta[..., token, :]), state)
-            outputs.append(y)
-        return torch.stack(outputs, -3), state
     for first in range(0, inputs.q.shape[-3], CHUNK):
         part = slice(first, first + CHUNK)
-        by_token = (inputs.g[..., part, :], inputs.beta[..., part, :])
-        q, k, v = (x[..., part, :, :] for x in inputs[:3])
-        y, state = _delta_chunk(DeltaInputs(q, k, v, *by_token), state)
-        outputs.append(y)
+        q, k, v = (x[..., part, :, :].transpose(-3, -2) for x in inputs[:3])  # [..., H, n, K or V]
+        beta = inputs.beta[..., part, :].transpose(-2, -1)[..., None]  # [..., H, n, 1]
+        if is_by_row:
+            total = inputs.g[..., part, :, :].transpose(-3, -2).cumsum(-2)  # [..., H, n, K]
+            products = _products_by_row(torch.stack([k, q]), k, total)
+        else:
+            total, decays = _decays(inputs.g[..., part, :].transpose(-2, -1))
+            products = torch.stack([k, q]) @ k.transpose(-2, -1) * decays
+            total = total[..., None]  # [..., H, n, 1]
+        y, state = _delta_chunk(DeltaInputs(q, k, v, total, beta), products, state)
+        outputs.append(y.transpose(-3, -2))
     return torch.cat(outputs, -3), state
 
 
-def _delta_chunk(part: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    q, k, v = (x.transpose(-3, -2) for x in part[:3])  # [..., H, n, K or V]
-    g, beta = part.g.transpose(-2, -1), part.beta.transpose(-2, -1)  # [..., H, n]
-    total, decays = _decays(g)
-    grown = total.exp()[..., None]
-    inner = (k @ k.transpose(-2, -1)) * decays * beta[..., None]
-    inner = inner.tril(-1) + torch.eye(inner.shape[-1], dtype=inner.dtype, device=inner.device)
-    wanted = beta[..., None] * (v - grown * (k @ state))
+def _delta_chunk(of: DeltaInputs, products: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One chunk, by head. `g` is its running sum. products [2, ..., H, i, j]: key i and query i
+    times key j, with the decay from token j to token i."""
+    grown = of.g.exp()
+    inner = (of.beta * products[0]).tril(-1)
+    inner = inner + torch.eye(inner.shape[-1], dtype=inner.dtype, device=inner.device)
+    wanted = of.beta * (of.v - (grown * of.k) @ state)
     delta = torch.linalg.solve_triangular(inner, wanted, upper=False, unitriangular=True)
-    y = grown * (q @ state) + ((q @ k.transpose(-2, -1)) * decays) @ delta
-    left = (total[..., -1:] - total).exp()[..., None]
-    state = total[..., -1].exp()[..., None, None] * state + (left * k).transpose(-2, -1) @ delta
-    return y.transpose(-3, -2), state
+    y = (grown * of.q) @ state + products[1] @ delta
+    last = of.g[..., -1:, :]
+    left = (last - of.g).exp() * of.k
+    return y, last.exp().transpose(-2, -1) * state + left.transpose(-2, -1) @ delta
+
+
+def _products_by_row(x: Tensor, k: Tensor, total: Tensor) -> Tensor:
+    """Vectors x [..., n, K] times keys k [..., n, K], with the decay between the two in each row of
+    the state: [..., n, n], 0 above the diagonal. `total` is the running sum of the decays' logs.
+
+    exp(total[i] - total[j]) is at most 1, but neither of its factors is bounded. Tokens are divided
+    into blocks. For keys of earlier blocks both factors are taken relative to the first token of
+    block i. Neither exceeds 1, and where one of them becomes 0, the product is less than the
+    smallest number. Within a block, differences are exact for each pair.
+    """
+    n, parts = k.shape[-2], []
+    mask = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=k.device).tril()[..., None]
+    for first in range(0, n, BLOCK):
+        rows = slice(first, min(first + BLOCK, n))
+        here, keys, count = total[..., rows, :], k[..., rows, :], rows.stop - first
+        start = here[..., :1, :]
+        left = x[..., rows, :] * (here - start).exp()
+        right = k[..., :first, :] * (start - total[..., :first, :]).exp()
+        between = here[..., :, None, :] - here[..., None, :, :]  # [..., i, j, K]
+        decays = between.masked_fill(~mask[:count, :count], -torch.inf).exp()
+        own = (x[..., rows, None, :] * (keys[..., None, :, :] * decays)).sum(-1)
+        product = torch.cat([left @ right.transpose(-2, -1), own], -1)
+        parts.append(functional.pad(product, (0, n - rows.stop)))
+    return torch.cat(parts, -2)
 
 
 def _decays(g: Tensor) -> tuple[Tensor, Tensor]:

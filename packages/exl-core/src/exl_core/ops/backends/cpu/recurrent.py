@@ -6,13 +6,6 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cpu.library import exl_kernels
-from exl_core.ops.backends.recurrence import (
-    DeltaInputs,
-    delta_inputs,
-    delta_steps,
-    spans,
-    start_of,
-)
 from exl_core.ops.recurrent import DeltaRule, StateRows, StateScan, Taps
 
 
@@ -31,15 +24,7 @@ class CpuRecurrentOps:
         self, qkv: Tensor, ba: Tensor, rule: DeltaRule, states: Tensor, rows: StateRows
     ) -> Tensor:
         out = torch.empty(len(qkv), rule.value_heads * rule.value_dim, dtype=torch.float32)
-        if rule.is_by_row:  # there is no kernel: token by token, in torch
-            inputs = delta_inputs(qkv, ba, rule)
-            for span in spans(rows):
-                part = slice(span.first, span.last)
-                of_span = DeltaInputs(*(x[part] for x in inputs))
-                y, states[span.slot] = delta_steps(of_span, start_of(states, span))
-                out[part] = y.flatten(1)
-            return out
-        numbers = rule.key_heads, rule.is_tiled, rule.decay, rule.dt_bias
+        numbers = rule.key_heads, rule.is_tiled, rule.is_by_row, rule.decay, rule.dt_bias
         of_rows = rows.row_starts, rows.past_lens, rows.slots
         b, a = ba[:, : rule.value_heads], ba[:, rule.value_heads :]
         self._ops.delta_rule(qkv, b, a, *numbers, states, *of_rows, out)
