@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from exl_core.errors import TokenizerError
 from exl_core.tokenizer.decoders import byte_alphabet
 from exl_core.tokenizer.gguf_vocab import tokenizer_from_gguf_fields
-from exl_core.tokenizer.pre_tokenizers import PRE_TOKENIZERS
+from exl_core.tokenizer.pre_tokenizers import PRE_TOKENIZERS, install
 
 # Patterns of the models' own tokenizer.json files, copied independently of the implementation.
 LLAMA3 = (
@@ -32,6 +32,30 @@ KIMI = (
     r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# The letters are those of deepseek-ai/DeepSeek-V2-Lite.
+DEEPSEEK_LETTERS = (
+    "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-"
+    "\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5"
+    "\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-"
+    "\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d"
+    "\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4"
+    "\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec"
+    "\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128"
+    "\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-"
+    "\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f"
+    "\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-"
+    "\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-"
+    "\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+DEEPSEEK_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+DEEPSEEK_LLM = (
+    "[\r\n]",
+    rf"\s?[{DEEPSEEK_LETTERS}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    DEEPSEEK_CJK,
+)
+DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK_CJK)
 
 
 def bpe_fields(pre: str | None = "gpt-2", **changes: object) -> dict[str, Any]:
@@ -83,9 +107,11 @@ def original(steps: list[Any], *, nfc: bool = False, whole_words: bool = False) 
     return backend
 
 
-def split(pattern: str) -> list[Any]:
+def split(*patterns: str, has_digits: bool = False) -> list[Any]:
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if has_digits else []
     return [
-        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns),
+        *digits,
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
 
@@ -100,6 +126,9 @@ ORIGINALS: dict[str, Callable[[], Backend]] = {
     "qwen35": lambda: original(split(QWEN35), nfc=True),
     "lfm2": lambda: original(split(LLAMA3), whole_words=True),
     "kimi-k2": lambda: original(split(KIMI)),
+    "pixtral": lambda: original(split(LLAMA3), whole_words=True),
+    "deepseek-llm": lambda: original(split(*DEEPSEEK_LLM, has_digits=True)),
+    "deepseek-coder": lambda: original(split(*DEEPSEEK_CODER, has_digits=True)),
 }
 
 
@@ -112,6 +141,24 @@ def test_words_are_split_as_in_the_original_tokenizer(pre: str, awkward_texts: l
         assert tokenizer.encode(text) == expected.encode(text).ids
         if not PRE_TOKENIZERS[pre].is_nfc:
             assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("pre", ["deepseek-llm", "deepseek-coder"])
+def test_words_of_deepseek_are_split_as_in_the_original_tokenizer(pre: str) -> None:
+    tokenizer, expected = PRE_TOKENIZERS[pre], ORIGINALS[pre]()
+    backend = original([])
+    install(tokenizer, backend)
+    # Borders of every range that either side lists, in words of their own and next to others.
+    borders = {ord(c) + step for c in DEEPSEEK_LETTERS + DEEPSEEK_CJK for step in (-1, 0, 1)}
+    letters = [chr(c) for c in sorted(borders) if not 0xD800 <= c < 0xE000 and c >= 0x20]
+    for text in (
+        "".join(letters),
+        " ".join(letters),
+        "".join(f"a{letter}7{letter}\u4e2d{letter}!\n" for letter in letters),
+        "x = 12;  \r\n\t\u3000y\u2019s \uff08\u4e2d\u6587\uff09 \u0e44\u0e17\u0e22 \ud55c\uad6d   ",
+    ):
+        words = [one.pre_tokenizer.pre_tokenize_str(text) for one in (backend, expected)]
+        assert words[0] == words[1]
 
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
