@@ -9,11 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from exl_cli import replicas
+from exl_cli.commands.eval.replicated import ModelJob
+from exl_cli.eval_options import Loading
 from support.commands import Command
+from support.tiny_models import save, tiny_llama
 
 TEXT = "The quick brown fox jumps over the lazy dog. "
 VARYING = ("seconds", "tokens_per_s", "kept_windows")  # fields that depend on the run
@@ -54,6 +58,58 @@ def test_two_replicas_have_the_figures_of_one_process(
     again = exl("eval", "perplexity", tiny_llama_dir, *options, *kept)
     assert json.loads(again.out)["kept_windows"] == json.loads(alone.out)["windows"]
     assert figures(again.out) == figures(alone.out)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("place", [(), ("--ray", "local")], ids=["processes", "ray"])
+def test_two_replicas_have_the_divergence_of_one_process(
+    place: tuple[str, ...], exl: Command, tiny_llama_dir: Path, text: Path, tmp_path: Path
+) -> None:
+    other = save(tiny_llama(intermediate_size=96), tmp_path / "other")
+    options = ("--reference", tiny_llama_dir, "--text", text, "--ctx", 64, "-q", "--json")
+    alone = exl("eval", "divergence", other, *options)
+    kept = ("--resume", tmp_path / "kept")
+    start = [sys.executable, "-m", "exl_cli", "eval", "divergence"]
+    done = subprocess.run(
+        [*start, *map(str, [other, *options, "--replicas", 2, *kept, *place])],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(alone.out)["kld"]["mean"] > 0
+    assert figures(done.stdout) == figures(alone.out)
+    again = exl("eval", "divergence", other, *options, *kept)
+    assert figures(again.out) == figures(alone.out)
+    assert json.loads(again.out)["kept_windows"] > 5
+
+
+def test_a_reference_file_and_replicas_are_refused(exl: Command, text: Path) -> None:
+    found = exl(
+        *("eval", "divergence", "a", "--reference", "b", "--text", text, "--replicas", 2),
+        *("--cache-reference", "file"),
+    )
+    assert found.error_line(2).startswith("a replica has both models at the same time")
+
+
+@pytest.mark.parametrize(("wanted", "windows", "started"), [(8, 3, 3), (2, 3, 2), (None, 3, 1)])
+def test_no_replica_is_idle(
+    monkeypatch: pytest.MonkeyPatch, wanted: int | None, windows: int, started: int
+) -> None:
+    made: list[int] = []
+
+    class Started:
+        def __init__(self, number: int, *_: object, **__: object) -> None:
+            made.append(number)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(replicas, "LocalReplica", Started)
+    job = ModelJob(Loading("cpu", 1, True, True, True), "model")
+    with replicas.opened(cast(Any, job), wanted, None, units=windows, is_quiet=True) as found:
+        assert len(found) == len(made) == started
 
 
 @pytest.mark.thorough
@@ -115,3 +171,18 @@ def test_two_replicas_write_the_completions_of_one_process(
     alone = run()
     assert len({one["completion"] for one in alone["completions"]}) > 10
     assert run("--replicas", "2", *place) == alone
+    kept = tmp_path / "kept"
+    assert run("--replicas", "2", "--resume", str(kept), *place) == alone
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[: len(whole) * 2 // 3])  # the run was killed
+    assert run("--resume", str(kept)) == alone
+    assert kept.read_bytes() == whole
+    done = subprocess.run(
+        [*start, *options, "--resume", str(kept), "--temp", "0.5"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 2
+    assert "the file holds windows of another run: temperature differs" in done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -36,10 +35,10 @@ from exl_core.parallel.leader import LeadingTransformer
 from exl_core.parallel.wire import Message
 from exl_core.session import ranks
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
-from exl_core.speculate.ngram import NgramDrafter
 from support.adapters import random_pairs, stored, write_adapter
 from support.driving import ask, run_all, submit
 from support.quantized_models import quantized_llama
+from support.random_jobs import run_jobs
 from support.real_models import gemma3_gguf, smollm2_gguf
 from support.thread_ranks import logits_of, mean_kl
 from support.tiny_models import save, tiny_llama
@@ -147,31 +146,6 @@ def test_random_jobs_have_the_replies_of_one_process(tiny: Path) -> None:
     with loaded_ranks(tiny, exact=True) as divided:
         whole = load_model(tiny, device="cpu", exact=True)
         assert run_jobs(divided, 1000) == run_jobs(whole, 1000)
-
-
-def run_jobs(loaded: LoadedModel, count: int) -> dict[str, tuple[int, ...]]:
-    """Replies of the jobs that were not cancelled, by name."""
-    rng = random.Random(11)
-    options = EngineOptions(cache_tokens=2048, max_batch=4)
-    engine = Engine(loaded.model, loaded.tokenizer, options, drafter=NgramDrafter())
-    waiting = []
-    for number in range(count):
-        prefix = [rng.randrange(2)] * rng.choice([3, 280])
-        ids = [3 + one for one in (*prefix, *(rng.randrange(200) for _ in range(5)))]
-        tokens = rng.choice([1, 4, 12, 30])
-        waiting.append(ask(ids, max_tokens=tokens, stop_ids=frozenset(), request_id=str(number)))
-    cancelled = set(map(str, rng.sample(range(count), count // 10)))
-    found: dict[str, tuple[int, ...]] = {}
-    while waiting or not engine.is_idle:
-        while waiting and len(engine.live_requests) < 8:
-            submit(engine, waiting.pop())
-        for event in engine.step():
-            if isinstance(event, FinishEvent):
-                found[event.request_id] = event.token_ids
-        for name in sorted(engine.live_requests & cancelled):
-            engine.cancel(name)
-    assert engine.pool.num_available == engine.pool.num_pages
-    return {name: ids for name, ids in found.items() if name not in cancelled}
 
 
 def test_contexts_copy_rows_and_embed_on_all_ranks(tiny: Path) -> None:

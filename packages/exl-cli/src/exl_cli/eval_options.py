@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol
 
 import typer
 
@@ -118,6 +118,18 @@ Ray = Annotated[
         "'auto' finds a running one.",
     ),
 ]
+
+
+class Where(NamedTuple):
+    """Replicas that do the work: a number of processes, or actors of a Ray cluster."""
+
+    replicas: int | None
+    ray: str | None
+
+    @classmethod
+    def of(cls, replicas: int | None, ray: str | None) -> Where | None:
+        """None for this process alone."""
+        return None if replicas is None and ray is None else cls(replicas, ray)
 
 
 @dataclass(frozen=True, slots=True)

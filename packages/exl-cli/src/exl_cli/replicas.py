@@ -77,16 +77,17 @@ class _Failure:
 
 @contextmanager
 def opened(
-    job: ReplicaJob, count: int | None, address: str | None, *, is_quiet: bool
+    job: ReplicaJob, count: int | None, address: str | None, *, units: int, is_quiet: bool
 ) -> Iterator[Sequence[Replica]]:
-    """Replicas of the job: `count` processes, or actors of the Ray cluster at `address`. They end
-    with the context."""
+    """Replicas of the job: `count` processes, or actors of the Ray cluster at `address`, but no
+    more than the `units` of the work. They end with the context."""
+    most = max(1, units)
     replicas: list[Replica] = []
     with ExitStack() as stack:
         if address is None:
-            found = _local_replicas(job, count or 1, is_quiet=is_quiet)
+            found = _local_replicas(job, min(count or 1, most), is_quiet=is_quiet)
         else:
-            found = _ray_replicas(job, count, stack.enter_context(connected(address)))
+            found = _ray_replicas(job, count, most, stack.enter_context(connected(address)))
         for replica in found:
             stack.callback(replica.close)
             replicas.append(replica)
@@ -94,7 +95,7 @@ def opened(
 
 
 def answer_with(
-    replicas: Sequence[Replica],
+    replicas: Sequence[Worker],
     items: Sequence[Any],
     unit: int,
     is_stopped: Callable[[], bool] = lambda: False,
@@ -105,7 +106,7 @@ def answer_with(
     answers: queue.SimpleQueue[tuple[int, Any] | ReplicaError | None] = queue.SimpleQueue()
     lock = threading.Lock()
 
-    def drive(replica: Replica) -> None:
+    def drive(replica: Worker) -> None:
         try:
             while True:
                 with lock:
@@ -238,12 +239,12 @@ def _check_reachable(address: str) -> None:
         raise ExlError("Ray cannot be reached", where=address, got=str(error)) from error
 
 
-def _ray_replicas(job: ReplicaJob, count: int | None, ray: Any) -> Iterator[Replica]:
+def _ray_replicas(job: ReplicaJob, count: int | None, most: int, ray: Any) -> Iterator[Replica]:
     """Actors of the cluster. Each takes a GPU if the cluster has some, else its share of the CPUs.
     `count` None: one per GPU, or one."""
     owned = ray.cluster_resources()
     gpus = int(owned.get("GPU", 0))
-    wanted = count or gpus or 1
+    wanted = min(count or gpus or 1, most)
     cpus = max(1, int(owned.get("CPU", 1)) // wanted)
     if not gpus:
         job = job.placed(job.device, job.threads or cpus)

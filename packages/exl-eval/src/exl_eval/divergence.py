@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -92,20 +92,55 @@ def measure_against(
     With `resume`, each finished window is saved to that file. Windows of an earlier run with the
     same text, models and options are read from it.
     """
-    if reference.vocab_size > candidate.config.vocab_size:
-        raise RequestError(
-            "the candidate's vocabulary is smaller than the reference's",
-            where=candidate.name,
-            expected=f"at least {reference.vocab_size}",
-            got=candidate.config.vocab_size,
-        )
-    model = model_facts(candidate, kv_format)
-    header = {**file_header("divergence", layout, model), **asdict(reference.facts)}
-    passes = TextPasses(candidate.model, longest_of(layout), kv_format=kv_format)
+    comparer = WindowComparer(reference, candidate, layout, kv_format)
+    return gather_positions(layout, comparer.facts, comparer.compare, on_window, resume=resume)
 
-    def find(number: int) -> dict[str, Tensor]:
-        return reference.compare(number, passes)._asdict()
 
+class ComparisonFacts(NamedTuple):
+    """The two models whose predictions are compared, over the first `vocab_size` tokens."""
+
+    name: str
+    model: ModelFacts
+    reference: ReferenceFacts
+    vocab_size: int
+
+
+class WindowComparer:
+    """A model and its reference, and the windows that they are compared on in any order."""
+
+    def __init__(
+        self, reference: Reference, candidate: LoadedModel, layout: Layout, kv_format: KVFormat
+    ) -> None:
+        """RequestError if the candidate's vocabulary is smaller than the reference's."""
+        if reference.vocab_size > candidate.config.vocab_size:
+            raise RequestError(
+                "the candidate's vocabulary is smaller than the reference's",
+                where=candidate.name,
+                expected=f"at least {reference.vocab_size}",
+                got=candidate.config.vocab_size,
+            )
+        model = model_facts(candidate, kv_format)
+        self.facts = ComparisonFacts(candidate.name, model, reference.facts, reference.vocab_size)
+        self._reference = reference
+        self._passes = TextPasses(candidate.model, longest_of(layout), kv_format=kv_format)
+
+    def compare(self, number: int) -> Mapping[str, Tensor]:
+        """The fields of `Positions` of a window, by name."""
+        return self._reference.compare(number, self._passes)._asdict()
+
+
+def gather_positions(
+    layout: Layout,
+    compared: ComparisonFacts,
+    find: Callable[[int], Mapping[str, Tensor]],
+    on_window: OnWindow | None = None,
+    *,
+    resume: Path | None = None,
+) -> DivergenceResult:
+    """The result of all windows, in their order. `find` returns the positions of a window; it is
+    not called for windows that the file `resume` has."""
+    name, model, reference, vocab_size = compared
+    header = {**file_header("divergence", layout, model), **asdict(reference)}
     parts: list[Positions] = []
     kept_windows, total, count = 0, 0.0, 0
     started = time.perf_counter()
@@ -114,19 +149,19 @@ def measure_against(
             each_window(layout.facts.windows, find, file), start=1
         ):
             parts.append(Positions(**found))
-            _check_finite(parts[-1], candidate.name, number)
+            _check_finite(parts[-1], name, number)
             kept_windows += was_kept
             total, count = total + float(parts[-1].kld.sum()), count + len(parts[-1].kld)
             if on_window is not None:
                 on_window(number, layout.facts.windows, total / count)
-    facts = replace(reference.facts, cache_stderr=_cache_stderr(parts))
+    facts = replace(reference, cache_stderr=_cache_stderr(parts))
     seconds = time.perf_counter() - started
     return _result(
         parts,
         layout,
         model,
         facts,
-        vocab_size=reference.vocab_size,
+        vocab_size=vocab_size,
         kept_windows=kept_windows,
         seconds=seconds,
     )

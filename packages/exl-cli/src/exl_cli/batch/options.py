@@ -189,7 +189,8 @@ class BatchOptions:
             yield from batch.worker(is_quiet=is_quiet).answer(lines, is_stopped)
             return
         unit = UNIT_BATCHES * self.max_batch
-        with opened(batch, self.replicas, self.ray, is_quiet=is_quiet) as found:
+        units = -(-len(lines) // unit)
+        with opened(batch, self.replicas, self.ray, units=units, is_quiet=is_quiet) as found:
             yield from answer_with(found, lines, unit, is_stopped)
 
 

@@ -16,11 +16,16 @@ from exl_cli.interrupt import exits_at_once
 from exl_cli.model_options import ModelOptions
 from exl_cli.option_groups import spread
 from exl_core.cache.format import parse_cache_type
+from exl_core.errors import RequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
     from exl_core.cache.format import KVFormat
     from exl_core.session.open import ModelFiles
-    from exl_eval.divergence import Reference
+    from exl_eval.divergence import ComparisonFacts, Reference
     from exl_eval.result import DivergenceResult
     from exl_eval.styles import Layout
 
@@ -65,6 +70,8 @@ def divergence(
     bos: eval_options.Bos = "default",
     cache_reference: CacheReference = None,
     resume: eval_options.Resume = None,
+    replicas: eval_options.Replicas = None,
+    ray: eval_options.Ray = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     changes: ModelOptions,
@@ -82,6 +89,13 @@ def divergence(
     applies to the candidate.
     """
     kv_format = parse_cache_type(cache_type)
+    where = eval_options.Where.of(replicas, ray)
+    if where is not None and cache_reference is not None:
+        raise RequestError(
+            "a replica has both models at the same time",
+            expected="--cache-reference, or --replicas and --ray",
+            got="both",
+        )
     content = source.read()
     with exits_at_once():
         from exl_core.session.open import open_model
@@ -100,7 +114,9 @@ def divergence(
         kv_format,
         resume,
     )
-    if cache_reference is None:
+    if where is not None:
+        result = run.measure_by_replicas(where, reference, candidate)
+    elif cache_reference is None:
         loaded = run.loading.load(theirs)
         result = run.measure(RunningReference(loaded, layout, ours.config.vocab_size))
     else:
@@ -123,17 +139,33 @@ class _Run:
     resume: Path | None
 
     def measure(self, reference: Reference) -> DivergenceResult:
-        from exl_cli.render import windows_progress
-        from exl_eval.divergence import measure_against
+        from exl_eval.divergence import WindowComparer
 
         loaded = self.loading.load(self.candidate)
+        comparer = WindowComparer(reference, loaded, self.layout, self.kv_format)
+        return self._gathered(comparer.facts, comparer.compare)
+
+    def measure_by_replicas(
+        self, where: eval_options.Where, reference: str, candidate: str
+    ) -> DivergenceResult:
+        """Measure with processes that load both models, by these names."""
+        from exl_cli.commands.eval.replicated import ComparisonJob, replicated
+
+        job = ComparisonJob(self.loading, candidate, reference, self.layout, self.kv_format)
+        with replicated(job, where, len(self.layout.windows)) as windows:
+            return self._gathered(windows.facts, windows.find)
+
+    def _gathered(
+        self, facts: ComparisonFacts, find: Callable[[int], Mapping[str, Tensor]]
+    ) -> DivergenceResult:
+        from exl_cli.render import windows_progress
+        from exl_eval.divergence import gather_positions
+
         with (
             eval_options.report_kept_file(self.resume),
             windows_progress("divergence", is_quiet=self.loading.is_quiet) as on_window,
         ):
-            return measure_against(
-                reference, loaded, self.layout, self.kv_format, on_window, resume=self.resume
-            )
+            return gather_positions(self.layout, facts, find, on_window, resume=self.resume)
 
     def measure_by_file(self, path: Path) -> DivergenceResult:
         """Measure with the reference's predictions in a file.

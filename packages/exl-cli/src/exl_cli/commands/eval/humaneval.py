@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,10 @@ from exl_cli.option_groups import spread
 from exl_core.errors import RequestError, printable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from exl_cli.commands.eval.replicated import CompletionJob
+    from exl_cli.replicas import Worker
     from exl_eval.humaneval import HumanEvalResult
 
 EXAMPLES = (
@@ -65,6 +69,15 @@ Replicas = Annotated[
         "of this machine, or with shares of its CPUs. On the CPU the completions stay the same.",
     ),
 ]
+Resume = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume",
+        metavar="FILE",
+        help="Save the completions of each finished problem to FILE, and skip problems that FILE "
+        "already has. All programs are run again.",
+    ),
+]
 MaxTokens = Annotated[
     int, typer.Option("-n", "--max-tokens", metavar="N", min=1, help="Tokens of a completion.")
 ]
@@ -85,6 +98,7 @@ def humaneval(
     seed: eval_options.Seed = 1234,
     replicas: Replicas = None,
     ray: eval_options.Ray = None,
+    resume: Resume = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     changes: ModelOptions,
@@ -121,11 +135,11 @@ def humaneval(
         seed=seed,
         limits=Limits(time_s=time_limit, memory_bytes=memory_bytes),
     )
-    if replicas is None and ray is None:
+    where = eval_options.Where.of(replicas, ray)
+    if where is None and resume is None:
         result = run_humaneval(loading.load(spec), problems, choices)
     else:
-        job = CompletionJob(loading, spec, tuple(problems), choices)
-        result = _by_replicas(job, replicas, ray)
+        result = _completed(CompletionJob(loading, spec, tuple(problems), choices), where, resume)
     _warn(result)
     if json:
         output.write_json(result.as_dict())
@@ -133,14 +147,26 @@ def humaneval(
         _show(result)
 
 
-def _by_replicas(job: CompletionJob, count: int | None, ray: str | None) -> HumanEvalResult:
-    """Completions by `count` processes, or by actors of the Ray cluster at `ray`, checked here."""
-    from exl_cli.commands.eval.replicated import completed
+def _completed(
+    job: CompletionJob, where: eval_options.Where | None, resume: Path | None
+) -> HumanEvalResult:
+    """Completions by replicas, or by this process problem by problem, checked here."""
+    from exl_cli.commands.eval.replicated import Completions
     from exl_cli.replicas import opened
     from exl_eval.humaneval import check_completions
+    from exl_eval.window_file import opened as opened_file
 
-    with opened(job, count, ray, is_quiet=job.loading.is_quiet) as replicas:
-        return check_completions(*completed(job, replicas), job.choices)
+    units, is_quiet = -(-len(job.problems) // job.unit), job.loading.is_quiet
+    with ExitStack() as stack:
+        workers: Sequence[Worker]
+        if where is None:
+            workers = [job.worker(is_quiet=is_quiet)]
+        else:
+            workers = stack.enter_context(opened(job, *where, units=units, is_quiet=is_quiet))
+        found = Completions(job, workers)
+        stack.enter_context(eval_options.report_kept_file(resume))
+        file = stack.enter_context(opened_file(resume, found.header()))
+        return check_completions(found.model.model, found.in_order(file), job.choices)
 
 
 def _warn(result: HumanEvalResult) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,7 +20,7 @@ from exl_core.cache.format import parse_cache_type
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from exl_cli.commands.eval.replicated import ReplicatedScores
+    from exl_cli.commands.eval.replicated import ReplicatedWindows
     from exl_eval.perplexity import PerplexityOptions, ScoredText
     from exl_eval.result import PerplexityPair, PerplexityResult
     from exl_eval.texts import Text
@@ -134,7 +134,7 @@ def perplexity(
     loading = eval_options.Loading(
         device, threads, quiet, exact, batch_invariant, held_bytes, changes, ctx
     )
-    where = None if replicas is None and ray is None else _Where(replicas, ray)
+    where = eval_options.Where.of(replicas, ray)
     if compare_to is None:
         result = _scored(loading, spec, content, choices, file=resume, where=where).result
         _show(result, is_json=json, has_positions=by_position)
@@ -164,13 +164,6 @@ def _text_of(
     return text, ctx or PACKAGED_CTX
 
 
-class _Where(NamedTuple):
-    """Replicas that score the windows: a number of processes, or actors of a Ray cluster."""
-
-    replicas: int | None
-    ray: str | None
-
-
 def _scored(
     loading: eval_options.Loading,
     spec: str | None,
@@ -178,24 +171,35 @@ def _scored(
     choices: PerplexityOptions,
     *,
     file: Path | None,
-    where: _Where | None,
+    where: eval_options.Where | None,
 ) -> ScoredText:
     """Load the model, here or in replicas, score the text and free the model."""
     from exl_cli.render import windows_progress
     from exl_eval.perplexity import WindowScorer, gather
 
     with ExitStack() as stack:
-        scores: WindowScorer | ReplicatedScores
+        scores: WindowScorer | ReplicatedWindows
         if where is None:
             scores = WindowScorer(loading.load(spec), text, choices)
         else:
             from exl_cli.commands.eval.replicated import WindowJob, replicated
 
             job = WindowJob(loading, spec, text, choices)
-            scores = stack.enter_context(replicated(job, *where))
+            num_windows = _num_windows(spec, text, choices)
+            scores = stack.enter_context(replicated(job, where, num_windows))
         stack.enter_context(eval_options.report_kept_file(file))
         on_window = stack.enter_context(windows_progress("perplexity", is_quiet=loading.is_quiet))
         return gather(scores.facts, scores.score, on_window, resume=file)
+
+
+def _num_windows(spec: str | None, text: Text, choices: PerplexityOptions) -> int:
+    """Windows of the text for a model. Reads headers only."""
+    from exl_core.session.open import open_model
+    from exl_eval.styles import lay_out
+
+    files = open_model(spec)
+    longest = max(files.config.max_seq_len, choices.ctx or 0)
+    return len(lay_out(text, files.tokenizer, choices, longest).windows)
 
 
 def _with_shared_windows(

@@ -1,28 +1,35 @@
-"""Evaluations by several processes, each with the whole model: windows of a perplexity, and
-completions of HumanEval's problems.
+"""Evaluations by several processes, each with the whole model: windows of a perplexity or of a
+divergence, and completions of HumanEval's problems.
 
 On the CPU `exl eval` is batch-invariant, so the figures do not depend on the number of replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from exl_cli.eval_options import Loading
-from exl_cli.replicas import Answers, Replica, answer_with, opened
+from exl_cli.eval_options import Loading, Where
+from exl_cli.replicas import Answers, Replica, Worker, answer_with, opened
+from exl_core.cache.format import KVFormat
 from exl_core.session.load import LoadedModel
+from exl_eval.divergence import RunningReference, WindowComparer
 from exl_eval.humaneval import HumanEvalOptions, Problem, completions
-from exl_eval.perplexity import PerplexityOptions, ScoringFacts, WindowScorer
+from exl_eval.perplexity import PerplexityOptions, WindowScorer, model_facts
+from exl_eval.result import ModelFacts
+from exl_eval.styles import Layout
 from exl_eval.texts import Text
+from exl_eval.window_file import WindowFile, each_window
 
 FACTS = -1
-"""Item that asks for the `ScoringFacts` or the model's label instead of a result."""
+"""Item that asks for the facts about the models instead of a result."""
+NLL = "nll"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,41 +60,66 @@ class WindowJob(ModelJob):
 
     def worker(self, *, is_quiet: bool) -> WindowWorker:
         loaded = replace(self.loading, is_quiet=is_quiet).load(self.spec)
-        return WindowWorker(WindowScorer(loaded, self.text, self.choices))
+        scorer = WindowScorer(loaded, self.text, self.choices)
+        return WindowWorker(scorer.facts, lambda number: {NLL: scorer.score(number)})
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonJob(ModelJob):
+    """`ReplicaJob` of a divergence: its items are numbers of windows. Each replica has both the
+    model and its reference."""
+
+    reference: str
+    layout: Layout
+    kv_format: KVFormat
+
+    def worker(self, *, is_quiet: bool) -> WindowWorker:
+        loading = replace(self.loading, is_quiet=is_quiet)
+        reference, candidate = loading.load(self.reference), loading.load(self.spec)
+        running = RunningReference(reference, self.layout, candidate.config.vocab_size)
+        comparer = WindowComparer(running, candidate, self.layout, self.kv_format)
+        return WindowWorker(comparer.facts, comparer.compare)
 
 
 class WindowWorker:
-    """Terms of windows, as arrays, which other processes can receive."""
+    """Values of windows, as arrays, which other processes can receive."""
 
-    def __init__(self, scorer: WindowScorer) -> None:
-        self._scorer = scorer
+    def __init__(self, facts: object, find: Callable[[int], Mapping[str, Tensor]]) -> None:
+        self._facts = facts
+        self._find = find
 
     def answer(self, items: Sequence[int]) -> Answers:
         for number in items:
-            is_facts = number == FACTS
-            yield number, self._scorer.facts if is_facts else self._scorer.score(number).numpy()
+            if number == FACTS:
+                yield number, self._facts
+            else:
+                yield number, {name: x.numpy() for name, x in self._find(number).items()}
 
 
-class ReplicatedScores:
-    """Terms of a text's windows, computed by replicas ahead of the caller."""
+class ReplicatedWindows:
+    """Values of a text's windows, computed by replicas ahead of the caller."""
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
+    def __init__(self, replicas: Sequence[Replica], num_windows: int) -> None:
         self._replicas = replicas
+        self._num_windows = num_windows
         ((_, self.facts),) = replicas[0].answer([FACTS])
-        assert isinstance(self.facts, ScoringFacts)
         self._found: dict[int, Any] = {}
         self._answers: Answers | None = None
 
     def score(self, number: int) -> Tensor:
-        """Terms of a window, as `WindowScorer.score`. The caller takes windows in their order. The
-        first call starts all replicas on that window and those after it."""
+        """Terms of a window, as `WindowScorer.score`."""
+        return self.find(number)[NLL]
+
+    def find(self, number: int) -> dict[str, Tensor]:
+        """Values of a window. The caller takes windows in their order. The first call starts all
+        replicas on that window and those after it."""
         if self._answers is None:
-            rest = range(number, len(self.facts.layout.windows))
+            rest = range(number, self._num_windows)
             self._answers = answer_with(self._replicas, rest, unit=1)
         while number not in self._found:
-            index, nll = next(self._answers)
-            self._found[index] = nll
-        return torch.tensor(self._found.pop(number))
+            index, values = next(self._answers)
+            self._found[index] = values
+        return {name: torch.tensor(x) for name, x in self._found.pop(number).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +128,11 @@ class CompletionJob(ModelJob):
 
     problems: tuple[Problem, ...]
     choices: HumanEvalOptions
+
+    @property
+    def unit(self) -> int:
+        """Problems that fill a batch."""
+        return max(1, self.choices.max_batch // self.choices.samples)
 
     def worker(self, *, is_quiet: bool) -> CompletionWorker:
         return CompletionWorker(self, replace(self.loading, is_quiet=is_quiet).load(self.spec))
@@ -110,7 +147,7 @@ class CompletionWorker:
 
     def answer(self, items: Sequence[int]) -> Answers:
         if list(items) == [FACTS]:
-            yield FACTS, self._loaded.label
+            yield FACTS, model_facts(self._loaded, KVFormat.FP16)
             return
         choices = self._job.choices
         problems = [self._job.problems[number] for number in items]
@@ -119,28 +156,59 @@ class CompletionWorker:
             yield number, texts[place * choices.samples : (place + 1) * choices.samples]
 
 
-def completed(
-    job: CompletionJob, replicas: Sequence[Replica]
-) -> tuple[str, Iterator[tuple[Problem, str]]]:
-    """The model's label, and each problem with its completions, in the order of the problems."""
-    ((_, label),) = replicas[0].answer([FACTS])
-    unit = max(1, job.choices.max_batch // job.choices.samples)
+class Completions:
+    """The completions of each problem, by replicas or by one worker in this process."""
 
-    def in_order() -> Iterator[tuple[Problem, str]]:
-        waiting: dict[int, Sequence[str]] = {}
-        answers = answer_with(replicas, range(len(job.problems)), unit)
-        for number, problem in enumerate(job.problems):
-            while number not in waiting:
-                index, texts = next(answers)
-                waiting[index] = texts
-            for text in waiting.pop(number):
-                yield problem, text
+    def __init__(self, job: CompletionJob, replicas: Sequence[Worker]) -> None:
+        self._job = job
+        self._replicas = replicas
+        ((_, self.model),) = replicas[0].answer([FACTS])
+        assert isinstance(self.model, ModelFacts)
+        self._found: dict[int, Sequence[str]] = {}
+        self._answers: Answers | None = None
 
-    return label, in_order()
+    def find(self, number: int) -> dict[str, Tensor]:
+        """UTF-8 bytes of a problem's completions, by sample. The caller takes problems in their
+        order. The first call starts on that problem and those after it."""
+        if self._answers is None:
+            rest = range(number, len(self._job.problems))
+            self._answers = answer_with(self._replicas, rest, self._job.unit)
+        while number not in self._found:
+            index, texts = next(self._answers)
+            self._found[index] = texts
+        return {str(i): _bytes(text) for i, text in enumerate(self._found.pop(number))}
+
+    def in_order(self, file: WindowFile | None) -> Iterator[tuple[Problem, str]]:
+        """Each problem with its completions; those of an earlier run from the file."""
+        problems = self._job.problems
+        kept = each_window(len(problems), self.find, file)
+        for problem, (found, _) in zip(problems, kept, strict=True):
+            for sample in range(self._job.choices.samples):
+                yield problem, bytes(found[str(sample)].tolist()).decode()
+
+    def header(self) -> dict[str, object]:
+        """Everything that the completions depend on, for their file."""
+        choices = self._job.choices
+        problems = "\n".join(f"{one.task_id} {one.prompt}" for one in self._job.problems)
+        return {
+            "measurement": "humaneval",
+            "problems_sha256": hashlib.sha256(problems.encode()).hexdigest(),
+            "samples": choices.samples,
+            "temperature": choices.temperature,
+            "max_tokens": choices.max_tokens,
+            "seed": choices.seed,
+            **asdict(self.model),
+        }
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
 
 @contextmanager
-def replicated(job: WindowJob, count: int | None, ray: str | None) -> Iterator[ReplicatedScores]:
-    """Replicas of the job: `count` processes, or actors of the Ray cluster at `ray`."""
-    with opened(job, count, ray, is_quiet=job.loading.is_quiet) as replicas:
-        yield ReplicatedScores(replicas)
+def replicated(
+    job: WindowJob | ComparisonJob, where: Where, num_windows: int
+) -> Iterator[ReplicatedWindows]:
+    """Values of the job's windows from its replicas."""
+    with opened(job, *where, units=num_windows, is_quiet=job.loading.is_quiet) as replicas:
+        yield ReplicatedWindows(replicas, num_windows)

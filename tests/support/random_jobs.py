@@ -1,0 +1,52 @@
+"""Random jobs for an engine: shared prefixes, drafts, adapters, cancellations, few pages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from exl_core.engine.engine import Engine, EngineOptions
+from exl_core.engine.events import FinishEvent
+from exl_core.model.adapters import AdapterUse
+from exl_core.session.load import LoadedModel
+from exl_core.speculate.ngram import NgramDrafter
+from support.driving import ask, submit
+
+
+def run_jobs(
+    loaded: LoadedModel,
+    count: int,
+    adapters: tuple[AdapterUse, ...] = (),
+    after_tenth: Callable[[int], None] = lambda _: None,
+) -> dict[str, tuple[int, ...]]:
+    """Replies of the jobs that were not cancelled, by name. Each job uses a random one of
+    `adapters`, or none. `after_tenth` is called with the number of jobs begun after each tenth."""
+    rng = random.Random(11)
+    options = EngineOptions(cache_tokens=2048, max_batch=4)
+    engine = Engine(loaded.model, loaded.tokenizer, options, drafter=NgramDrafter())
+    choices = ((), *((use,) for use in adapters))
+    cancelled = set(map(str, rng.sample(range(count), count // 10)))
+    found: dict[str, tuple[int, ...]] = {}
+    begun = 0
+    while begun < count or not engine.is_idle:
+        while begun < count and len(engine.live_requests) < 8:
+            prefix = [rng.randrange(2)] * rng.choice([3, 280])
+            ids = [3 + one for one in (*prefix, *(rng.randrange(200) for _ in range(5)))]
+            request = ask(
+                ids,
+                max_tokens=rng.choice([1, 4, 12, 30]),
+                stop_ids=frozenset(),
+                adapters=rng.choice(choices),
+                request_id=str(begun),
+            )
+            submit(engine, request)
+            begun += 1
+            if begun % (count // 10) == 0:
+                after_tenth(begun)
+        for event in engine.step():
+            if isinstance(event, FinishEvent):
+                found[event.request_id] = event.token_ids
+        for name in sorted(engine.live_requests & cancelled):
+            engine.cancel(name)
+    assert engine.pool.num_available == engine.pool.num_pages
+    return {name: ids for name, ids in found.items() if name not in cancelled}
