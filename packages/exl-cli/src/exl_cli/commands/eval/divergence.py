@@ -89,17 +89,11 @@ def divergence(
     applies to the candidate.
     """
     kv_format = parse_cache_type(cache_type)
-    where = eval_options.Where.of(replicas, ray)
-    if where is not None and cache_reference is not None:
-        raise RequestError(
-            "a replica has both models at the same time",
-            expected="--cache-reference, or --replicas and --ray",
-            got="both",
-        )
+    where = _where(replicas, ray, cache_reference)
     content = source.read()
     with exits_at_once():
         from exl_core.session.open import open_model
-        from exl_eval.divergence import DivergenceOptions, RunningReference, lay_out_for_both
+        from exl_eval.divergence import DivergenceOptions, lay_out_for_both
     theirs, ours = open_model(reference), open_model(candidate)
     choices = DivergenceOptions(ctx=ctx, windows=windows, bos=bos, kv_format=kv_format)
     longest = max(min(theirs.config.max_seq_len, ours.config.max_seq_len), ctx or 0)
@@ -117,14 +111,27 @@ def divergence(
     if where is not None:
         result = run.measure_by_replicas(where, reference, candidate)
     elif cache_reference is None:
-        loaded = run.loading.load(theirs)
-        result = run.measure(RunningReference(loaded, layout, ours.config.vocab_size))
+        result = run.measure_both()
     else:
         result = run.measure_by_file(cache_reference)
     if json:
         output.write_json(result.as_dict())
     else:
         _show(result)
+
+
+def _where(
+    replicas: int | None, ray: str | None, cache_reference: Path | None
+) -> eval_options.Where | None:
+    """The replicas that were asked for."""
+    where = eval_options.Where.of(replicas, ray)
+    if where is not None and cache_reference is not None:
+        raise RequestError(
+            "a replica has both models at the same time",
+            expected="--cache-reference, or --replicas and --ray",
+            got="both",
+        )
+    return where
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +144,14 @@ class _Run:
     candidate: ModelFiles
     kv_format: KVFormat
     resume: Path | None
+
+    def measure_both(self) -> DivergenceResult:
+        """Measure with both models in memory."""
+        from exl_eval.divergence import RunningReference
+
+        loaded = self.loading.load(self.reference)
+        reference = RunningReference(loaded, self.layout, self.candidate.config.vocab_size)
+        return self.measure(reference)
 
     def measure(self, reference: Reference) -> DivergenceResult:
         from exl_eval.divergence import WindowComparer

@@ -123,7 +123,7 @@ def humaneval(
     memory_bytes = options.parse_size(memory, "--memory", example="1GB")
     with exits_at_once():
         from exl_cli.commands.eval.replicated import CompletionJob
-        from exl_eval.humaneval import HumanEvalOptions, read_problems, run_humaneval
+        from exl_eval.humaneval import HumanEvalOptions, read_problems
         from exl_eval.sandbox import Limits
     problems = read_problems(file, limit)
     loading = eval_options.Loading(device, threads, quiet, exact, batch_invariant, changes=changes)
@@ -135,11 +135,8 @@ def humaneval(
         seed=seed,
         limits=Limits(time_s=time_limit, memory_bytes=memory_bytes),
     )
-    where = eval_options.Where.of(replicas, ray)
-    if where is None and resume is None:
-        result = run_humaneval(loading.load(spec), problems, choices)
-    else:
-        result = _completed(CompletionJob(loading, spec, tuple(problems), choices), where, resume)
+    job = CompletionJob(loading, spec, tuple(problems), choices)
+    result = _result(job, eval_options.Where.of(replicas, ray), resume)
     _warn(result)
     if json:
         output.write_json(result.as_dict())
@@ -147,15 +144,17 @@ def humaneval(
         _show(result)
 
 
-def _completed(
+def _result(
     job: CompletionJob, where: eval_options.Where | None, resume: Path | None
 ) -> HumanEvalResult:
-    """Completions by replicas, or by this process problem by problem, checked here."""
+    """Completions by this process or by replicas, in parts if they are kept, checked here."""
     from exl_cli.commands.eval.replicated import Completions
     from exl_cli.replicas import opened
-    from exl_eval.humaneval import check_completions
+    from exl_eval.humaneval import check_completions, run_humaneval
     from exl_eval.window_file import opened as opened_file
 
+    if where is None and resume is None:
+        return run_humaneval(job.loading.load(job.spec), list(job.problems), job.choices)
     units, is_quiet = -(-len(job.problems) // job.unit), job.loading.is_quiet
     with ExitStack() as stack:
         workers: Sequence[Worker]
