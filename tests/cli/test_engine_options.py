@@ -232,9 +232,10 @@ def test_chat_accepts_the_engine_options(
 
 def test_only_one_kind_of_drafts(generate: Command, exl: Command, tiny_llama_dir: Path) -> None:
     both = ("--ngram", "--draft-model", tiny_llama_dir)
-    assert "--draft-model or --ngram" in generate(*both).error_line(2)
-    assert "--draft-model or --ngram" in exl("chat", *both).error_line(2)
-    assert "Add --ngram" in generate("--draft-tokens", 3).error_line(2)
+    assert "--draft-model and --ngram" in generate(*both).error_line(2)
+    assert "--draft-model and --ngram" in exl("chat", *both).error_line(2)
+    assert "--draft-model and --mtp" in generate("--mtp", *both[1:]).error_line(2)
+    assert "Add --mtp, --ngram, or" in generate("--draft-tokens", 3).error_line(2)
     for wrong in (0, 65, "many"):
         assert "--draft-tokens" in generate("--ngram", "--draft-tokens", wrong).error_line(2)
 

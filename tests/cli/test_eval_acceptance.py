@@ -48,8 +48,9 @@ def test_table(exl: Command, tiny_llama_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        ((), "--ngram or --draft-model"),
-        (("--ngram", "--draft-model", "x"), "both"),
+        ((), "--mtp, --ngram or --draft-model"),
+        (("--ngram", "--draft-model", "x"), "--draft-model and --ngram"),
+        (("--mtp",), "no layer for multi-token prediction"),
         (("--ngram", "-n", 500), "do not fit the model's context"),
         (("--draft-model", "/no/such/model"), "/no/such/model"),
     ],
@@ -57,7 +58,7 @@ def test_table(exl: Command, tiny_llama_dir: Path) -> None:
 def test_invalid_options(
     args: tuple[object, ...], expected: str, exl: Command, tiny_llama_dir: Path
 ) -> None:
-    code = 3 if "/no/such/model" in args else 2
+    code = 3 if {"/no/such/model", "--mtp"} & set(args) else 2
     assert expected in exl("eval", "acceptance", tiny_llama_dir, *args).error_line(code)
 
 

@@ -21,7 +21,11 @@ from exl_cli.interrupt import exits_at_once
 from exl_core.cache.format import KVFormat, parse_cache_type
 from exl_core.errors import RequestError
 from exl_core.files import CONFIG_LIMIT_BYTES, read_text_file
-from exl_core.speculate.controller import DEFAULT_DRAFT_TOKENS, DEFAULT_NGRAM_TOKENS
+from exl_core.speculate.controller import (
+    DEFAULT_DRAFT_TOKENS,
+    DEFAULT_MTP_TOKENS,
+    DEFAULT_NGRAM_TOKENS,
+)
 
 if TYPE_CHECKING:
     from exl_core.constrain.filter import Constraint
@@ -51,8 +55,8 @@ DraftTokens = Annotated[
         min=1,
         max=64,
         help="Maximum number of draft tokens per step. Default: "
-        f"{DEFAULT_DRAFT_TOKENS}, with --ngram {DEFAULT_NGRAM_TOKENS}. exl drafts fewer, or none, "
-        "where drafting does not pay.",
+        f"{DEFAULT_DRAFT_TOKENS}, with --mtp {DEFAULT_MTP_TOKENS}, with --ngram "
+        f"{DEFAULT_NGRAM_TOKENS}. exl drafts fewer, or none, where drafting does not pay.",
         rich_help_panel=_DRAFTS,
     ),
 ]
@@ -62,6 +66,15 @@ Ngram = Annotated[
         "--ngram",
         help="Draft tokens from earlier occurrences of the latest tokens (n-grams), without a "
         "second model. Pays for text that repeats itself.",
+        rich_help_panel=_DRAFTS,
+    ),
+]
+Mtp = Annotated[
+    bool,
+    typer.Option(
+        "--mtp",
+        help="Draft tokens with the model's own layer for multi-token prediction, which "
+        "checkpoints of GLM-4.5 and later, DeepSeek V3, Qwen3-Next and Qwen3.5 have.",
         rich_help_panel=_DRAFTS,
     ),
 ]
@@ -116,19 +129,37 @@ class EngineChoices:
     draft_tokens: int | None = None
     ngram: bool = False
     loras: tuple[tuple[Path, float], ...] = ()
+    mtp: bool = False
 
     def __post_init__(self) -> None:
-        if self.ngram and self.draft_model is not None:
+        given = {
+            "--draft-model": self.draft_model is not None,
+            "--mtp": self.mtp,
+            "--ngram": self.ngram,
+        }
+        names = [name for name, is_given in given.items() if is_given]
+        if len(names) > 1:
             raise RequestError(
                 "two kinds of drafts are selected",
-                expected="--draft-model or --ngram",
-                got="both",
+                expected="--draft-model, --mtp or --ngram",
+                got=" and ".join(names),
             )
-        if self.draft_tokens is not None and not self.ngram and self.draft_model is None:
+        if self.draft_tokens is not None and not names:
             raise RequestError(
                 "--draft-tokens without a drafter",
-                next_step="Add --ngram, or --draft-model MODEL.",
+                next_step="Add --mtp, --ngram, or --draft-model MODEL.",
             )
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether a kind of drafts is selected."""
+        return self.ngram or self.mtp or self.draft_model is not None
+
+    @property
+    def longest_draft(self) -> int:
+        """Most tokens of a draft."""
+        default = DEFAULT_NGRAM_TOKENS if self.ngram else DEFAULT_DRAFT_TOKENS
+        return self.draft_tokens or (DEFAULT_MTP_TOKENS if self.mtp else default)
 
 
 def choices_of(
@@ -138,11 +169,11 @@ def choices_of(
     draft_tokens: int | None,
     *,
     ngram: bool,
+    mtp: bool,
 ) -> EngineChoices:
     """Parse the values of the options."""
-    return EngineChoices(
-        parse_cache_type(cache_type), draft_model, draft_tokens, ngram, parse_loras(lora)
-    )
+    kv_format, loras = parse_cache_type(cache_type), parse_loras(lora)
+    return EngineChoices(kv_format, draft_model, draft_tokens, ngram, loras, mtp)
 
 
 def parse_loras(given: Sequence[str] | None) -> tuple[tuple[Path, float], ...]:

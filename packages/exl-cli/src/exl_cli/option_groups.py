@@ -49,6 +49,7 @@ class RunningOptions(ModelOptions):
     draft_model: engine_options.DraftModel = None
     draft_tokens: engine_options.DraftTokens = None
     ngram: engine_options.Ngram = False
+    mtp: engine_options.Mtp = False
 
     def choices(self) -> EngineChoices:
         # Report bad values before anything is loaded.
@@ -56,7 +57,9 @@ class RunningOptions(ModelOptions):
         parse_split(self.split)
         parse_ranks(self.tensor_parallel)
         return engine_options.choices_of(
-            self.cache_type, self.lora, self.draft_model, self.draft_tokens, ngram=self.ngram
+            *(self.cache_type, self.lora, self.draft_model, self.draft_tokens),
+            ngram=self.ngram,
+            mtp=self.mtp,
         )
 
     def loading(self) -> LoadOptions:
@@ -91,8 +94,8 @@ class RunningOptions(ModelOptions):
             from exl_cli.load import loader
             from exl_core.session.runtime import DraftOptions, RuntimeOptions, open_runtime
         draft = None
-        if choices.ngram or choices.draft_model is not None:
-            draft = DraftOptions(choices.draft_model, choices.draft_tokens)
+        if choices.has_drafts:
+            draft = DraftOptions(choices.draft_model, choices.draft_tokens, choices.mtp)
         runtime_options = RuntimeOptions(
             load=replace(self.loading(), job=job),
             ctx_size=self.ctx_size,

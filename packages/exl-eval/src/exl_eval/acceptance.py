@@ -28,8 +28,9 @@ from exl_core.generate.driver import generate
 from exl_core.sampling.params import SamplerParams
 from exl_core.session.load import LoadedModel
 from exl_core.session.open import stop_ids
-from exl_core.speculate.draft_model import ModelDrafter
+from exl_core.speculate.draft_model import DEFAULT_PROBABILITY, ModelDrafter
 from exl_core.speculate.drafter import Drafter
+from exl_core.speculate.mtp import MtpDrafter
 from exl_core.speculate.ngram import NgramDrafter
 from exl_core.tokenizer.special_text import Trust
 from exl_eval.acceptance_result import (
@@ -71,7 +72,8 @@ def measure_acceptance(
     options: AcceptanceOptions,
     on_reply: OnReply | None = None,
 ) -> AcceptanceResult:
-    """Measures all samplers and prompts. With `draft` None the drafter is an n-gram lookup."""
+    """Measures all samplers and prompts. Without a draft model, the drafter is the model's layer
+    for multi-token prediction if it has been loaded, or else an n-gram lookup."""
     bench = _Bench(loaded, draft, options, on_reply)
     samplers = tuple(
         bench.measure(name, sampler)
@@ -83,7 +85,7 @@ def measure_acceptance(
     ops = loaded.model.ops
     return AcceptanceResult(
         model=loaded.label,
-        kind="ngram" if draft is None else "model",
+        kind=_kind(loaded, draft),
         draft_model=None if draft is None else draft.name,
         draft_tokens=options.draft_tokens,
         max_tokens=options.max_tokens,
@@ -95,6 +97,13 @@ def measure_acceptance(
         exact=loaded.exact,
         samplers=samplers,
     )
+
+
+def _kind(loaded: LoadedModel, draft: LoadedModel | None) -> str:
+    """The drafter: `model`, `mtp` or `ngram`."""
+    if draft is not None:
+        return "model"
+    return "ngram" if loaded.mtp is None else "mtp"
 
 
 @dataclass(slots=True)
@@ -190,7 +199,9 @@ class _Bench:
         """Longest draft that may be recommended. An n-gram draft ends where its match ends, so
         nothing is known beyond the drafted length."""
         drafted = self._options.draft_tokens
-        return drafted if self._draft is None else max(drafted, LONGEST_DRAFT)
+        return (
+            drafted if _kind(self._loaded, self._draft) == "ngram" else max(drafted, LONGEST_DRAFT)
+        )
 
     def _figures(self, group: _Group, costs: Costs) -> AcceptanceFigures:
         return figures_of(
@@ -271,9 +282,17 @@ class _Bench:
         return pages_for(self._tokens) * PAGE_SIZE
 
     def _drafter(self, *, is_full: bool) -> Drafter:
-        """`is_full`: a draft model drafts the full length, however low its confidence. An n-gram
-        drafter has no such setting: its draft ends where the match ends."""
+        """`is_full`: a draft model, or the model's own layer, drafts the full length, however low
+        its confidence. An n-gram drafter has no such setting: its draft ends where the match
+        ends."""
         loaded, draft, options = self._loaded, self._draft, self._options
+        if draft is None and loaded.mtp is not None:
+            return MtpDrafter(
+                loaded.mtp,
+                vocab_size=min(loaded.config.vocab_size, loaded.tokenizer.vocab_size),
+                max_tokens=options.draft_tokens,
+                min_probability=0.0 if is_full else DEFAULT_PROBABILITY,
+            )
         if draft is None:
             return NgramDrafter(max_tokens=options.draft_tokens)
         drafter = ModelDrafter(

@@ -138,7 +138,7 @@ class SamplerFigures:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceResult:
-    """`kind` of the drafter is `model` or `ngram`. `prompts` is the number per category.
+    """`kind` of the drafter is `model`, `mtp` or `ngram`. `prompts` is the number per category.
     `max_tokens` limits each reply, `draft_tokens` each draft."""
 
     model: str

@@ -478,7 +478,7 @@ def _embedder(
     from exl_cli.server.models import Embedder, Resident
     from exl_cli.server.pooling import pooling_of
 
-    own = replace(choices, draft_model=None, draft_tokens=None, ngram=False, loras=())
+    own = replace(choices, draft_model=None, draft_tokens=None, ngram=False, mtp=False, loras=())
     runtime = running.open(server.embedding_model, own, is_quiet=is_quiet)
     pooling = pooling_of(runtime.loaded, server.embedding_pooling)
     return Embedder(Resident(runtime.name, runtime), pooling)

@@ -520,6 +520,8 @@ class LayerSpec:
     norm_kind: NormKind = NormKind.RMS
     has_scalar: bool = False
     """The states after the layer are multiplied by a number of the checkpoint."""
+    is_predicting: bool = False
+    """The layer is one for multi-token prediction (`arch/mtp.py`)."""
 
     @property
     def attention(self) -> Attention:

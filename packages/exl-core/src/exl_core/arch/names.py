@@ -9,7 +9,7 @@ fused into one tensor, in which order it has the rows of rotated heads, and how 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,73 @@ class FileForm:
             for prefix in self.prefixes(layer)
             for stem in stems
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PredictingForm:
+    """Names of a layer for multi-token prediction in a family's checkpoints.
+
+    roots   prefixes of the names; the first is canonical
+    layer   prefix after the root. {} in it is the number of the model's layers
+    inside  prefix after that, of the parts that every layer has
+    names   names of the other parts after `layer`, by role
+    """
+
+    roots: tuple[str, ...]
+    layer: str
+    inside: str
+    names: Mapping[str, str]
+
+
+NEXTN = PredictingForm(
+    roots=("model.", "language_model.model.", "model.language_model."),
+    layer="layers.{}.",
+    inside="",
+    names={
+        "mtp_join": "eh_proj",
+        "mtp_embed_norm": "enorm",
+        "mtp_state_norm": "hnorm",
+        "mtp_norm": "shared_head.norm",
+        "mtp_embed": "embed_tokens",
+        "mtp_head": "shared_head.head",
+    },
+)
+"""The layer after the last one, in checkpoints of DeepSeek V3, GLM and their relatives."""
+
+GGUF_NEXTN = PredictingForm(
+    roots=("",),
+    layer="blk.{}.",
+    inside="",
+    names={
+        "mtp_join": "nextn.eh_proj",
+        "mtp_embed_norm": "nextn.enorm",
+        "mtp_state_norm": "nextn.hnorm",
+        "mtp_norm": "nextn.shared_head_norm",
+        "mtp_embed": "nextn.embed_tokens",
+        "mtp_head": "nextn.shared_head_head",
+    },
+)
+"""The layer after the last one, in GGUF files of all families."""
+
+
+def predicting(form: FileForm, own: PredictingForm, num_layers: int) -> FileForm:
+    """The form of a layer for multi-token prediction in files of `form`."""
+
+    def inside(name: str) -> str:
+        return own.inside + name
+
+    return replace(
+        form,
+        roots=own.roots,
+        layer=own.layer.format(num_layers),
+        other_layers=(),
+        names={**{role: inside(name) for role, name in form.names.items()}, **own.names},
+        aliases={role: tuple(map(inside, names)) for role, names in form.aliases.items()},
+        fused=tuple(replace(fused, name=inside(fused.name)) for fused in form.fused),
+        transposed=tuple(map(inside, form.transposed)),
+        transposable=tuple(map(inside, form.transposable)),
+        bare=(*form.bare, *map(inside, form.bare)),
+    )
 
 
 _HF_NAMES = {

@@ -79,6 +79,11 @@ KIMI_TAPS = ("q_taps", "k_taps", "v_taps")
 """Taps of the convolution of a `KimiDeltaNet`, which files store by part."""
 
 
+MTP_NORMS = ("mtp_embed_norm", "mtp_state_norm", "mtp_norm")
+"""Norms of a layer for multi-token prediction: of the embedding, of the states of the layers
+before, and of its own states."""
+
+
 class Part(NamedTuple):
     """A row before its names are known. `heads` are its heads, with the rows of each that files may
     store as interleaved RoPE pairs."""
@@ -118,6 +123,18 @@ def layer_parts(config: ModelConfig, layer: LayerSpec) -> list[Part]:
         *(norm_part(role, hidden, layer.norm_kind) for role in norms if role not in absent),
         *([Part("scalar", Kind.SCALAR, (1,))] if layer.has_scalar else []),
         *others,
+        *(_predicting_parts(config, layer.norm_kind) if layer.is_predicting else []),
+    ]
+
+
+def _predicting_parts(config: ModelConfig, kind: NormKind) -> list[Part]:
+    """Parts of a layer for multi-token prediction that other layers do not have."""
+    hidden, ends = config.hidden_size, (config.vocab_size, config.hidden_size)
+    return [
+        Part("mtp_join", Kind.LINEAR, (hidden, 2 * hidden), is_converted=True),
+        *(norm_part(role, hidden, kind) for role in MTP_NORMS),
+        Part("mtp_embed", Kind.EMBEDDING, ends),
+        Part("mtp_head", Kind.HEAD, ends),
     ]
 
 

@@ -35,7 +35,7 @@ from exl_core.arch.layers import (
     SharedExpert,
     StateShape,
 )
-from exl_core.arch.names import GGUF, HF, FileForm
+from exl_core.arch.names import GGUF, HF, FileForm, PredictingForm
 
 
 class EmbedScale(Enum):
@@ -406,6 +406,9 @@ class ArchSpec:
     """Names and storage of tensors in checkpoints of the hub, EXL2 and GPTQ files included."""
     gguf: FileForm = GGUF
     """Names and storage of tensors in GGUF files."""
+    mtp: PredictingForm | None = None
+    """Names of the layer for multi-token prediction that checkpoints may have; None: they have
+    none."""
     make_layer: Callable[[ArchSpec, LayerNumbers], LayerSpec] = decoder_layer
     """Makes the layers of this family from their numbers."""
 

@@ -71,12 +71,14 @@ class KVStore:
         device: torch.device | Sequence[torch.device] | None = None,
         grows: bool = False,
         states: StateStore | None = None,
+        final_size: int = 0,
     ) -> None:
         """`kv_shapes`: heads and head sizes, by layer; None for a layer that caches nothing.
         `available_bytes`: memory that may be used on each device; by default, its free memory.
         `device`: one for all layers (the CPU by default), or one for each layer.
         `grows`: take memory on GPUs as pages are used.
-        `states`: memory of the recurrent layers, if the model has some."""
+        `states`: memory of the recurrent layers, if the model has some.
+        `final_size`: size of `final_states`; 0: there are none."""
         cached = [shape for shape in kv_shapes if shape is not None]
         has_layers = bool(cached) or states is not None
         if num_pages < 1 or not has_layers or any(min(shape) < 1 for shape in cached):
@@ -94,7 +96,8 @@ class KVStore:
         self.page_size = PAGE_SIZE
         self.mirror: PageMirror | None = None
         self.states = states
-        self.bytes_per_token = kv_bytes_per_token(kv_shapes, kv_format)
+        self._final_bytes: int = final_size * final_dtype(kv_format).itemsize
+        self.bytes_per_token = kv_bytes_per_token(kv_shapes, kv_format) + self._final_bytes
         self.size_bytes = self.bytes_per_token * num_pages * PAGE_SIZE
         _check_fits(self, available_bytes)
         self._grows = grows
@@ -104,11 +107,18 @@ class KVStore:
             for layer, (shape, where) in enumerate(zip(kv_shapes, self.devices, strict=True))
             if shape is not None
         }
+        self.final_states: Tensor | None = self._new_final_states(final_size)
+        """States after the final norm, [slots, hidden], which a layer for multi-token prediction
+        reads. The last page belongs to no sequence."""
+        pages = () if self.final_states is None else (self._as_pages(self.final_states),)
         # Views as bytes, which copies work on: [num_pages, num_kv_heads, page_size, bytes]
-        self._bytes = tuple(
-            x.view(torch.uint8)
-            for layer in self._layers.values()
-            for x in ((layer.keys,) if layer.is_shared else (layer.keys, layer.values))
+        self._bytes: tuple[Tensor, ...] = (
+            *(
+                x.view(torch.uint8)
+                for layer in self._layers.values()
+                for x in ((layer.keys,) if layer.is_shared else (layer.keys, layer.values))
+            ),
+            *pages,
         )
         self._grown = self._grown_pages()
 
@@ -250,6 +260,18 @@ class KVStore:
             return zeros_when_touched((self.num_pages, *page), dtype)
         return torch.zeros((self.num_pages + 1, *page), dtype=dtype, device=where)
 
+    def _new_final_states(self, size: int) -> Tensor | None:
+        if not size:
+            return None
+        shape, dtype = ((self.num_pages + 1) * self.page_size, size), final_dtype(self.kv_format)
+        if self.device.type == "cpu":
+            return zeros_when_touched(shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def _as_pages(self, rows: Tensor) -> Tensor:
+        """Rows by slot as bytes by page: [num_pages + 1, 1, page_size, bytes]."""
+        return rows.view(torch.uint8).view(self.num_pages + 1, 1, self.page_size, -1)
+
     def _growing_memory(self, where: torch.device) -> Memory | None:
         """Memory of a GPU that grows; None where memory is taken at once, or by the machine."""
         return driver_memory(where) if self._grows and where.type == "cuda" else None
@@ -260,6 +282,11 @@ class KVStore:
                 raise ValueError(f"no such page: {page_id} of {self.num_pages}")
 
 
+def final_dtype(kv_format: KVFormat) -> torch.dtype:
+    """Type of the states after the final norm. Only drafts depend on them."""
+    return torch.float32 if kv_format is KVFormat.FP32 else torch.bfloat16
+
+
 def _check_fits(store: KVStore, available_bytes: int | None) -> None:
     """Raises OutOfMemoryError if the layers of a device do not fit there."""
     shapes: dict[torch.device, list[KVShape | None]] = {}
@@ -268,6 +295,7 @@ def _check_fits(store: KVStore, available_bytes: int | None) -> None:
     for where, held in shapes.items():
         available = free_memory_bytes(where) if available_bytes is None else available_bytes
         each = kv_bytes_per_token(held, store.kv_format)
+        each += store._final_bytes if where == store.device else 0
         tokens = store.num_pages * PAGE_SIZE
         if available is None:
             continue

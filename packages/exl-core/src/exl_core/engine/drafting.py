@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from exl_core.engine.sequence import RequestSequence
 from exl_core.errors import printable
 from exl_core.speculate.controller import DraftController, PassCosts, SteadyDrafts
-from exl_core.speculate.drafter import Draft, Drafter, DraftJob
+from exl_core.speculate.drafter import Draft, Drafter, DraftJob, StateDrafter
 from exl_core.speculate.stats import DraftStats
 
 MAX_FAILURES = 3
@@ -54,6 +54,11 @@ class Drafting:
         self._failures = 0  # in a row
         self._is_off = False
 
+    @property
+    def reads_states(self) -> bool:
+        """Whether the drafter reads states from the cache of the model."""
+        return isinstance(self._drafter, StateDrafter)
+
     def propose(
         self, sequences: Sequence[RequestSequence], reserve: Callable[[RequestSequence, int], int]
     ) -> dict[str, Draft]:
@@ -81,6 +86,7 @@ class Drafting:
                         page_keys=sequence.state.keys,
                         max_tokens=count,
                         sampler=sequence.request.sampler,
+                        key_root=sequence.state.key_root,
                     )
                 )
         if not jobs:

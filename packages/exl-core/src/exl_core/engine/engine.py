@@ -45,7 +45,7 @@ from exl_core.model.segment import LogitRows
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import Sampler
 from exl_core.settings import available_cpus
-from exl_core.speculate.drafter import Draft, Drafter
+from exl_core.speculate.drafter import Draft, Drafter, StateDrafter
 from exl_core.tokenizer.base import Tokenizer
 
 DEFAULT_CACHE_TOKENS = 32768
@@ -130,8 +130,10 @@ class Engine:
         self.vocab_size = min(config.vocab_size, tokenizer.vocab_size)
         if store is None:
             num_tokens = self.options.cache_tokens or min(config.max_seq_len, DEFAULT_CACHE_TOKENS)
-            store = _new_store(model, self.options, num_tokens, has_drafts=drafter is not None)
+            store = _new_store(model, self.options, num_tokens, drafter)
         self.store = store
+        if isinstance(drafter, StateDrafter):
+            drafter.attach(store)
         self.pool = PagePool(store.num_pages)
         if store.states is not None:
             _check_at_least("slots of state", store.states.num_slots, self.options.max_batch)
@@ -320,6 +322,8 @@ class Engine:
     def _propose(self) -> dict[str, Draft]:
         if self._drafting is None:
             return {}
+        if self._drafting.reads_states and self.scheduler.pending_copies:
+            return {}  # the next pass makes the copies; until then, pages lack the states
         sequences = [s for s in self.scheduler.drafting() if s.request.allow_drafts]
         return self._drafting.propose(sequences, self.scheduler.reserve)
 
@@ -479,7 +483,7 @@ class Engine:
 
 
 def _new_store(
-    model: Model, options: EngineOptions, num_tokens: int, *, has_drafts: bool
+    model: Model, options: EngineOptions, num_tokens: int, drafter: Drafter | None
 ) -> KVStore:
     """A store for `num_tokens` tokens, and for the states of the sequences if there are some."""
     num_pages, config = pages_for(num_tokens), model.config
@@ -487,6 +491,7 @@ def _new_store(
     if snapshots is None:
         kv_bytes = kv_bytes_per_token(config.kv_shapes, options.kv_format) * PAGE_SIZE * num_pages
         snapshots = default_snapshots(kv_bytes, config.state_bytes, num_pages, options.max_batch)
+    has_drafts = drafter is not None
     live = options.max_batch * (2 if has_drafts else 1)  # before a draft, its state is kept
     return store_for(
         model,
@@ -494,6 +499,7 @@ def _new_store(
         num_pages,
         grows=options.lazy_cache,
         num_states=live + snapshots,
+        keeps_final=isinstance(drafter, StateDrafter),
     )
 
 

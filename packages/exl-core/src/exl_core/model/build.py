@@ -92,7 +92,7 @@ def build_weights(
             last.start([head_row])
         for packer, stage in zip(packers, stages, strict=True):
             for layer in stage.layers:
-                _start_block(table, packer, layer)
+                start_block(table, packer, layer)
         norm = final_norm(config, last)
         blocks = tuple(
             block_weights(config, layer, packer)
@@ -174,7 +174,7 @@ class _StreamedBlocks(Sequence[BlockWeights]):
             return self._held[layer]
         if layer not in self._last:
             self._last.clear()
-            _start_block(module_table(self._config), self._packer, layer)
+            start_block(module_table(self._config), self._packer, layer)
             block = block_weights(self._config, layer, self._packer)
             is_kept = block.size_bytes <= self._free_bytes
             self._free_bytes -= block.size_bytes if is_kept else 0
@@ -217,7 +217,8 @@ def _positions(table: ModuleTable, packer: Packer) -> PackedLinear | None:
     return None if table.positions is None else packer.packed([table.positions])
 
 
-def _start_block(table: ModuleTable, packer: Packer, layer: int) -> None:
+def start_block(table: ModuleTable, packer: Packer, layer: int) -> None:
+    """Queues the matrices of a layer."""
     for rows in table.packed(layer).values():
         packer.start(rows)
     for role in ("router", "shared_router"):

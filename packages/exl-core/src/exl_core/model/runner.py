@@ -35,17 +35,25 @@ def store_for(
     *,
     grows: bool = False,
     num_states: int = 1,
+    keeps_final: bool = False,
 ) -> KVStore:
     """A store for the keys and values of `model`, each layer's on the device of the layer.
 
     `num_states`: slots for the states of sequences, if the model has recurrent layers.
+    `keeps_final`: the store has the states after the final norm too.
     """
     stages = model.stages
     devices = tuple(stage.ops.device for stage in stages for _ in stage.layers)
     shapes, has_states = model.config.state_shapes, model.config.state_bytes > 0
     states = StateStore(shapes, num_states, devices) if has_states else None
     return KVStore(
-        kv_format, model.config.kv_shapes, num_pages, device=devices, grows=grows, states=states
+        kv_format,
+        model.config.kv_shapes,
+        num_pages,
+        device=devices,
+        grows=grows,
+        states=states,
+        final_size=model.config.hidden_size if keeps_final else 0,
     )
 
 

@@ -122,6 +122,10 @@ class Transformer:
         x = stage.run(x, steps, self._weights.blocks, state)  # [R, hidden]
         if stage is not self.stages[-1]:
             return x
+        if store.final_states is not None:
+            final = normed(stage.ops, x, self._weights.final_norm)
+            slots = batch.slots.to(x.device)
+            store.final_states.index_copy_(0, slots, final.to(store.final_states.dtype))
         if batch.logit_rows.shape[0] < x.shape[0]:  # else it lists every row
             x = x.index_select(0, batch.logit_rows.to(x.device))  # [n, hidden]
         return self._logits(x, batch, observe)  # [n, vocab]
@@ -144,6 +148,16 @@ class Transformer:
     def own_layer(self, layer: int) -> int | None:
         """Number that a layer of the whole model has in this one; None if another host has it."""
         return layer
+
+    @property
+    def final_norm(self) -> Norm:
+        """The norm before the head."""
+        return self._weights.final_norm
+
+    @torch.inference_mode()
+    def read_head(self, x: Tensor) -> Tensor:
+        """Logits, float32 [n, vocab_size], of states [n, hidden_size] after a final norm."""
+        return self._read_head(x, None, None)
 
     def own_low_rank(
         self, target: LoraTarget, down: Tensor, up: Tensor

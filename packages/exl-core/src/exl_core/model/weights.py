@@ -290,6 +290,28 @@ def _norm_weights(*norms: Norm | None) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpWeights:
+    """A layer for multi-token prediction: the matrix [hidden, 2 * hidden] that joins embedding and
+    states, their norms, the layer, and the norm before the head. The model's own `norm`, `embed`
+    and `head` take the place of those that are None."""
+
+    join: PackedLinear
+    embed_norm: Norm
+    state_norm: Norm
+    block: BlockWeights
+    norm: Norm | None
+    embed: PackedLinear | None
+    head: PackedLinear | None
+
+    @property
+    def size_bytes(self) -> int:
+        matrices = (one for one in (self.join, self.embed, self.head) if one is not None)
+        norms = _norm_weights(self.embed_norm, self.state_norm, self.norm)
+        size = sum(one.size_bytes for one in matrices) + sum(one.nbytes for one in norms)
+        return size + self.block.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ModelWeights:
     """embed and head are the same object in tied models: one copy in memory. positions
     [num_positions, hidden] are added to the embedding, in families that have them."""

@@ -184,6 +184,12 @@ def check_job(options: LoadOptions, job: Launched) -> None:
             expected=f"--tensor-parallel {job.local_size}",
             got=options.tensor_parallel,
         )
+    if options.mtp:
+        raise RequestError(
+            "multi-token prediction runs in one process only",
+            expected="--mtp or torchrun",
+            got="both",
+        )
     device = resolve_device(options.device, is_exact=options.exact)
     check_ranks(replace(options, tensor_parallel=job.world_size), device)
 

@@ -20,12 +20,14 @@ from exl_core.cache.memory import free_memory_bytes
 from exl_core.errors import RequestError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.source import Progress
+from exl_core.model.mtp import MtpLayer
 from exl_core.model.transformer import Transformer
 from exl_core.ops.backends.cuda.device import check_head_dims, parse_device
 from exl_core.ops.open import get_table, min_group_rows
 from exl_core.ops.table import OpTable
 from exl_core.parallel.plan import AUTO, RankCount
 from exl_core.prompt.template import ChatTemplate
+from exl_core.session.mtp import MtpFiles, open_mtp
 from exl_core.session.open import ModelFiles, open_model
 from exl_core.session.placement import DeviceMemory, device_memory
 from exl_core.session.ranks import (
@@ -107,6 +109,8 @@ class LoadOptions:
     is_command: bool = False
     """This process does nothing but what the model is loaded for. If it hangs, it is killed, and
     not only the other processes that the model is divided among."""
+    mtp: bool = False
+    """Load the layer for multi-token prediction too, for a drafter (`MtpDrafter`)."""
 
 
 class LoadFields(TypedDict, total=False):
@@ -133,6 +137,7 @@ class LoadFields(TypedDict, total=False):
     reserved_bytes: int
     job: Launched | None
     is_command: bool
+    mtp: bool
 
 
 def fields_of(options: LoadOptions, threads: int) -> dict[str, object]:
@@ -164,6 +169,8 @@ class LoadedModel:
     """Stages of a model that is split over several devices."""
     ranks: RankChoice | None = None
     """The choice for `tensor_parallel="auto"`."""
+    mtp: MtpLayer | None = None
+    """The layer for multi-token prediction, if the options asked for it."""
 
     @property
     def label(self) -> str:
@@ -172,6 +179,8 @@ class LoadedModel:
 
     def unload(self) -> None:
         """Frees the weights (`Transformer.unload`), and ends the other ranks' processes."""
+        if self.mtp is not None:
+            self.mtp.unload()
         self.model.unload()
 
 
@@ -205,11 +214,11 @@ def load_model(
     files = model if isinstance(model, ModelFiles) else open_model(path)
     config = _config_on(device, files, options)
     checkpoint = checkpoint_of(files, config, options)
-    if opening is not None:
-        checkpoint.open_ahead(until=opening.done)
-    ops = make_table(device) if opening is None else opening.result()
+    ops = make_table(device) if opening is None else _started(opening, checkpoint)
     divided, ranks = _with_ranks(options, device, config, checkpoint)
-    plan = _plan(options, split, config, checkpoint, ops)
+    mtp = _mtp_of(files, config, divided, checkpoint) if options.mtp else None
+    reserved = options.reserved_bytes + (0 if mtp is None else mtp.packed_bytes)
+    plan = _plan(replace(options, reserved_bytes=reserved), split, config, checkpoint, ops)
     on_host = options.embeddings_on == "cpu"
     loading = Loading(config, checkpoint, files.path, threads, progress, on_host)
     if divided.tensor_parallel == 1:
@@ -233,7 +242,25 @@ def load_model(
         changes=changes_of(options),
         plan=plan,
         ranks=ranks,
+        mtp=None if mtp is None else mtp.read(transformer, threads),
     )
+
+
+def _mtp_of(
+    files: ModelFiles, config: ModelConfig, options: LoadOptions, checkpoint: Checkpoint
+) -> MtpFiles:
+    """The layer for multi-token prediction. RequestError for options that exclude it."""
+    if options.tensor_parallel != 1:
+        raise RequestError(
+            "multi-token prediction runs in one process only",
+            expected="--mtp or --tensor-parallel",
+            got="both",
+        )
+
+    def make(own: ModelConfig, rows: Sequence[ModuleRow]) -> Checkpoint:
+        return checkpoint_of(files, own, options, rows)
+
+    return open_mtp(files.source, checkpoint, config, files.path, make)
 
 
 def _with_ranks(
@@ -394,6 +421,12 @@ def changes_of(options: LoadOptions) -> str:
     }
     said = [f"{name} {value:g}" for name, value in given.items() if value is not None]
     return ", ".join([*said, *["rounded to 4 bits"] * options.load_in_4bit])
+
+
+def _started(opening: Future[OpTable], checkpoint: Checkpoint) -> OpTable:
+    """The table of a device that starts. Until then, matrices of the checkpoint are opened."""
+    checkpoint.open_ahead(until=opening.done)
+    return opening.result()
 
 
 def _check_positions(config: ModelConfig, options: LoadOptions, length: int) -> None:

@@ -37,9 +37,14 @@ from exl_core.session.open import ModelFiles, open_model, stop_ids
 from exl_core.session.placement import Need, check_together
 from exl_core.session.request_fields import RequestFields, Stops, build_request, split_stops
 from exl_core.speculate.compatible import check_same_vocabulary, draft_rope_alpha
-from exl_core.speculate.controller import DEFAULT_DRAFT_TOKENS, DEFAULT_NGRAM_TOKENS
+from exl_core.speculate.controller import (
+    DEFAULT_DRAFT_TOKENS,
+    DEFAULT_MTP_TOKENS,
+    DEFAULT_NGRAM_TOKENS,
+)
 from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
+from exl_core.speculate.mtp import MtpDrafter
 from exl_core.speculate.ngram import NgramDrafter
 
 Loader = Callable[[ModelFiles | str | Path | None, LoadOptions], LoadedModel]
@@ -47,11 +52,22 @@ Loader = Callable[[ModelFiles | str | Path | None, LoadOptions], LoadedModel]
 
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
-    """Speculative decoding: by the draft model `model`, or by n-grams of the text if it is None."""
+    """Speculative decoding: by the draft model `model`, by the model's own layer for multi-token
+    prediction if `mtp`, or else by n-grams of the text."""
 
     model: str | None = None
     max_tokens: int | None = None
-    """Most tokens per draft; None: 4 for a draft model, 8 for n-grams."""
+    """Most tokens per draft; None: 4 for a draft model, 3 for multi-token prediction, 8 for
+    n-grams."""
+    mtp: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mtp and self.model is not None:
+            raise RequestError(
+                "two kinds of drafts are selected",
+                expected="a draft model or multi-token prediction",
+                got="both",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +197,7 @@ def open_runtime(
         cache_tokens=cache_tokens,
         kv_format=options.kv_format,
         reserved_bytes=reserved_bytes,
+        mtp=options.draft is not None and options.draft.mtp,
     )
     loaded = load(files, fitted_to(ctx, files.config, how))
     adapters = tuple(
@@ -292,6 +309,12 @@ def _drafter(
     options: RuntimeOptions, loaded: LoadedModel, draft: LoadedModel | None, cache_tokens: int
 ) -> Drafter:
     most = None if options.draft is None else options.draft.max_tokens
+    if loaded.mtp is not None:
+        return MtpDrafter(
+            loaded.mtp,
+            vocab_size=min(loaded.config.vocab_size, loaded.tokenizer.vocab_size),
+            max_tokens=most or DEFAULT_MTP_TOKENS,
+        )
     if draft is None:
         return NgramDrafter(max_tokens=most or DEFAULT_NGRAM_TOKENS)
     with _naming_cheaper_caches(draft, options.kv_format, cache_tokens):

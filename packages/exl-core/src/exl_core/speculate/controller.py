@@ -16,8 +16,10 @@ import math
 from bisect import bisect_left
 
 DEFAULT_DRAFT_TOKENS = 4
+DEFAULT_MTP_TOKENS = 3
 DEFAULT_NGRAM_TOKENS = 8
-"""Default length limits of drafts, by a draft model and by n-grams, which cost almost nothing."""
+"""Default length limits of drafts: by a draft model, by the model's own layer for multi-token
+prediction, which is trained for one token, and by n-grams, which cost almost nothing."""
 
 _LARGEST = 128
 """Passes of more rows carry a prompt chunk. Their cost is extrapolated, not recorded."""

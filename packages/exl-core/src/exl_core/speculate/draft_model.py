@@ -34,6 +34,7 @@ from exl_core.sampling.steps import draw
 from exl_core.speculate.draft_pages import DraftPages
 from exl_core.speculate.drafter import NO_DRAFT, Draft, DraftJob
 
+DEFAULT_PROBABILITY = 0.25
 _OTHER_STREAM = 0x5DEECE66D
 """Mixed into a request's seed, so that drafting and sampling use different random numbers."""
 
@@ -62,7 +63,7 @@ class ModelDrafter:
         num_pages: int,
         kv_format: KVFormat = KVFormat.FP16,
         max_tokens: int = 5,
-        min_probability: float = 0.25,
+        min_probability: float = DEFAULT_PROBABILITY,
         prefill_chunk: int = 512,
         store: KVStore | None = None,
     ) -> None:
@@ -110,21 +111,21 @@ class ModelDrafter:
         self.store.move_pages(moves)
         self._pages.moved(moves)
 
-    def _begin(self, job: DraftJob) -> _Drawing:
+    def _begin(self, job: DraftJob) -> Drawing:
         count = len(job.token_ids)
         # The last draft token is not computed, so it needs neither a page slot nor a position.
         capacity = min(len(job.page_ids) * self.store.page_size, self.model.config.max_seq_len)
         limit = min(job.max_tokens, self.max_tokens, capacity - count + 1)
-        keys = self._pages.keys_of(job.token_ids, job.page_keys)
+        keys = self._pages.keys_of(job.token_ids, job.page_keys, job.key_root)
         guesser = self._guessers.get(job.request_id)
         if guesser is None:
             guesser = _Guesser(job.sampler, self.model.ops, self._vocab_size)
             self._guessers[job.request_id] = guesser
-        return _Drawing(job, keys, guesser, limit)
+        return Drawing(job, keys, guesser, limit)
 
-    def _catch_up(self, waiting: list[_Drawing]) -> list[_Drawing]:
+    def _catch_up(self, waiting: list[Drawing]) -> list[Drawing]:
         """Compute missing tokens; returns the sequences that have logits to draft from."""
-        ready: list[_Drawing] = []
+        ready: list[Drawing] = []
         while waiting:
             segments, chosen = self._missing(waiting)
             if not segments:
@@ -138,21 +139,21 @@ class ModelDrafter:
             waiting = [each for each in waiting if each.logits is None]
         return ready
 
-    def _missing(self, waiting: list[_Drawing]) -> tuple[list[Segment], list[_Drawing]]:
+    def _missing(self, waiting: list[Drawing]) -> tuple[list[Segment], list[Drawing]]:
         """Segments of one pass over missing tokens, and their sequences.
 
         Of two sequences that lack the same page, only one computes it. Sequences with tokens that
         the draft model does not have are never drafted for.
         """
         segments: list[Segment] = []
-        chosen: list[_Drawing] = []
+        chosen: list[Drawing] = []
         written: set[int] = set()
         budget = self._prefill_chunk
         for each in waiting:
             job, end = each.job, len(each.job.token_ids)
-            start = min(self._pages.num_cached(job.token_ids, job.page_ids, each.keys), end - 1)
+            start = min(self._num_cached(each), end - 1)
             chunk = tuple(job.token_ids[start : start + budget])
-            pages = job.page_ids[: pages_for(start + len(chunk), self.store.page_size)]
+            pages = self._pages_until(start + len(chunk), job)
             touched = set(pages[start // self.store.page_size :])
             is_strange = max(job.token_ids[start:]) >= self.model.config.vocab_size
             if not chunk or is_strange or touched & written:
@@ -165,25 +166,38 @@ class ModelDrafter:
             chosen.append(each)
         return segments, chosen
 
-    def _advance(self, active: list[_Drawing]) -> None:
+    def _advance(self, active: list[Drawing]) -> None:
         """Compute the newest draft token of each sequence, which adds it to the cache."""
         if not active:
             return
         segments = []
         for each in active:
             past_len = len(each.job.token_ids) + len(each.token_ids) - 1
-            pages = each.job.page_ids[: pages_for(past_len + 1, self.store.page_size)]
+            pages = self._pages_until(past_len + 1, each.job)
             segments.append(Segment((each.token_ids[-1],), past_len, pages, LogitRows.LAST))
         for each, segment, row in zip(active, segments, self._logits(segments), strict=True):
-            self._wrote(each, segment)
+            self._drew(each, segment)
             each.logits = row
 
     def _logits(self, segments: Sequence[Segment]) -> Tensor:
         """Logits of one pass as a copy on the CPU, where draft tokens are sampled."""
         return self._runner.run(segments).cpu()
 
-    def _wrote(self, each: _Drawing, segment: Segment) -> None:
-        self._pages.write(segment.past_len, segment.token_ids, segment.page_ids, each.keys)
+    def _pages_until(self, end: int, job: DraftJob) -> tuple[int, ...]:
+        """Pages of a pass whose last row is before position `end`."""
+        return job.page_ids[: pages_for(end, self.store.page_size)]
+
+    def _num_cached(self, each: Drawing) -> int:
+        job = each.job
+        return self._pages.num_cached(job.token_ids, job.page_ids, each.keys, job.key_root)
+
+    def _drew(self, each: Drawing, segment: Segment) -> None:
+        """Called after a pass over a draft token."""
+        self._wrote(each, segment)
+
+    def _wrote(self, each: Drawing, segment: Segment) -> None:
+        root = each.job.key_root
+        self._pages.write(segment.past_len, segment.token_ids, segment.page_ids, each.keys, root)
 
 
 class _Guesser:
@@ -230,7 +244,7 @@ class _Guesser:
         return self._sampler.sample(logits, self._history).token_id
 
 
-class _Drawing:
+class Drawing:
     """Draft of one job in progress."""
 
     def __init__(

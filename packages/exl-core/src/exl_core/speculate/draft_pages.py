@@ -36,26 +36,34 @@ class DraftPages:
         """Forget the contents of all pages."""
         self._pages = [_Page() for _ in self._pages]
 
-    def keys_of(self, token_ids: Sequence[int], known: Sequence[PageKey]) -> list[PageKey]:
-        """Keys of all full pages; `known` holds the first ones, the others are computed."""
+    def keys_of(
+        self, token_ids: Sequence[int], known: Sequence[PageKey], root: PageKey = NO_KEY
+    ) -> list[PageKey]:
+        """Keys of all full pages after `root`; `known` holds the first ones, the others are
+        computed."""
         size = self._page_size
         keys = list(known[: len(token_ids) // size])
         for start in range(len(keys) * size, len(token_ids) - size + 1, size):
-            before = keys[-1] if keys else NO_KEY
+            before = keys[-1] if keys else root
             keys.append(page_key(before, token_ids[start : start + size]))
         return keys
 
     def num_cached(
-        self, token_ids: Sequence[int], page_ids: Sequence[int], keys: Sequence[PageKey]
+        self,
+        token_ids: Sequence[int],
+        page_ids: Sequence[int],
+        keys: Sequence[PageKey],
+        root: PageKey = NO_KEY,
     ) -> int:
-        """Number of leading tokens with valid cache entries. `keys`: keys of all full pages."""
+        """Number of leading tokens with valid cache entries. `keys`: keys of all full pages, which
+        come after `root`."""
         size = self._page_size
         for index, page_id in enumerate(page_ids):
             page = self._pages[page_id]
             if index < len(keys) and page.key == keys[index]:
                 continue
             start = index * size
-            if page.before != _key_before(index, keys):
+            if page.before != _key_before(index, keys, root):
                 return start
             count = _common(page.token_ids, token_ids[start : start + size])
             if count < size:
@@ -70,6 +78,7 @@ class DraftPages:
         token_ids: Sequence[int],
         page_ids: Sequence[int],
         keys: Sequence[PageKey],
+        root: PageKey = NO_KEY,
     ) -> None:
         """Record that the pages hold these tokens from position `start` on, and none after them."""
         size, done = self._page_size, 0
@@ -77,11 +86,20 @@ class DraftPages:
             index, offset = divmod(start + done, size)
             page = self._pages[page_ids[index]]
             new = token_ids[done : done + size - offset]
-            page.before = _key_before(index, keys)
+            page.before = _key_before(index, keys, root)
             page.token_ids[offset:] = new
             is_known = len(page.token_ids) == size and index < len(keys)
             page.key = keys[index] if is_known else None
             done += len(new)
+
+    def drop(self, start: int, page_ids: Sequence[int]) -> None:
+        """Record that the pages hold no tokens from position `start` on."""
+        index, offset = divmod(start, self._page_size)
+        for page_id in page_ids[index:]:
+            page = self._pages[page_id]
+            del page.token_ids[offset:]
+            page.key = None
+            offset = 0
 
     def moved(self, moves: Iterable[tuple[int, int]]) -> None:
         """Apply moves that take effect at once. A page that is only a source becomes empty."""
@@ -92,10 +110,10 @@ class DraftPages:
             self._pages[target] = page
 
 
-def _key_before(index: int, keys: Sequence[PageKey]) -> PageKey | None:
-    """Key of the page before `index`. The first page has no prefix, so its tokens identify it."""
+def _key_before(index: int, keys: Sequence[PageKey], root: PageKey) -> PageKey | None:
+    """Key of the page before `index`. The first page has no prefix but `root`."""
     if index == 0:
-        return NO_KEY
+        return root
     return keys[index - 1] if index <= len(keys) else None
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from exl_core.cache.page_pool import PageKey
+from exl_core.cache.page_pool import NO_KEY, PageKey
+from exl_core.cache.store import KVStore
 from exl_core.sampling.params import SamplerParams
 
 
@@ -23,7 +24,7 @@ class DraftJob:
 
     `token_ids` is the running sequence, prompt and reply, newest token last. `page_ids` are its
     pages, with capacity for all tokens and `max_tokens` more. `page_keys` are the keys of its full
-    pages, first to last.
+    pages, first to last. `key_root` precedes the first key.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class DraftJob:
     page_keys: Sequence[PageKey]
     max_tokens: int
     sampler: SamplerParams
+    key_root: PageKey = NO_KEY
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,4 +67,14 @@ class Drafter(Protocol):
 
     def moved(self, moves: Iterable[tuple[int, int]]) -> None:
         """Apply moves of page contents, (from, to) pairs that take effect at the same time."""
+        ...
+
+
+@runtime_checkable
+class StateDrafter(Drafter, Protocol):
+    """A drafter that reads the states which the target model computes for its tokens."""
+
+    def attach(self, store: KVStore) -> None:
+        """Called once, before the first proposal, with the cache of the target model. Its
+        `final_states` hold the states of all tokens but the newest one of a sequence."""
         ...

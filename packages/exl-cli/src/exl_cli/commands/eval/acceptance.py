@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,9 +14,7 @@ from exl_cli import engine_options, eval_options, options, output
 from exl_cli.interrupt import exits_at_once
 from exl_cli.model_options import ModelOptions
 from exl_cli.option_groups import spread
-from exl_core.cache.format import parse_cache_type
 from exl_core.errors import RequestError
-from exl_core.speculate.controller import DEFAULT_DRAFT_TOKENS, DEFAULT_NGRAM_TOKENS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,6 +44,7 @@ def acceptance(
     model_option: options.ModelOption = None,
     draft_model: engine_options.DraftModel = None,
     ngram: engine_options.Ngram = False,
+    mtp: engine_options.Mtp = False,
     draft_tokens: engine_options.DraftTokens = None,
     max_tokens: Replies = 64,
     prompts: Prompts = 4,
@@ -68,18 +68,17 @@ def acceptance(
     do not pay. 'best' is the draft length with the highest predicted speed-up.
     """
     spec = options.pick_model(model, model_option)
-    if draft_model is None and not ngram:
-        raise RequestError(
-            "no drafter is selected", expected="--ngram or --draft-model MODEL", got="neither"
-        )
-    choices = engine_options.EngineChoices(
-        parse_cache_type(cache_type), draft_model, draft_tokens, ngram
+    choices = engine_options.choices_of(
+        cache_type, None, draft_model, draft_tokens, ngram=ngram, mtp=mtp
     )
+    if not choices.has_drafts:
+        raise RequestError(
+            "no drafter is selected", expected="--mtp, --ngram or --draft-model MODEL", got="none"
+        )
     with exits_at_once():
         from exl_cli.load import load_with_draft
         from exl_cli.render import repeats_progress
         from exl_eval.acceptance import AcceptanceOptions, measure_acceptance
-    default = DEFAULT_NGRAM_TOKENS if ngram else DEFAULT_DRAFT_TOKENS
     loaded, draft = load_with_draft(
         spec,
         draft_model,
@@ -88,10 +87,10 @@ def acceptance(
         is_quiet=quiet,
         exact=exact,
         batch_invariant=batch_invariant,
-        options=changes.load_options(),
+        options=replace(changes.load_options(), mtp=mtp),
     )
     measured = AcceptanceOptions(
-        draft_tokens or default, max_tokens, prompts, seed, choices.kv_format
+        choices.longest_draft, max_tokens, prompts, seed, choices.kv_format
     )
     with repeats_progress(is_quiet=quiet) as on_reply:
         result = measure_acceptance(loaded, draft, measured, on_reply)
@@ -104,7 +103,9 @@ def acceptance(
 def _show(result: AcceptanceResult) -> None:
     from exl_cli.render import facts_table, print_answer
 
-    drafter = "n-grams" if result.draft_model is None else result.draft_model
+    drafter = (
+        result.draft_model or {"ngram": "n-grams", "mtp": "the model's own layer"}[result.kind]
+    )
     facts = facts_table(
         {
             "model": eval_options.running_text(result),

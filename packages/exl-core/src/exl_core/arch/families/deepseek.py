@@ -3,7 +3,7 @@ attention, and experts beside a shared one. The first layers are dense.
 
 V2 chooses experts by softmax scores, and groups of them by their best score. The others choose by
 sigmoid scores with a bias. Rotated rows are interleaved in all files. Checkpoints and GGUF files
-may have a layer for multi-token prediction after the others, which is not used. All GGUF files have
+may have a layer for multi-token prediction after the others. All GGUF files have
 the same architecture name; the scores tell V2 from the others.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from exl_core.arch.layers import RouterBias, Scores
-from exl_core.arch.names import GGUF, HF, MULTIMODAL_ROOTS, Fused
+from exl_core.arch.names import GGUF, HF, MULTIMODAL_ROOTS, NEXTN, Fused
 from exl_core.arch.spec import ArchSpec, ExpertForm
 
 _V2_EXPERTS = ExpertForm(
@@ -65,6 +65,7 @@ DEEPSEEK3 = ArchSpec(
     required=(*_COMMON, ("topk_method", ("noaux_tc", None))),
     safetensors=replace(HF, is_interleaved=True, roots=MULTIMODAL_ROOTS),
     gguf=replace(GGUF, is_interleaved=True),
+    mtp=NEXTN,
 )
 
 GLM4_MOE_LITE = ArchSpec(
@@ -77,6 +78,7 @@ GLM4_MOE_LITE = ArchSpec(
     required=(*_COMMON, ("topk_method", ("noaux_tc", None))),
     safetensors=replace(HF, is_interleaved=True),
     gguf=replace(GGUF, is_interleaved=True),
+    mtp=NEXTN,
 )
 
 MISTRAL4 = ArchSpec(

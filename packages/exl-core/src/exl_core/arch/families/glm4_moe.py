@@ -2,8 +2,8 @@
 expert.
 
 The first layers are dense. Half of each head is rotated. The rows are in the order of Llama's
-checkpoints, unlike those of GLM-4's dense models. The large models have head norms. GGUF files
-count a layer for multi-token prediction, which is not used.
+checkpoints, unlike those of GLM-4's dense models. The large models have head norms. After the last
+layer, files have one for multi-token prediction.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from exl_core.arch.layers import HeadNorm, LayerSpec, RouterBias, Scores
-from exl_core.arch.names import GGUF, HF
+from exl_core.arch.names import GGUF, HF, NEXTN
 from exl_core.arch.spec import ArchSpec, ExpertForm, LayerNumbers, decoder_layer
 
 
@@ -42,5 +42,6 @@ GLM4_MOE = ArchSpec(
     ),
     safetensors=HF,
     gguf=replace(GGUF, names={**GGUF.names, "mlp_norm": "post_attention_norm"}),
+    mtp=NEXTN,
     make_layer=_layer,
 )

@@ -1,7 +1,7 @@
 """Qwen3-Next and Qwen3.5: gated delta nets, and attention with a gate in each fourth layer.
 
 Three quarters of each attention head are not rotated. Norms store their factors minus one, except
-that of the delta net's outputs. Heads for multi-token prediction are not read.
+that of the delta net's outputs. The layer for multi-token prediction has attention.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from exl_core.arch.layers import HeadNorm
-from exl_core.arch.names import GGUF, HF, MULTIMODAL_ROOTS, Fused
+from exl_core.arch.names import GGUF, HF, MULTIMODAL_ROOTS, Fused, PredictingForm
 from exl_core.arch.spec import ArchSpec, ExpertForm, Recurrence
 
 _NAMES = {
@@ -68,6 +68,20 @@ _GGUF = replace(
     decays=("decay",),
 )
 
+_MTP = PredictingForm(
+    roots=("", "model.", "language_model.", "model.language_model."),
+    layer="mtp.",
+    inside="layers.0.",
+    names={
+        "mtp_join": "fc",
+        "mtp_embed_norm": "pre_fc_norm_embedding",
+        "mtp_state_norm": "pre_fc_norm_hidden",
+        "mtp_norm": "norm",
+        "mtp_embed": "embed_tokens",
+        "mtp_head": "lm_head",
+    },
+)
+
 QWEN35 = ArchSpec(
     name="qwen35",
     hf_names=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
@@ -81,6 +95,7 @@ QWEN35 = ArchSpec(
     is_tied_by_outer=True,
     safetensors=_HF,
     gguf=_GGUF,
+    mtp=_MTP,
 )
 
 QWEN35_MOE = replace(
