@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from exl_cli.eval_options import Loading
+from exl_cli.replicas import opened
 from support.commands import Command
+from support.driving import ask
 
 
 @pytest.fixture
@@ -69,3 +72,21 @@ def test_custom_task(
     assert (task["name"], task["documents"], task["fewshot"]) == ("mine", 3, 0)
     assert task["metrics"]["acc,none"] in (0.0, 1 / 3, 2 / 3, 1.0)
     assert result["lm_eval_version"]
+    by_two = exl_process(*args, "--json", "--replicas", 2)
+    assert (by_two.code, by_two.err) == (0, "")
+    assert json.loads(by_two.out) == result
+
+
+@pytest.mark.thorough
+def test_replies_of_replicas(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="lm-eval is optional: pip install lm-eval")
+    from exl_cli.commands.eval.replicated_tasks import ReplicatedWork, TaskJob
+    from exl_eval.harness import LocalWork, TaskOptions
+
+    loading = Loading("cpu", 1, True, False, True)
+    job = TaskJob(loading, str(tiny_llama_dir), TaskOptions((), max_batch=2))
+    requests = [ask((5 + number, 6, 7), max_tokens=8) for number in range(7)]
+    alone = LocalWork(loading.load(job.spec), job.options)
+    with opened(job, 2, None, units=9, is_quiet=True) as replicas:
+        found = dict(ReplicatedWork(replicas, 2).replies(requests))
+    assert found == dict(alone.replies(requests))

@@ -43,7 +43,7 @@ def loaded(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel
 
 @pytest.fixture(scope="module")
 def model(loaded: LoadedModel) -> HarnessModel:
-    return HarnessModel(loaded)
+    return HarnessModel.of(loaded)
 
 
 def asked(kind: Any, *arguments: Any) -> Instance:

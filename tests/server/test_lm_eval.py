@@ -71,7 +71,7 @@ def test_scores_equal_those_of_the_harness_in_process(
     loaded: LoadedModel, url: str, batch_size: int
 ) -> None:
     requests = [asked("loglikelihood", *pair) for pair in PAIRS]
-    ours = HarnessModel(loaded).loglikelihood(requests, disable_tqdm=True)
+    ours = HarnessModel.of(loaded).loglikelihood(requests, disable_tqdm=True)
     found = theirs(url, batch_size=batch_size).loglikelihood(requests, disable_tqdm=True)
     for pair, (score, is_greedy), (expected, was_greedy) in zip(PAIRS, found, ours, strict=True):
         assert score == pytest.approx(expected, abs=2e-3), pair
@@ -80,7 +80,7 @@ def test_scores_equal_those_of_the_harness_in_process(
 
 def test_greedy_reply_is_scored_as_greedy(loaded: LoadedModel, url: str) -> None:
     """The harness compares two floats for equality to decide `is_greedy`."""
-    ours = HarnessModel(loaded)
+    ours = HarnessModel.of(loaded)
     free = {"until": [], "max_gen_toks": 6}
     prompts = ["one", "another one", "zz"]
     said = ours.generate_until(
@@ -100,7 +100,7 @@ def test_greedy_reply_is_scored_as_greedy(loaded: LoadedModel, url: str) -> None
 
 def test_rolling_scores_equal_those_in_process(loaded: LoadedModel, url: str) -> None:
     request = [asked("loglikelihood_rolling", "The quick brown fox jumps over the dog.")]
-    (ours,) = HarnessModel(loaded).loglikelihood_rolling(request, disable_tqdm=True)
+    (ours,) = HarnessModel.of(loaded).loglikelihood_rolling(request, disable_tqdm=True)
     (found,) = theirs(url).loglikelihood_rolling(request, disable_tqdm=True)
     assert found == pytest.approx(ours, abs=5e-3)
 
@@ -126,7 +126,10 @@ def test_task_results_equal_those_in_process(
     )
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     samples = []
-    for model in (HarnessModel(loaded), theirs(url, num_concurrent=4, batch_size=2)):
+    for model in (
+        HarnessModel.of(loaded),
+        theirs(url, num_concurrent=4, batch_size=2),
+    ):
         found = simple_evaluate(model, tasks=["local_choose"], task_manager=manager)
         assert found is not None
         samples.append(

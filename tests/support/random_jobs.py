@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import NamedTuple
 
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FinishEvent
@@ -13,12 +14,20 @@ from exl_core.speculate.ngram import NgramDrafter
 from support.driving import ask, submit
 
 
+class Reply(NamedTuple):
+    """`choice`: index of the adapter that the job used; 0 for none."""
+
+    prompt: tuple[int, ...]
+    choice: int
+    token_ids: tuple[int, ...]
+
+
 def run_jobs(
     loaded: LoadedModel,
     count: int,
     adapters: tuple[AdapterUse, ...] = (),
     after_tenth: Callable[[int], None] = lambda _: None,
-) -> dict[str, tuple[int, ...]]:
+) -> dict[str, Reply]:
     """Replies of the jobs that were not cancelled, by name. Each job uses a random one of
     `adapters`, or none. `after_tenth` is called with the number of jobs begun after each tenth."""
     rng = random.Random(11)
@@ -26,17 +35,20 @@ def run_jobs(
     engine = Engine(loaded.model, loaded.tokenizer, options, drafter=NgramDrafter())
     choices = ((), *((use,) for use in adapters))
     cancelled = set(map(str, rng.sample(range(count), count // 10)))
-    found: dict[str, tuple[int, ...]] = {}
+    begun_jobs: list[tuple[tuple[int, ...], int]] = []
+    found: dict[str, Reply] = {}
     begun = 0
     while begun < count or not engine.is_idle:
         while begun < count and len(engine.live_requests) < 8:
             prefix = [rng.randrange(2)] * rng.choice([3, 280])
             ids = [3 + one for one in (*prefix, *(rng.randrange(200) for _ in range(5)))]
+            choice = rng.randrange(len(choices))
+            begun_jobs.append((tuple(ids), choice))
             request = ask(
                 ids,
                 max_tokens=rng.choice([1, 4, 12, 30]),
                 stop_ids=frozenset(),
-                adapters=rng.choice(choices),
+                adapters=choices[choice],
                 request_id=str(begun),
             )
             submit(engine, request)
@@ -45,8 +57,8 @@ def run_jobs(
                 after_tenth(begun)
         for event in engine.step():
             if isinstance(event, FinishEvent):
-                found[event.request_id] = event.token_ids
+                found[event.request_id] = Reply(*begun_jobs[int(event.request_id)], event.token_ids)
         for name in sorted(engine.live_requests & cancelled):
             engine.cancel(name)
     assert engine.pool.num_available == engine.pool.num_pages
-    return {name: ids for name, ids in found.items() if name not in cancelled}
+    return {name: reply for name, reply in found.items() if name not in cancelled}

@@ -278,6 +278,34 @@ def test_followers_end_with_rank_0(tiny: Path) -> None:
     assert not any(map(is_alive, processes))
 
 
+def test_nothing_is_left_of_a_leader_that_is_killed_while_it_loads(tiny: Path) -> None:
+    script = (
+        "import sys, time\n"
+        "from exl_core.session import ranks\n"
+        "def stop(*_): print(flush=True); time.sleep(60)\n"
+        "ranks.Loading.whole = stop\n"  # of rank 0 alone
+        "from exl_core.session.load import load_model\n"
+        "load_model(sys.argv[1], device='cpu', tensor_parallel=2)\n"
+    )
+    folder = tempfile.gettempdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tiny)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": folder},
+    ) as leader:
+        assert leader.stdout is not None
+        leader.stdout.readline()
+        children = Path(f"/proc/{leader.pid}/task/{leader.pid}/children").read_text().split()
+        assert list(Path(folder).glob("exl-ranks-*"))
+        time.sleep(1)  # rank 1 has started to read its settings
+        leader.kill()
+    until = time.monotonic() + END_LIMIT_S
+    while any(is_alive(int(one)) for one in children) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(is_alive(int(one)) for one in children)
+    assert not list(Path(folder).glob("exl-ranks-*"))
+
+
 LIBRARY = """
 import os, signal, sys
 from exl_core.errors import RankError

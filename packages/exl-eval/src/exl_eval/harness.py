@@ -12,13 +12,13 @@ import logging
 import math
 import sys
 from bisect import bisect_right, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -28,21 +28,26 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FinishEvent
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError, TemplateError
 from exl_core.generate.driver import running
+from exl_core.prompt.template import ChatTemplate
 from exl_core.prompt.tracked import TrackedText
 from exl_core.sampling.params import SamplerParams
 from exl_core.session.load import LoadedModel
 from exl_core.session.open import stop_ids
+from exl_core.tokenizer.base import Tokenizer
 from exl_core.tokenizer.special_text import Trust
-from exl_eval.continuations import Pair, score_continuations
+from exl_eval.continuations import Pair, Scored, score_continuations
 from exl_eval.result import SCHEMA_VERSION
 
 DEFAULT_REPLY_TOKENS = 256
+OnDone = Callable[[int], None]
+"""Called with the number of items that are done since the last call."""
 _SAMPLER_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -89,8 +94,59 @@ class TasksResult:
         return {"schema_version": SCHEMA_VERSION, "measurement": "tasks", **asdict(self)}
 
 
+class TaskModel(Protocol):
+    """What the harness asks about a model besides its answers; `LoadedModel` has it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def path(self) -> Path: ...
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def template(self) -> ChatTemplate | None: ...
+    @property
+    def exact(self) -> bool: ...
+
+
+class TaskWork(Protocol):
+    """A model's answers, from this process or from others."""
+
+    def scores(self, pairs: Sequence[Pair], on_done: OnDone) -> list[Scored]:
+        """Scores in the order of the pairs."""
+        ...
+
+    def replies(self, requests: Sequence[Request]) -> Iterator[tuple[int, str]]:
+        """Index and reply of each request, in the order in which they end."""
+        ...
+
+
+class LocalWork:
+    """The answers of a model in this process, by one engine and `score_continuations`."""
+
+    def __init__(self, loaded: LoadedModel, options: TaskOptions) -> None:
+        self._model = loaded.model
+        self._kv_format = options.kv_format
+        engine = EngineOptions(max_batch=options.max_batch, kv_format=options.kv_format)
+        self._engine = Engine(loaded.model, loaded.tokenizer, engine)
+
+    def scores(self, pairs: Sequence[Pair], on_done: OnDone) -> list[Scored]:
+        return score_continuations(self._model, pairs, kv_format=self._kv_format, on_scored=on_done)
+
+    def replies(self, requests: Sequence[Request]) -> Iterator[tuple[int, str]]:
+        numbers = {one.request_id: number for number, one in enumerate(requests)}
+        with running(self._engine, requests) as run:
+            for event in run.events():
+                if isinstance(event, FinishEvent):
+                    yield numbers[event.request_id], event.text
+
+
 class HarnessModel(TemplateLM):
-    """The harness's model interface, implemented by one engine and `score_continuations`.
+    """The harness's model interface, implemented by `TaskWork`.
 
     Special tokens are recognized in a task's own texts, as elsewhere with the harness. In prompts
     that the chat template rendered, only the template may write them. BOS is added if the model's
@@ -99,22 +155,24 @@ class HarnessModel(TemplateLM):
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        loaded: TaskModel,
+        work: TaskWork,
         *,
-        max_batch: int = 16,
-        kv_format: KVFormat = KVFormat.FP16,
         seed: int = 1234,
         is_watched: bool = False,
     ) -> None:
         super().__init__()
         self._loaded = loaded
-        self._kv_format = kv_format
+        self._work = work
         self._seed = seed
         self._is_watched = is_watched
         self._ends = stop_ids(loaded.tokenizer, loaded.config)
-        options = EngineOptions(max_batch=max_batch, kv_format=kv_format)
         self._rendered = _RenderedPrompts()
-        self._engine = Engine(loaded.model, loaded.tokenizer, options)
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> Self:
+        """A model in this process, with the default settings."""
+        return cls(loaded, LocalWork(loaded, TaskOptions(())))
 
     @property
     def max_length(self) -> int:
@@ -198,11 +256,7 @@ class HarnessModel(TemplateLM):
         asked = [(context, tail) for _, context, tail in requests]
         pairs = [self._pair(context, tail) for context, tail in asked if tail]
         with self._bar(len(pairs), "scoring", disable_tqdm) as bar:
-            scored = iter(
-                score_continuations(
-                    self._loaded.model, pairs, kv_format=self._kv_format, on_scored=bar.update
-                )
-            )
+            scored = iter(self._work.scores(pairs, lambda count: _advance(bar, count)))
         answers = []
         for text, _, tail in requests:
             one = next(scored) if tail else None  # an empty continuation has probability 1
@@ -217,18 +271,12 @@ class HarnessModel(TemplateLM):
         for number, one in enumerate(requests):
             context, settings = one.args
             asked.append(self._request(context, settings, number))
-        numbers = {one.request_id: number for number, one in enumerate(asked)}
         replies = [""] * len(requests)
-        with (
-            running(self._engine, asked) as run,
-            self._bar(len(requests), "generating", disable_tqdm) as bar,
-        ):
-            for event in run.events():
-                if isinstance(event, FinishEvent):
-                    number = numbers[event.request_id]
-                    replies[number] = event.text
-                    self.cache_hook.add_partial("generate_until", requests[number].args, event.text)
-                    bar.update(1)
+        with self._bar(len(requests), "generating", disable_tqdm) as bar:
+            for number, text in self._work.replies(asked):
+                replies[number] = text
+                self.cache_hook.add_partial("generate_until", requests[number].args, text)
+                bar.update(1)
         return replies
 
     def _pair(self, context: Sequence[int], continuation: Sequence[int]) -> Pair:
@@ -273,6 +321,10 @@ class HarnessModel(TemplateLM):
         return tqdm(total=total, desc=what, disable=disable_tqdm or not self._is_watched)
 
 
+def _advance(bar: Any, count: int) -> None:
+    bar.update(count)
+
+
 class _RenderedPrompts:
     """Prompts that the chat template rendered, with the characters that it wrote itself.
 
@@ -311,13 +363,14 @@ def run_tasks(
 ) -> TasksResult:
     """Runs the tasks. `is_watched` shows progress on stderr. The harness prints nothing to
     stdout."""
-    model = HarnessModel(
-        loaded,
-        max_batch=options.max_batch,
-        kv_format=options.kv_format,
-        seed=options.seed,
-        is_watched=is_watched,
-    )
+    return run_with(loaded, LocalWork(loaded, options), options, is_watched=is_watched)
+
+
+def run_with(
+    loaded: TaskModel, work: TaskWork, options: TaskOptions, *, is_watched: bool = False
+) -> TasksResult:
+    """The same with the answers of `work`, whose model `loaded` describes."""
+    model = HarnessModel(loaded, work, seed=options.seed, is_watched=is_watched)
     manager = _manager(options)
     with _quiet(is_watched=is_watched):
         found = _evaluate(model, options, manager)

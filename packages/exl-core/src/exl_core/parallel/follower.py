@@ -6,6 +6,7 @@ Imports only the standard library, so that the reports begin before torch is imp
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from threading import Lock, Thread, current_thread
@@ -52,6 +53,8 @@ class Reports:
         self.on_hang: Callable[[str], None] | None = None
         self.kills_leader = False
         """Whether rank 0's process is killed if it hangs: it does nothing but run the model."""
+        self.folder: str | None = None
+        """Folder in which the ranks meet. It is removed if rank 0 has ended before it could."""
         self._connection = connection
         self._watch = LeaderWatch(leader)
         self._last_word = b""
@@ -79,7 +82,7 @@ class Reports:
                 self._hear(self._connection.recv_bytes(8))
         if not self._last_word and self.on_end is not None:
             self.on_end("has ended")
-        os._exit(LOST_LEADER)
+        self._leave()
 
     def _run(self) -> None:
         """Beats, and reads rank 0's. Runs on a thread of its own."""
@@ -112,6 +115,11 @@ class Reports:
             self.on_hang(line)
         if self.kills_leader and self.rank == 1:
             self._watch.kill()
+        self._leave()
+
+    def _leave(self) -> NoReturn:
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(LOST_LEADER)
 
     def _send(self, report: bytes) -> None:

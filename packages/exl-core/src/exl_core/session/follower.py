@@ -60,6 +60,7 @@ def _follow_on_host(messages: Connection, reports: Reports) -> None:
     """A follower that rank 0 has started: its first message are its settings."""
     settings = json.loads(messages.recv_bytes())
     reports.rank = settings["rank"]
+    reports.folder = settings["folder"]
     reports.kills_leader = settings["options"]["is_command"]
     if reports.kills_leader and reports.rank == 1:
         num_ranks = settings["options"]["tensor_parallel"]

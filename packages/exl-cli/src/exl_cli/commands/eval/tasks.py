@@ -48,6 +48,17 @@ Limit = Annotated[
     int | None,
     typer.Option("--limit", metavar="N", min=1, help="Only the first N documents of each task."),
 ]
+Replicas = Annotated[
+    int | None,
+    typer.Option(
+        "--replicas",
+        metavar="N",
+        min=1,
+        max=1024,
+        help="Score and generate with N processes that have the whole model each: on the GPUs of "
+        "this machine, or with shares of its CPUs. On the CPU the figures stay the same.",
+    ),
+]
 Chat = Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")]
 
 
@@ -62,6 +73,8 @@ def tasks(
     limit: Limit = None,
     chat: Chat = False,
     seed: eval_options.Seed = 1234,
+    replicas: Replicas = None,
+    ray: eval_options.Ray = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     changes: ModelOptions,
@@ -93,21 +106,19 @@ def tasks(
                 got=f"no module {error.name!r}",
                 next_step=f"Install it with: {INSTALL}",
             ) from error
-        from exl_cli.load import load_quietly
         from exl_cli.render import is_watched
-    loaded = load_quietly(
-        spec,
-        device=device,
-        threads=threads,
-        is_quiet=quiet,
-        exact=exact,
-        batch_invariant=batch_invariant,
-        options=changes.load_options(),
-    )
+    loading = eval_options.Loading(device, threads, quiet, exact, batch_invariant, changes=changes)
     choices = TaskOptions(
         listed, fewshot, limit, include, chat=chat, kv_format=kv_format, seed=seed
     )
-    result = run_tasks(loaded, choices, is_watched=is_watched(is_quiet=quiet))
+    where = eval_options.Where.of(replicas, ray)
+    if where is None:
+        result = run_tasks(loading.load(spec), choices, is_watched=is_watched(is_quiet=quiet))
+    else:
+        from exl_cli.commands.eval.replicated_tasks import TaskJob, run_by_replicas
+
+        job = TaskJob(loading, spec, choices)
+        result = run_by_replicas(job, where, is_watched=is_watched(is_quiet=quiet))
     if json:
         output.write_json(result.as_dict())
     else:
