@@ -12,6 +12,8 @@ from test_attention_fused import angles, bound_batch, slots_of
 from torch import Tensor
 
 from exl_core.ops.attention import CacheLayer, Scoring
+from exl_core.ops.backends.cpu import latent
+from exl_core.ops.backends.cpu.table import CpuTable
 from exl_core.ops.backends.reference.latent import ReferenceLatentOps
 from exl_core.ops.backends.reference.table import ReferenceTable
 from exl_core.ops.cache_rows import decode_rows
@@ -20,6 +22,7 @@ from exl_core.ops.latent import HeadUp
 from exl_core.ops.table import OpTable
 
 MIXED = [(0, 1), (299, 1), (0, 37), (131, 2), (600, 1), (5, 0), (0, 9)]
+PROMPTS = [(0, 70), (300, 400), (17, 1), (520, 300), (6000, 64)]  # 64 rows, 6000: absorbed
 SCALE = 0.1
 
 
@@ -55,7 +58,7 @@ def operands(table: OpTable, rng: torch.Generator, rows: int, sizes: Sizes) -> O
         values(rows, sizes.heads * (sizes.plain + sizes.rotated)),
         values(rows, sizes.rank),
         values(rows, sizes.rotated),
-        HeadUp(table.new_head_linear(keys.half()), table.new_head_linear(mixed.half())),
+        table.new_latent_up(keys.half(), mixed.half()),
     )
 
 
@@ -120,6 +123,47 @@ def test_absorbed_form_equals_the_expanded_one(
     assert (y - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+@pytest.mark.parametrize("sizes", [TINY, DEEPSEEK], ids=["tiny", "deepseek"])
+@pytest.mark.parametrize("kv_format", ["f32", "f16", "fp8", "q8", "q4"])
+def test_prompts_in_the_expanded_form_equal_the_absorbed_one(
+    *,
+    monkeypatch: pytest.MonkeyPatch,
+    rng: torch.Generator,
+    kv_format: str,
+    sizes: Sizes,
+) -> None:
+    batch = batch_of(rng, kv_format, PROMPTS, (1, sizes.rotated + sizes.rank, 256))
+    rotation = angles(rng, batch.rows, sizes.rotated // 2)
+    invariant = cast(OpTable, CpuTable(None, 2, batch_invariant=True))
+    plain = cast(OpTable, CpuTable(None, 2))
+    state = rng.get_state()
+    results, written = [], []
+    for table in (invariant, plain):
+        given = operands(table, rng.set_state(state), batch.rows, sizes)
+        assert (given.up.expanded_keys is None) == table.is_batch_invariant
+        cache = shared(batch)
+        results.append(attend(table, given, batch, cache, rotation))
+        written.append(cache.keys)
+    # One head at a time, and as a part of the next pass.
+    monkeypatch.setattr(latent, "EXPANDED_BYTES", 1)
+    alone = attend(plain, given, batch, shared(batch), rotation)
+
+    assert torch.equal(written[0].view(torch.uint8), written[1].view(torch.uint8))
+    assert torch.equal(alone, results[1])
+    assert not torch.equal(*results), "some prompt is expanded"
+    assert (results[1] - results[0]).abs().max() <= 1e-5 * results[0].abs().max()
+
+
+def test_prompts_are_expanded_where_that_is_faster() -> None:
+    sizes = latent.Sizes(*DEEPSEEK[1:])
+    assert sizes.is_expanded(512, 0)
+    assert sizes.is_expanded(512, 30_000)
+    assert not sizes.is_expanded(1, 0)
+    assert not sizes.is_expanded(192, 2048)  # measured
+    short = latent.Sizes(plain=128, rotated=64, rank=64, value=128)
+    assert not short.is_expanded(512, 0), "a cached row is shorter than a key"
+
+
 @pytest.mark.parametrize("rows", [0, 1, 70])
 def test_head_linear_multiplies_each_head(table: OpTable, rng: torch.Generator, rows: int) -> None:
     weight = normal(rng, 3, 40, 24).half()
@@ -133,7 +177,10 @@ def test_head_linear_multiplies_each_head(table: OpTable, rng: torch.Generator, 
     exact = torch.einsum("mhk,hnk->mhn", x.double(), weight.double())
     bound = 2e-3 if is_gpu(table) else 1e-6
     assert heads.num_heads == 3
+    common = table.head_linear(x[:, :1].expand(-1, 3, -1), heads).float()
+    first = torch.einsum("mk,hnk->mhn", x[:, 0].double(), weight.double())
     if rows:
+        assert (common - first).abs().max() <= bound * exact.abs().max()
         assert (y - exact).abs().max() <= bound * exact.abs().max()
         assert (out[..., :40] - exact).abs().max() <= bound * exact.abs().max()
         assert not out[..., 40:].any()
@@ -141,7 +188,7 @@ def test_head_linear_multiplies_each_head(table: OpTable, rng: torch.Generator, 
 
 def test_head_linear_refuses_heads_that_overlap(kernels: OpTable, rng: torch.Generator) -> None:
     heads = kernels.new_head_linear(normal(rng, 3, 8, 24))
-    x = normal(rng, 4, 24)[:, None].expand(4, 3, 24)
+    x = normal(rng, 4, 48).as_strided((4, 3, 24), (48, 12, 1))
     with pytest.raises(ValueError, match="head_linear: x"):
         kernels.head_linear(x, heads)
 

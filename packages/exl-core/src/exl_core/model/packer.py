@@ -22,7 +22,7 @@ from exl_core.formats.codecs.runtime import RuntimeMatrix
 from exl_core.formats.containers.source import Progress
 from exl_core.formats.locate import share
 from exl_core.formats.tensors import WeightTensors
-from exl_core.ops.latent import HeadUp, LatentUp
+from exl_core.ops.latent import LatentUp
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import PackedExperts
 from exl_core.ops.table import OpTable
@@ -89,7 +89,7 @@ class Packer:
         if len(parts) == 1:
             keys, values = parts[0].split_with_sizes([spec.nope_dim, spec.value_dim], 1)
             parts = [keys.transpose(1, 2), values]  # [H, r, n], [H, v, r]
-        return HeadUp(*(self._ops.new_head_linear(part) for part in parts))
+        return self._ops.new_latent_up(*parts)
 
     def _dense(self, row: ModuleRow) -> Tensor:
         values = self._open(row.name).dense(0, row.shape[0]).clone()

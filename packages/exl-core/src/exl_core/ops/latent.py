@@ -55,14 +55,17 @@ class LatentUp(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadUp:
     """LatentUp of tables with a cache: keys [heads, r, n], from a query to a query for latent
-    vectors, and values [heads, v, r]."""
+    vectors, and values [heads, v, r]. A table that has the expanded form keeps the transposes of
+    `keys` too: expanded_keys [heads, n, r]."""
 
     keys: HeadMatrices
     values: HeadMatrices
+    expanded_keys: HeadMatrices | None = None
 
     @property
     def size_bytes(self) -> int:
-        return self.keys.size_bytes + self.values.size_bytes
+        more = 0 if self.expanded_keys is None else self.expanded_keys.size_bytes
+        return self.keys.size_bytes + self.values.size_bytes + more
 
 
 class LatentOps(Protocol):
@@ -98,5 +101,10 @@ class HeadOps(Protocol):
 
     def head_linear(self, x: Tensor, w: HeadMatrices, out: Tensor | None = None) -> Tensor:
         """x [m, heads, k] -> [m, heads, n], each head times its matrix; written to `out` if given,
-        which is then returned. Rows and heads of both may be farther apart than their length."""
+        which is then returned. Rows and heads of both may be farther apart than their length. All
+        heads of x may be the same memory."""
+        ...
+
+    def new_latent_up(self, keys: Tensor, values: Tensor) -> HeadUp:
+        """Packs the dense matrices keys [heads, r, n] and values [heads, v, r]."""
         ...

@@ -17,6 +17,9 @@ class _Table(AttendOps, HeadOps, Protocol):
 class AbsorbedLatentOps:
     """LatentOps in terms of `head_linear` and `attend_`."""
 
+    def new_latent_up(self: HeadOps, keys: Tensor, values: Tensor) -> HeadUp:
+        return HeadUp(self.new_head_linear(keys), self.new_head_linear(values))
+
     def attend_latent(
         self: _Table,
         q: Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -19,6 +20,21 @@ from exl_core.ops.attention import (
 from exl_core.ops.backends.cpu.library import exl_kernels
 from exl_core.ops.cache_rows import queries_of
 from exl_core.ops.linear import Inputs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuBatch:
+    """Operands of `attention_batch`, and `bound`, the copy that the kernels read. `divided` keeps
+    what latent attention derives from them (`latent.py`), by the sizes of a head."""
+
+    bound: exl_kernels.Table.AttentionBatch
+    rows: AttentionRows
+    slots: Tensor
+    cos: Tensor
+    sin: Tensor
+    num_pages: int
+    page_size: int
+    divided: dict[tuple[int, ...], object] = field(default_factory=dict)
 
 
 class CpuAttentionOps:
@@ -63,8 +79,8 @@ class CpuAttentionOps:
         *,
         num_pages: int,
         page_size: int,
-    ) -> AttentionBatch:
-        return exl_kernels.Table.AttentionBatch(
+    ) -> CpuBatch:
+        bound = exl_kernels.Table.AttentionBatch(
             rows.page_table,
             rows.row_starts,
             rows.past_lens,
@@ -74,6 +90,7 @@ class CpuAttentionOps:
             num_pages,
             page_size,
         )
+        return CpuBatch(bound, rows, slots, cos, sin, num_pages, page_size)
 
     def attend_(
         self,
@@ -89,7 +106,7 @@ class CpuAttentionOps:
     ) -> Inputs:
         self._ops.attend_(
             qkv,
-            cast(exl_kernels.Table.AttentionBatch, batch),
+            cast(CpuBatch, batch).bound,
             cache.keys,
             cache.values,
             norms.q,

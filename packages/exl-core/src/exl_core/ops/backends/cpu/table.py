@@ -12,19 +12,19 @@ from torch import Tensor
 from exl_core.errors import BackendError
 from exl_core.ops.backends.cpu.attention import CpuAttentionOps
 from exl_core.ops.backends.cpu.elementwise import CpuElementwiseOps
+from exl_core.ops.backends.cpu.latent import CpuLatentOps
 from exl_core.ops.backends.cpu.library import exl_kernels, native_isas
 from exl_core.ops.backends.cpu.linear import CpuLinearOps
 from exl_core.ops.backends.cpu.moe import CpuMoeOps
 from exl_core.ops.backends.cpu.recurrent import CpuRecurrentOps
 from exl_core.ops.backends.cpu.rings import CpuRingOps
 from exl_core.ops.backends.cpu.sampling import CpuSamplingOps
-from exl_core.ops.backends.latent import AbsorbedLatentOps
 
 
 class CpuTable(
     CpuLinearOps,
     CpuAttentionOps,
-    AbsorbedLatentOps,
+    CpuLatentOps,
     CpuElementwiseOps,
     CpuMoeOps,
     CpuRecurrentOps,
