@@ -15,9 +15,10 @@ from support.driving import ask, submit
 
 
 class Reply(NamedTuple):
-    """`choice`: index of the adapter that the job used; 0 for none."""
+    """`choice`: index of the adapter that the job used; 0 for none. `prompt`: its token ids, as
+    bytes because a test keeps thousands of them."""
 
-    prompt: tuple[int, ...]
+    prompt: bytes
     choice: int
     token_ids: tuple[int, ...]
 
@@ -35,7 +36,7 @@ def run_jobs(
     engine = Engine(loaded.model, loaded.tokenizer, options, drafter=NgramDrafter())
     choices = ((), *((use,) for use in adapters))
     cancelled = set(map(str, rng.sample(range(count), count // 10)))
-    begun_jobs: list[tuple[tuple[int, ...], int]] = []
+    begun_jobs: list[tuple[bytes, int]] = []
     found: dict[str, Reply] = {}
     begun = 0
     while begun < count or not engine.is_idle:
@@ -43,7 +44,7 @@ def run_jobs(
             prefix = [rng.randrange(2)] * rng.choice([3, 280])
             ids = [3 + one for one in (*prefix, *(rng.randrange(200) for _ in range(5)))]
             choice = rng.randrange(len(choices))
-            begun_jobs.append((tuple(ids), choice))
+            begun_jobs.append((bytes(ids), choice))
             request = ask(
                 ids,
                 max_tokens=rng.choice([1, 4, 12, 30]),

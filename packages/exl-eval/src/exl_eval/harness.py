@@ -95,7 +95,7 @@ class TasksResult:
 
 
 class TaskModel(Protocol):
-    """What the harness asks about a model besides its answers; `LoadedModel` has it."""
+    """A model's facts that the harness needs besides its answers; `LoadedModel` has them."""
 
     @property
     def name(self) -> str: ...
