@@ -24,6 +24,7 @@ from support import stub_stages, tiny_models
 from support.commands import Command
 from support.conversions import SHAPE, content
 from support.terminal import Terminal
+from support.tiny_mtp import MtpCheckpoint
 
 EVENTS = ["check", "calibrate", "sensitivity", "measure", "quantize", "ends", "tune", "write"]
 
@@ -49,7 +50,7 @@ def convert(exl: Command, source: Path, tmp_path: Path, monkeypatch: pytest.Monk
     text = tmp_path / "text.txt"
     text.write_text("Some text to be calibrated on. " * 100, encoding="utf-8")
 
-    def run(*args: object, out: str = "out") -> Any:
+    def run(*args: object, out: str = "out", source: Path = source) -> Any:
         fixed = ("--calibration", text, "--rows", 2, "--length", 64, "--bits", 8.25)
         return exl("convert", source, "-o", tmp_path / out, *fixed, *args)
 
@@ -210,6 +211,18 @@ def test_resume_event_in_json(convert: Command, tmp_path: Path) -> None:
     (resumed,) = [event for event in events if event["event"] == "resume"]
     assert (resumed["work"], resumed["is_published"]) == (str(work), True)
     assert not steps_of(events, "measure")
+
+
+def test_a_layer_for_multi_token_prediction_is_left_out_by_name(
+    convert: Command, exl: Command, tmp_path: Path
+) -> None:
+    shape = {**SHAPE, "first_k_dense_replace": 3}  # without experts
+    folder = MtpCheckpoint("glm4-moe", **shape).save(tmp_path / "mtp")
+    done = convert(source=folder)
+    assert done.code == 0
+    assert "layer for multi-token prediction: left out: it is not converted" in done.err
+    line = exl("generate", tmp_path / "out", "-p", "a", "--mtp").error_line(3)
+    assert "the files have no layer for multi-token prediction" in line
 
 
 def test_several_problems_print_several_lines(convert: Command, tmp_path: Path) -> None:

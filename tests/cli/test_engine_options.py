@@ -17,6 +17,7 @@ from exl_core.speculate.compatible import draft_rope_alpha
 from support import tiny_models
 from support.adapters import random_pairs, stored, write_adapter
 from support.commands import Command, JsonCommand
+from support.tiny_mtp import MtpCheckpoint
 
 GREEDY = ("--temp", "0")
 
@@ -332,3 +333,13 @@ def test_a_json_schema_may_be_given_inline(exl: Command) -> None:
     wrong = exl("generate", "-p", "x", "--json-schema", "{oops")
     assert (wrong.code, wrong.out) == (2, "")
     assert "--json-schema: the JSON schema is not JSON" in wrong.err
+
+
+def test_multi_token_prediction(exl: Command, tmp_path: Path) -> None:
+    checkpoint = MtpCheckpoint("qwen3.5")
+    folder = checkpoint.save(tmp_path)
+    args = ("generate", folder, "-p", "Hello", "-n", 12, "--temp", 0, "--device", "cpu")
+    plain = exl(*args)
+    drafted = exl(*args, "--mtp", "--draft-tokens", 2)
+    assert (drafted.code, drafted.err, drafted.out) == (0, "", plain.out)
+    assert "a layer that predicts them (MTP)" in exl("inspect", "model", folder).out

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from support import gguf_hybrids, gguf_latent, gguf_models
+from support.gguf_models import write_file
 from support.tiny_hybrids import tiny_qwen3_next, tiny_qwen35, tiny_qwen35_moe
 from support.tiny_latent import tiny_deepseek3, tiny_glm4_moe_lite
 from support.tiny_models import save, tiny_glm4_moe
@@ -172,3 +176,44 @@ class MtpCheckpoint:
         eps = self.config.rms_norm_eps
         weight = self.own[role] + (1.0 if self.is_qwen else 0.0)
         return nn.functional.rms_norm(x, (x.shape[-1],), None, eps) * weight
+
+
+def write_mtp_gguf(family: str, checkpoint: MtpCheckpoint, path: Path) -> Path:
+    """Writes the checkpoint as llama.cpp's converter does: the layer is the last block."""
+    module, write, arch = _GGUF[family]
+    body, own = checkpoint.model.model, checkpoint.own
+    added = 1.0 if checkpoint.is_qwen else 0.0
+
+    def complete(writer: Any) -> None:
+        writer.add_uint32(f"{arch}.nextn_predict_layers", 1)
+        for role, name in {**_NEXTN, "norm": "shared_head_norm"}.items():
+            value = own[role] if role == "join" else own[role] + added
+            tensor = f"blk.{checkpoint.num_layers}.nextn.{name}.weight"
+            writer.add_tensor(tensor, value.float().numpy())
+        write_file(writer)
+
+    body.layers.append(checkpoint.layer)
+    with mock.patch.object(module, "write_file", complete):
+        write(checkpoint.model.float(), path)
+    checkpoint.model.double()
+    body.layers = body.layers[:-1]
+    return path
+
+
+_GGUF: dict[str, tuple[Any, Callable[[Any, Path], Path], str]] = {
+    "glm4-moe": (gguf_models, gguf_models.write_gguf, "glm4moe"),
+    "deepseek3": (gguf_latent, gguf_latent.write_latent, "deepseek2"),
+    "qwen3.5": (gguf_hybrids, partial(gguf_hybrids.write_hybrid, arch="qwen35"), "qwen35"),
+    "qwen3.5-moe": (
+        gguf_hybrids,
+        partial(gguf_hybrids.write_hybrid, arch="qwen35moe"),
+        "qwen35moe",
+    ),
+    "qwen3-next": (
+        gguf_hybrids,
+        partial(gguf_hybrids.write_hybrid, arch="qwen3next"),
+        "qwen3next",
+    ),
+}
+GGUF_FAMILIES = tuple(_GGUF)
+"""Families whose GGUF files are written here."""

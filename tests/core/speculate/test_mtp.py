@@ -16,13 +16,14 @@ from exl_core.engine.events import Event, FinishEvent
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError, UnsupportedModelError
 from exl_core.sampling.params import SamplerParams
+from exl_core.session.describe import describe_model
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from exl_core.session.runtime import DraftOptions, RuntimeOptions, open_runtime
 from exl_core.speculate.drafter import Draft, Drafter, DraftJob
 from exl_core.speculate.mtp import MtpDrafter
 from support.paged import PagedRun
 from support.tiny_models import save, tiny_glm4_moe, tiny_llama
-from support.tiny_mtp import MTP_FAMILIES, MtpCheckpoint
+from support.tiny_mtp import GGUF_FAMILIES, MTP_FAMILIES, MtpCheckpoint, write_mtp_gguf
 
 GREEDY = SamplerParams(temperature=0.0)
 VOCAB = 259  # ids of the tiny tokenizer
@@ -160,6 +161,19 @@ def test_an_own_head_is_read(tmp_path: Path) -> None:
     drafter = drafter_of(loaded)
     run(engine_of(loaded, drafter), greedy(prompt(7, 30), 6))
     check_drafts(checkpoint, drafter)
+
+
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
+def test_gguf_files(family: str, tmp_path: Path) -> None:
+    checkpoint = MtpCheckpoint(family)
+    loaded = load(write_mtp_gguf(family, checkpoint, tmp_path / "tiny.gguf"))
+    assert loaded.config.num_layers == checkpoint.num_layers
+    drafter = drafter_of(loaded)
+    run(engine_of(loaded, drafter), greedy(prompt(7, 40), 8))
+    check_drafts(checkpoint, drafter)
+    description = describe_model(str(loaded.path))
+    assert description.mtp_bytes > 0
+    assert description.unused_tensors == ()
 
 
 @pytest.mark.parametrize("family", ["glm4-moe", "qwen3.5"])

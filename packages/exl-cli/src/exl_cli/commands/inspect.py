@@ -107,6 +107,7 @@ def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> 
         "parameters": model.parameters,
         "active_parameters": model.active_parameters,
         "active_bytes": model.active_bytes,
+        "mtp_bytes": model.mtp_bytes,
         "file_bytes": model.file_bytes,
         "bits_per_weight": model.bits_per_weight,
         "config": {
@@ -294,6 +295,7 @@ def _facts(model: ModelDescription) -> Table:
             f"{model.bits_per_weight:.2f} bits per weight",
             "shape": f"{c.num_layers} layers, hidden {c.hidden_size}, feed-forward {widths}",
             "attention": attention,
+            **_mtp(model),
             "context": f"{c.max_seq_len} tokens",
             "output head": "shared with the embedding" if c.has_tied_embeddings else "its own",
             "tokenizer": f"{tokenizer.kind}, {tokenizer.vocab_size} tokens, {adds} BOS "
@@ -302,6 +304,17 @@ def _facts(model: ModelDescription) -> Table:
             **{f"backend {name}": state for name, state in model.backends.items()},
         }
     )
+
+
+def _mtp(model: ModelDescription) -> dict[str, str]:
+    """The line about a layer for multi-token prediction, if there is one."""
+    from exl_cli.render import format_bytes
+
+    if not model.mtp_bytes:
+        return {}
+    states = 2 * model.config.hidden_size
+    size = f"{format_bytes(model.mtp_bytes)} in memory with --mtp"
+    return {"next tokens": f"a layer that predicts them (MTP), {size}, {states} bytes a token"}
 
 
 def _width(part: FeedForward) -> str:

@@ -24,9 +24,10 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One report. `kind` is `resume` when an unfinished conversion goes on, `stage` when a stage
-    begins, `step` for its progress, `matrix` after a matrix was quantized, `gate` for the gate's
-    result. `facts` are JSON values that depend on `kind`."""
+    """One report. `kind` is `resume` when an unfinished conversion goes on, `left_out` for a part
+    of the source that is not converted, `stage` when a stage begins, `step` for its progress,
+    `matrix` after a matrix was quantized, `gate` for the gate's result. `facts` are JSON values
+    that depend on `kind`."""
 
     kind: str
     stage: Stage

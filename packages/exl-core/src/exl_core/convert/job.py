@@ -50,6 +50,7 @@ from exl_core.errors import (
 from exl_core.files import is_present, read_bytes, read_json_object, write_json
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.source import TensorSource
+from exl_core.session.mtp import find_mtp
 from exl_core.session.open import model_name, open_checkpoint
 
 WORK_SUFFIX, LOCK_SUFFIX = ".work", ".lock"
@@ -159,6 +160,7 @@ def convert_model(
     of a stage, the finished work is kept for the next call.
     """
     prepared = _prepare(conversion, hooks)
+    _say_what_is_left_out(prepared, hooks)
     folder = conversion.work_folder
     try:
         with (
@@ -252,6 +254,16 @@ def _prepare(conversion: Conversion, hooks: Hooks) -> _Prepared:
     space = replace(space, out=space.out + files.size_bytes)
     _raise(list(preflight.space_problems(space, conversion.out, work)))
     return _Prepared(source, config, checkpoint, files, sha256, facts, given, is_resumed)
+
+
+def _say_what_is_left_out(prepared: _Prepared, hooks: Hooks) -> None:
+    """Reports a layer for multi-token prediction, which is not converted."""
+    if find_mtp(prepared.source, prepared.config) is None:
+        return
+    name = "layer for multi-token prediction"
+    detail = "it is not converted, so --mtp does not work with the result"
+    facts = {"incidents": [(name, "left out", detail)]}
+    hooks.on_event(Event("left_out", Stage.CHECK, facts=facts))
 
 
 def _raise(problems: list[ExlError]) -> None:

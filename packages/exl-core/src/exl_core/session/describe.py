@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from exl_core.arch.layers import MoE
+from exl_core.arch.modules import ModuleRow
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
 from exl_core.formats.checkpoint import Checkpoint
@@ -18,7 +20,8 @@ from exl_core.formats.verify import VerifyReport, verify
 from exl_core.ops.backends.cuda.device import default_device
 from exl_core.ops.open import available_isas, min_group_rows
 from exl_core.ops.weights import GroupRun, TrellisLayout
-from exl_core.session.open import open_model, stop_ids
+from exl_core.session.mtp import find_mtp, open_mtp
+from exl_core.session.open import ModelFiles, open_model, stop_ids
 from exl_core.tokenizer.base import Tokenizer
 
 
@@ -78,6 +81,8 @@ class ModelDescription:
     """Parameters that one token uses: of the experts, only those chosen for it."""
     active_bytes: int
     """Their size in the file."""
+    mtp_bytes: int
+    """Bytes in memory of the layer for multi-token prediction; 0 if there is none."""
     tokenizer: Tokenizer
     has_template: bool
     backends: dict[str, str]
@@ -117,9 +122,13 @@ def describe_model(spec: str | None = None) -> ModelDescription:
     )
     tokenizer = files.tokenizer
     used = checkpoint.used_names
-    unused = [tensor for name, tensor in source.tensors.items() if name not in used]
     weight_files = {tensor.file for tensor in source.tensors.values()}
     active = _active(checkpoint, files.config)
+    mtp = None
+    if find_mtp(source, files.config) is not None:
+        mtp = open_mtp(source, checkpoint, files.config, files.path, partial(_rows, files))
+        used |= mtp.checkpoint.used_names
+    unused = [tensor for name, tensor in source.tensors.items() if name not in used]
     return ModelDescription(
         name=files.name,
         path=files.path,
@@ -134,6 +143,7 @@ def describe_model(spec: str | None = None) -> ModelDescription:
         bytes_by_part=checkpoint.bytes_by_part,
         active_parameters=active[0],
         active_bytes=active[1],
+        mtp_bytes=0 if mtp is None else mtp.packed_bytes,
         tokenizer=tokenizer,
         has_template=files.template is not None,
         backends=_backends(),
@@ -145,6 +155,12 @@ def verify_model(spec: str | None = None, progress: Progress | None = None) -> V
     bytes."""
     files = open_model(spec)
     return verify(files.source, files.config, files.quantization, progress)
+
+
+def _rows(files: ModelFiles, config: ModelConfig, rows: Sequence[ModuleRow]) -> Checkpoint:
+    """Some of the tensors of a model."""
+    least = min_group_rows(default_device())
+    return Checkpoint(files.source, config, files.quantization, min_group_rows=least, rows=rows)
 
 
 def _tensor(tensor: StoredTensor) -> TensorDescription:
