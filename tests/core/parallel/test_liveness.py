@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 
 from exl_core.parallel import liveness
-from exl_core.parallel.liveness import SILENCE_S, LeaderWatch, Watchdog, _ProcessState
+from exl_core.parallel.liveness import SILENCE_S, RankWatch, Watchdog, _ProcessState
 
 STEP_S = 0.5
 
@@ -40,14 +40,14 @@ def states(
 
 
 def seconds_to_hang(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, found: Iterator[object], limit_s: float = 20.0
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, found: Iterator[object], *, has_loaded: bool
 ) -> float | None:
     monkeypatch.setattr(liveness, "_state_of", lambda _: next(found))
-    watch = LeaderWatch(4711)
-    watch.limit_s = SILENCE_S
-    watch.heard()
+    watch = RankWatch(4711)
+    if has_loaded:
+        watch.has_loaded()
     started = clock.now_s
-    while clock.now_s < started + limit_s:
+    while clock.now_s < started + 20.0:
         clock.now_s += STEP_S
         if watch.hangs():
             return clock.now_s - started
@@ -71,15 +71,32 @@ def seconds_to_hang(
 def test_a_process_that_works_or_is_suspended_does_not_hang(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, found: Iterator[object], hangs: bool
 ) -> None:
-    seconds = seconds_to_hang(monkeypatch, clock, found)
+    seconds = seconds_to_hang(monkeypatch, clock, found, has_loaded=True)
     assert seconds == (SILENCE_S + STEP_S if hangs else None)
+
+
+@pytest.mark.parametrize(
+    ("found", "hangs"),
+    [(states("T"), True), (states("S"), True), (states("R", share=1.0), False)],
+)
+def test_a_process_that_loads_may_hang_too(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, found: Iterator[object], hangs: bool
+) -> None:
+    seconds = seconds_to_hang(monkeypatch, clock, found, has_loaded=False)
+    assert seconds == (SILENCE_S + STEP_S if hangs else None)
+
+
+def test_a_process_that_loads_may_wait_for_a_disk(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    assert seconds_to_hang(monkeypatch, clock, states("D"), has_loaded=False) is None
 
 
 def test_only_beats_count_from_another_machine(
     monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    watch = LeaderWatch()
-    watch.limit_s = SILENCE_S
+    watch = RankWatch()
+    watch.has_loaded()
     for _ in range(20):
         clock.now_s += STEP_S
         watch.heard()
@@ -93,9 +110,8 @@ def test_only_beats_count_from_another_machine(
 
 def test_a_machine_that_slept_waits_for_the_next_beat(clock: Clock) -> None:
     """A laptop or a virtual machine was suspended, and its clock went on."""
-    watch = LeaderWatch()
-    watch.limit_s = SILENCE_S
-    watch.heard()
+    watch = RankWatch()
+    watch.has_loaded()
     clock.now_s += 3600.0
     assert not watch.hangs()
     clock.now_s += STEP_S
@@ -115,10 +131,10 @@ def test_only_a_parent_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of a process that has ended may belong to another one."""
     killed: list[int] = []
     monkeypatch.setattr(os, "kill", lambda process, _: killed.append(process))
-    LeaderWatch(os.getpid()).kill()
-    LeaderWatch().kill()
+    RankWatch(os.getpid()).kill()
+    RankWatch().kill()
     assert not killed
-    LeaderWatch(os.getppid()).kill()
+    RankWatch(os.getppid()).kill()
     assert killed == [os.getppid()]
 
 

@@ -35,6 +35,7 @@ from exl_core.parallel.leader import LeadingTransformer
 from exl_core.parallel.wire import Message
 from exl_core.session import ranks
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
+from exl_core.session.weights import Loading
 from support.adapters import random_pairs, stored, write_adapter
 from support.driving import ask, run_all, submit
 from support.quantized_models import quantized_llama
@@ -276,6 +277,30 @@ def test_followers_end_with_rank_0(tiny: Path) -> None:
     while any(map(is_alive, processes)) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(map(is_alive, processes))
+
+
+def test_a_rank_that_hangs_while_it_loads_is_named(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one machine, a slow load is told from a hang by the work that the process does."""
+    made = starting_with(monkeypatch)
+    started: list[float] = []
+
+    def stop() -> None:
+        started.append(time.monotonic())
+        os.kill(made[0].process_ids[0], signal.SIGSTOP)
+
+    load = Loading.whole
+
+    def whole(loading: Loading, *rest: Any) -> Any:
+        stop()
+        return load(loading, *rest)
+
+    monkeypatch.setattr(Loading, "whole", whole)
+    with pytest.raises(RankError, match=r"^rank 1 of 2 has not answered for 3\.5 s$"):
+        load_model(tiny, device="cpu", tensor_parallel=2)
+    assert time.monotonic() - started[0] < END_LIMIT_S
+    assert not is_alive(made[0].process_ids[0])
 
 
 def test_nothing_is_left_of_a_leader_that_is_killed_while_it_loads(tiny: Path) -> None:

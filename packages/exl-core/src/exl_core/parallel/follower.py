@@ -13,7 +13,7 @@ from threading import Lock, Thread, current_thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, NoReturn
 
-from exl_core.parallel.liveness import BEAT_S, SILENCE_S, LeaderWatch
+from exl_core.parallel.liveness import BEAT_S, SILENCE_S, RankWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +56,7 @@ class Reports:
         self.folder: str | None = None
         """Folder in which the ranks meet. It is removed if rank 0 has ended before it could."""
         self._connection = connection
-        self._watch = LeaderWatch(leader)
+        self._watch = RankWatch(leader)
         self._last_word = b""
         self._lock = Lock()
         self._reader = Thread(target=self._run, name="exl-beat", daemon=True)
@@ -67,8 +67,17 @@ class Reports:
 
     def joined(self) -> None:
         """Rank 0 has loaded too, and beats regularly from now on."""
-        self._watch.heard()
-        self._watch.limit_s = SILENCE_S + (LATER_S if self.rank > 1 else 0.0)
+        self._watch.has_loaded(self._limit_s)
+
+    def set_rank(self, rank: int) -> None:
+        """Says which rank this is, and how long it waits for a rank 0 on the same machine."""
+        self.rank = rank
+        if self._watch.process is not None:
+            self._watch.limit_s = self._limit_s
+
+    @property
+    def _limit_s(self) -> float:
+        return SILENCE_S + (LATER_S if self.rank > 1 else 0.0)
 
     def failed(self, line: str, exit_code: int) -> None:
         self._send(FAILED + f"{exit_code} {line}".encode(errors="backslashreplace")[:4096])

@@ -29,7 +29,7 @@ from threading import Event, Lock, Thread
 from exl_core.errors import RankError
 from exl_core.parallel.exchange import Exchange, GlooExchange
 from exl_core.parallel.follower import BEAT, DESERTED, DONE, FAILED, FAREWELL, LOADED
-from exl_core.parallel.liveness import BEAT_S, LOADING_SILENCE_S, SILENCE_S, Watchdog
+from exl_core.parallel.liveness import BEAT_S, SILENCE_S, RankWatch, Watchdog
 from exl_core.parallel.plan import Rank
 from exl_core.parallel.wire import Header, Message, Operation
 
@@ -45,14 +45,19 @@ class Follower:
     runs, for messages, if another program has started it."""
 
     def __init__(
-        self, rank: int, messages: Connection, reports: Connection, place: str = ""
+        self,
+        rank: int,
+        messages: Connection,
+        reports: Connection,
+        place: str = "",
+        process: int | None = None,
     ) -> None:
         self.rank = rank
         self.messages = messages
         self.reports = reports
         self.place = place
         self.digest: str | None = None
-        self.heard_s = time.monotonic()
+        self.watch = RankWatch(process)
 
     @property
     def is_loaded(self) -> bool:
@@ -96,7 +101,7 @@ class _OwnProcess(Follower):
             for fd in inherited:
                 socket.socket(fileno=fd).close()
         messages, reports = (Connection(ours.detach()) for ours, _ in ends)
-        super().__init__(rank, messages, reports)
+        super().__init__(rank, messages, reports, process=self.process.pid)
         self.messages.send_bytes(json.dumps(dict(settings)).encode())
 
     def end_of_process(self) -> str:
@@ -236,7 +241,7 @@ class Group:
 
     def _watch(self) -> None:
         """Reads reports and beats until the group ends. Runs on a thread of its own."""
-        waited_s, said_s = time.monotonic(), 0.0
+        said_s = -BEAT_S
         while not self._is_closing and self.failure is None:
             now = time.monotonic()
             if now - said_s >= BEAT_S:
@@ -245,16 +250,10 @@ class Group:
             for ready in wait([one.reports for one in self._all], said_s + BEAT_S - now):
                 follower = next(one for one in self._all if one.reports is ready)
                 self._hear(follower)
-            now = time.monotonic()
-            if now - waited_s > SILENCE_S / 2:  # this process was suspended, others may have been
-                for one in self._all:
-                    one.heard_s = now
-            waited_s = now
             for one in self._all:
-                limit = SILENCE_S if one.is_loaded else LOADING_SILENCE_S
-                if now - one.heard_s > limit:
+                if one.watch.hangs():
                     place = f" ({one.place})" if one.place else ""
-                    self._fail(one.rank, f"has not answered for {limit:g} s{place}")
+                    self._fail(one.rank, f"has not answered for {one.watch.limit_s:g} s{place}")
         if self._watchdog is not None:
             self._watchdog.set(0)
         self._failed.wait()  # until the followers have been told
@@ -274,10 +273,11 @@ class Group:
             if not self._is_closing:
                 self._fail(follower.rank, follower.end_of_process())
             return
-        follower.heard_s = time.monotonic()
+        follower.watch.heard()
         kind, text = report[:1], report[1:].decode("utf-8", "replace")
         if kind == LOADED:
             follower.digest = text
+            follower.watch.has_loaded()
             if all(one.is_loaded for one in self._all):
                 self._loaded.set()
         elif kind == FAILED:

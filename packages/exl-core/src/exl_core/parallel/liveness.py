@@ -1,10 +1,11 @@
-"""Whether rank 0 lives, in the eyes of the other ranks, and its end if it hangs.
+"""Whether a rank lives, in the eyes of another one, and the end of a rank 0 that hangs.
 
-Rank 0 sends a beat twice a second from a thread of its own, so a long pass or a slow request does
-not delay it. Beats stop if the whole process stands still, or if one call holds the interpreter.
-A rank on the same machine tells these apart: a process that computes or reads files is slow, and
-one that does neither hangs. A process that the user of a terminal, or a debugger, has suspended
-does not hang either. From another machine only the beats are visible.
+Rank 0 and each follower send each other a beat twice a second, from a thread of their own, so a
+long pass or a slow request does not delay it. Beats stop if the whole process stands still, or if
+one call holds the interpreter. A rank on the same machine tells these apart: a process that
+computes or reads files is slow, and one that does neither hangs. A process that the user of a
+terminal, or a debugger, has suspended does not hang either. From another machine only the beats are
+visible.
 
 Imports only the standard library, so that the beats are read before torch is imported.
 """
@@ -22,11 +23,12 @@ BEAT_S = 0.5
 SILENCE_S = 3.5
 """A rank that says nothing for so long hangs. It beats twice a second."""
 LOADING_SILENCE_S = 60.0
-"""The same until all have loaded: imports and large files may hold the interpreter."""
+"""The same for a rank on another machine until it has loaded: imports and large files may hold the
+interpreter."""
 WORKING_SHARE = 0.05
 """Share of a core that a process uses at least if it computes. Threads that wait for the
 interpreter wake up 200 times a second, and use less."""
-_STOPPED, _TRACED = "T", "t"
+_STOPPED, _TRACED, _READING = "T", "t", "D"
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -52,46 +54,54 @@ def _state_of(process: int) -> _ProcessState | None:
     return _ProcessState(fields[0], fields[4] != "0", int(fields[9]), ticks / _TICKS_PER_S)
 
 
-class LeaderWatch:
-    """When rank 0 was heard last. `process`: its process id, on the same machine; else None."""
+class RankWatch:
+    """When another rank was heard last. `process`: its process id, on the same machine; else
+    None."""
 
     def __init__(self, process: int | None = None) -> None:
         self.process = process
-        self.limit_s = LOADING_SILENCE_S
-        self._alive_s = self._seen_s = monotonic()
+        self.limit_s = LOADING_SILENCE_S if process is None else SILENCE_S
+        self.is_loading = True
+        self._alive_s = self._seen_s = self._sampled_s = monotonic()
         self._state: _ProcessState | None = None
+
+    def has_loaded(self, limit_s: float = SILENCE_S) -> None:
+        """From now on, the rank beats regularly."""
+        self.heard()
+        self.limit_s = limit_s
+        self.is_loading = False
 
     def heard(self) -> None:
         self._alive_s = monotonic()
 
     def hangs(self) -> bool:
-        """Whether rank 0 has given no sign of life for `limit_s`. Asked several times a second."""
+        """Whether the rank has given no sign of life for `limit_s`. Asked several times a
+        second."""
         now = monotonic()
         passed_s, self._seen_s = now - self._seen_s, now
-        before = self._state
-        self._state = None if self.process is None else _state_of(self.process)
-        was_suspended = passed_s > SILENCE_S / 2  # this process was, and rank 0 may have been
-        if was_suspended or _is_slow(before, self._state, passed_s):
+        was_suspended = passed_s > SILENCE_S / 2  # this process was, and the other may have been
+        if was_suspended or (now - self._sampled_s >= BEAT_S and self._is_slow(now)):
             self._alive_s = now
         return now - self._alive_s > self.limit_s
 
+    def _is_slow(self, now: float) -> bool:
+        """Whether the process has done something since the last sample, or waits on purpose."""
+        before, passed_s, self._sampled_s = self._state, now - self._sampled_s, now
+        self._state = state = None if self.process is None else _state_of(self.process)
+        if state is None:
+            return False
+        if state.letter == _STOPPED:
+            return state.has_terminal
+        if state.letter == _TRACED or (state.letter == _READING and self.is_loading):
+            return True
+        if before is None:
+            return False
+        return state.reads > before.reads or state.cpu_s - before.cpu_s > WORKING_SHARE * passed_s
+
     def kill(self) -> None:
-        """Ends rank 0's process, whatever state it is in."""
+        """Ends the process of rank 0, this one's parent, whatever state it is in."""
         if self.process is not None and self.process == os.getppid():
             os.kill(self.process, signal.SIGKILL)
-
-
-def _is_slow(before: _ProcessState | None, state: _ProcessState | None, passed_s: float) -> bool:
-    """Whether a process has done something in this time, or waits on purpose."""
-    if state is None:
-        return False
-    if state.letter == _STOPPED:
-        return state.has_terminal
-    if state.letter == _TRACED:
-        return True
-    if before is None:
-        return False
-    return state.reads > before.reads or state.cpu_s - before.cpu_s > WORKING_SHARE * passed_s
 
 
 class _SignalEvent(ctypes.Structure):

@@ -59,7 +59,7 @@ def run(reports: Reports, follow: Callable[[], None]) -> NoReturn:
 def _follow_on_host(messages: Connection, reports: Reports) -> None:
     """A follower that rank 0 has started: its first message are its settings."""
     settings = json.loads(messages.recv_bytes())
-    reports.rank = settings["rank"]
+    reports.set_rank(settings["rank"])
     reports.folder = settings["folder"]
     reports.kills_leader = settings["options"]["is_command"]
     if reports.kills_leader and reports.rank == 1:
@@ -140,7 +140,7 @@ def follow_job(
     meeting = Meeting(job)
     ends = meeting.follow()
     reports = Reports(ends.reports)
-    reports.rank = job.rank
+    reports.set_rank(job.rank)
     reports.on_end = reports.on_hang = on_loss
     _handle_stop_signals(reports, has_leader=meeting.grid.host_of(job.rank) == 0)
 
