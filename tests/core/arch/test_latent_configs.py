@@ -192,8 +192,9 @@ def test_gguf_files_have_the_numbers_of_their_checkpoints(tmp_path: Path) -> Non
     assert config.layers[-1].feed_forward == expected.feed_forward
 
 
-def test_latent_attention_cannot_be_divided_among_ranks(tmp_path: Path) -> None:
+def test_ranks_divide_the_heads_and_cache_whole_rows(tmp_path: Path) -> None:
     config = read_hf_config(write(tmp_path, LLAMA | V2_LITE))
-    with pytest.raises(UnsupportedModelError, match="latent attention") as caught:
-        share_config(config, Rank(0, 2))
-    assert "--split" in str(caught.value)
+    parts = [share_config(config, Rank(index, 3)) for index in range(3)]
+    mixers = [part.layers[-1].mixer for part in parts]
+    assert [one.num_q_heads for one in mixers if isinstance(one, MLA)] == [5, 5, 6]
+    assert all(part.kv_shapes == config.kv_shapes for part in parts)

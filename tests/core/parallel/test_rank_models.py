@@ -11,13 +11,15 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from exl_core.arch.layers import Attention
+from exl_core.arch.layers import MLA, Attention
 from exl_core.cache.format import KVFormat
 from exl_core.errors import RequestError
-from exl_core.parallel.plan import Rank, head_share
+from exl_core.parallel.plan import Rank, head_share, latent_heads
 from exl_core.session.load import LoadOptions
+from support import tiny_latent
 from support import tiny_models as tiny
 from support.families import FAMILIES, save_family
+from support.gguf_latent import write_latent
 from support.gguf_models import write_gguf
 from support.mxfp4 import save_as_mxfp4
 from support.quantized_models import METHODS, quantized_llama
@@ -36,6 +38,10 @@ OTHERS = {
     "llama4": tiny.tiny_llama4,
     "gpt2": tiny.tiny_gpt2,
     "bigcode": tiny.tiny_bigcode,
+    "deepseek2": tiny_latent.tiny_deepseek2,
+    "deepseek3": tiny_latent.tiny_deepseek3,
+    "glm4-moe-lite": tiny_latent.tiny_glm4_moe_lite,
+    "mistral4": tiny_latent.tiny_mistral4,
 }
 EXACT = LoadOptions(device="cpu", exact=True)
 FAST = LoadOptions(device="cpu")
@@ -93,6 +99,41 @@ def test_every_kind_of_blocks(kind: str, tmp_path: Path) -> None:
         found = logits_on_ranks(path, count, FAST)
         assert mean_kl(expected[0], found[0]) < 1e-4
         assert mean_kl(expected[1], found[1]) < 1e-5
+
+
+ROW = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+"""Sizes of latent attention that every format of weights and of the cache can store."""
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["one-matrix", "two-matrices"])
+def test_latent_attention_of_quantized_files(is_split: bool, tmp_path: Path) -> None:
+    """Heads are divided, and every rank caches whole latent vectors. All layers have dense MLPs:
+    with random weights one of the rows has a near tie between experts."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
+    model = tiny_latent.tiny_deepseek3(**ROW, **sizes, q_lora_rank=32, first_k_dense_replace=3)
+    kind = GGMLQuantizationType.Q8_0
+    path = write_latent(model, tmp_path / "model.gguf", is_split=is_split, kind=kind)
+    for options, bound in ((EXACT, 1e-7), (FAST, 1e-4)):
+        expected = logits_on_one(path, options)
+        for count in (2, 4):  # 6 heads: 4 ranks have unequal shares
+            found = logits_on_ranks(path, count, options)
+            assert mean_kl(expected[0], found[0]) < bound
+            assert mean_kl(expected[1], found[1]) < bound
+
+
+@pytest.mark.parametrize("kv_format", list(KVFormat))
+def test_latent_attention_in_every_format_of_the_cache(kv_format: KVFormat, tmp_path: Path) -> None:
+    path = tiny.save(tiny_latent.tiny_deepseek2(**ROW, first_k_dense_replace=3), tmp_path / "model")
+    expected = logits_on_one(path, EXACT, kv_format)
+    found = logits_on_ranks(path, 3, EXACT, kv_format)
+    assert mean_kl(expected[1], found[1]) < 1e-5
+
+
+def test_more_ranks_than_heads_of_latent_attention_are_refused() -> None:
+    spec = MLA(2, 0, kv_rank=64, nope_dim=32, rope_dim=32, value_dim=32, scale=1.0)
+    assert [latent_heads(spec, Rank(index, 2)) for index in range(2)] == [range(1), range(1, 2)]
+    with pytest.raises(RequestError, match="too few attention heads"):
+        latent_heads(spec, Rank(0, 3))
 
 
 @pytest.mark.parametrize("kv_format", [one for one in KVFormat if one is not KVFormat.Q4])

@@ -42,6 +42,7 @@ from support.quantized_models import quantized_llama
 from support.random_jobs import run_jobs
 from support.real_models import gemma3_gguf, smollm2_gguf
 from support.thread_ranks import logits_of, mean_kl
+from support.tiny_latent import tiny_deepseek3
 from support.tiny_models import save, tiny_llama
 
 pytestmark = pytest.mark.thorough
@@ -124,6 +125,14 @@ def test_greedy_text_with_k_blocks(tmp_path_factory: pytest.TempPathFactory) -> 
     whole = load_model(path, device="cpu", max_seq_len=512)
     with loaded_ranks(path, max_seq_len=512) as divided:
         assert replies(divided, 24) == replies(whole, 24)
+
+
+def test_greedy_text_with_latent_attention(tmp_path: Path) -> None:
+    path = save(tiny_deepseek3(), tmp_path / "model")
+    whole = load_model(path, device="cpu", exact=True)
+    with loaded_ranks(path, exact=True) as divided:
+        assert replies(divided, 24) == replies(whole, 24)
+        assert mean_kl(logits_of(whole.model)[1], logits_of(divided.model)[1]) < 1e-7
 
 
 @pytest.mark.parametrize("method", ["exl2", "exl3", "gptq"])

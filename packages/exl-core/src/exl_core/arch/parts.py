@@ -297,22 +297,27 @@ def _latent_parts(config: ModelConfig, spec: MLA) -> list[Part]:
     def linear(role: str, shape: tuple[int, int], packed: Packed, **more: Any) -> Part:
         return Part(role, Kind.LINEAR, shape, packed=packed, is_converted=True, **more)
 
+    wide = Shard.OUT_FEATURES  # of matrices with rows of heads; latent vectors are whole everywhere
     rotated = 0 if spec.rope is None else spec.rope_dim
     of_queries = RowPermutation(heads, spec.head_dim, rotated, before=spec.nope_dim)
     of_row = RowPermutation(1, spec.row_dim, rotated, before=rank)
     if spec.q_rank:
         first = linear("q_a", (spec.q_rank, hidden), "qkv", has_bias=spec.has_bias)
-        queries = [linear("q_b", (spec.q_size, spec.q_rank), "q_up", heads=of_queries)]
+        queries = [linear("q_b", (spec.q_size, spec.q_rank), "q_up", heads=of_queries, shard=wide)]
         queries.append(Part("q_a_norm", Kind.NORM, (spec.q_rank,)))
     else:
-        first, queries = linear("q", (spec.q_size, hidden), "qkv", heads=of_queries), []
+        first, queries = linear("q", (spec.q_size, hidden), "qkv", heads=of_queries, shard=wide), []
     row = linear("kv_a", (spec.row_dim, hidden), "qkv", has_bias=spec.has_bias, heads=of_row)
     last = linear("output", (hidden, spec.output_size), "output", has_bias=spec.has_bias)
+    last = last._replace(shard=Shard.IN_FEATURES)
     shapes = [("kv_up", heads * (spec.nope_dim + spec.value_dim), rank)]
     if spec.has_split_up:
         shapes = [("k_up", heads * rank, spec.nope_dim), ("v_up", heads * spec.value_dim, rank)]
     stacked = heads if spec.has_split_up else 0
-    up = [Part(role, Kind.LINEAR, (n, k), is_dense=True, stacked=stacked) for role, n, k in shapes]
+    up = [
+        Part(role, Kind.LINEAR, (n, k), shard=wide, is_dense=True, stacked=stacked)
+        for role, n, k in shapes
+    ]
     return [first, row, *queries, *up, last, Part("kv_a_norm", Kind.NORM, (rank,))]
 
 

@@ -2,7 +2,8 @@
 
 Columns are divided of q, k and v (by heads), gate and up, embedding and head (by tokens). Rows are
 divided of the last matrix of attention and of the MLPs, whose products are summed over the ranks.
-Everything else is whole on every rank: norms, routers. Experts are divided like any MLP.
+Everything else is whole on every rank: norms, routers. Experts are divided like any MLP. Of latent
+attention, the matrices to latent vectors are whole, and those from them to heads are divided.
 
 Gate and up follow the rows of their `down` matrix. With act-order these are scattered features, so
 that no input is exchanged between the ranks.
@@ -117,7 +118,10 @@ class ShardedCheckpoint:
 
     def _shape(self, row: ModuleRow) -> tuple[int, ...]:
         """Shape of the rank's part of a tensor."""
-        if row.role in ("q", "k", "v", "output"):
+        latent = self.shares.latent_rows(row)
+        if latent is not None:
+            width = len(latent)
+        elif row.role in ("q", "k", "v", "output"):
             spec = self.shares.attention(row)
             heads = head_share(spec, self._rank)
             width = len(heads.kv if row.role in ("k", "v") else heads.q) * spec.head_dim

@@ -23,6 +23,7 @@ from exl_core.model.transformer import Transformer
 from exl_core.model.weights import (
     AttentionWeights,
     BlockWeights,
+    LatentWeights,
     MlpWeights,
     ModelWeights,
     MoeWeights,
@@ -166,13 +167,16 @@ def _divided(config: ModelConfig, weights: ModelWeights, rank: Rank) -> ModelWei
     """The weights of a rank, with everything marked that is summed over the ranks."""
     blocks = []
     for layer, block in zip(config.layers, weights.blocks, strict=True):
-        own = block.attention
-        assert isinstance(own, AttentionWeights), "`share_config` refuses other mixers"
-        attention = replace(
-            own,
-            output=PartialLinear(own.output),
-            whole_norms=_divided_norms(layer.attention, own.whole_norms, rank),
-        )
+        own, mixer = block.mixer, block.mixer
+        if isinstance(own, LatentWeights):
+            mixer = replace(own, output=PartialLinear(own.output))
+        else:
+            assert isinstance(own, AttentionWeights), "`share_config` refuses other mixers"
+            mixer = replace(
+                own,
+                output=PartialLinear(own.output),
+                whole_norms=_divided_norms(layer.attention, own.whole_norms, rank),
+            )
         mlp: MlpWeights | MoeWeights
         if isinstance(block.mlp, MoeWeights):
             shared = block.mlp.shared
@@ -180,7 +184,7 @@ def _divided(config: ModelConfig, weights: ModelWeights, rank: Rank) -> ModelWei
         else:
             assert block.mlp is not None, "layers with attention alone are refused"
             mlp = _partial_mlp(block.mlp)
-        blocks.append(replace(block, mixer=attention, mlp=mlp))
+        blocks.append(replace(block, mixer=mixer, mlp=mlp))
     return replace(weights, blocks=tuple(blocks))
 
 

@@ -127,6 +127,18 @@ def head_share(spec: Attention, rank: Rank) -> HeadShare:
     return HeadShare(q, range(own, own + 1), len(sharing))
 
 
+def latent_heads(spec: MLA, rank: Rank) -> range:
+    """The rank's heads of latent attention. Every rank has the whole latent vectors."""
+    heads = spec.num_q_heads
+    if rank.count > heads:
+        raise RequestError(
+            "the model has too few attention heads for so many ranks",
+            expected=f"at most {heads} ranks",
+            got=f"--tensor-parallel {rank.count}",
+        )
+    return range(heads * rank.index // rank.count, heads * (rank.index + 1) // rank.count)
+
+
 def share_config(config: ModelConfig, rank: Rank) -> ModelConfig:
     """The numbers of the model that one rank computes: its own heads and widths in every layer.
 
@@ -135,12 +147,10 @@ def share_config(config: ModelConfig, rank: Rank) -> ModelConfig:
     """
     if rank.count < 2:
         return config
-    has_latent = any(isinstance(layer.mixer, MLA) for layer in config.layers)
-    if config.state_bytes or has_latent:
-        kind = "latent attention" if has_latent else "recurrent layers"
+    if config.state_bytes:
         raise UnsupportedModelError(
-            f"a model with {kind} cannot be divided among ranks",
-            expected="attention to keys and values in every layer",
+            "a model with recurrent layers cannot be divided among ranks",
+            expected="attention in every layer",
             next_step="Give whole layers to each GPU with --split instead.",
         )
     share(config.vocab_size, rank)
@@ -148,13 +158,17 @@ def share_config(config: ModelConfig, rank: Rank) -> ModelConfig:
 
 
 def _layer(layer: LayerSpec, rank: Rank) -> LayerSpec:
-    if not isinstance(layer.mixer, Attention):
-        raise UnsupportedModelError(
-            "tensor parallelism cannot divide this mixer", got=type(layer.mixer).__name__
-        )
-    spec = layer.mixer
-    heads = head_share(spec, rank)
-    mixer = replace(spec, num_q_heads=len(heads.q), num_kv_heads=len(heads.kv))
+    mixer: Attention | MLA
+    match layer.mixer:
+        case Attention() as spec:
+            heads = head_share(spec, rank)
+            mixer = replace(spec, num_q_heads=len(heads.q), num_kv_heads=len(heads.kv))
+        case MLA() as latent:
+            mixer = replace(latent, num_q_heads=len(latent_heads(latent, rank)))
+        case other:
+            raise UnsupportedModelError(
+                "tensor parallelism cannot divide this mixer", got=type(other).__name__
+            )
     return replace(layer, mixer=mixer, feed_forward=_feed_forward(layer.feed_forward, rank))
 
 

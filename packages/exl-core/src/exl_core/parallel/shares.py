@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from exl_core.arch.layers import Attention
+from exl_core.arch.layers import MLA, Attention
 from exl_core.arch.modules import LoraTarget, ModuleRow, Shard, module_table
 from exl_core.arch.spec import ModelConfig
-from exl_core.parallel.plan import Rank, head_share, share, share_config
+from exl_core.parallel.plan import Rank, head_share, latent_heads, share, share_config
 
 _DOWN = {
     "gate": "down",
@@ -39,6 +39,21 @@ class Shares:
         self._table = module_table(config)
         self._own_table = module_table(share_config(config, rank))
 
+    def latent_rows(self, row: ModuleRow) -> Tensor | None:
+        """The rank's outputs of a matrix of latent attention with rows of each head, or its input
+        features of the last one, int64; None for other matrices."""
+        spec = None if row.layer is None else self.config.layers[row.layer].mixer
+        if not isinstance(spec, MLA):
+            return None
+        sizes = {
+            **{"q": spec.head_dim, "q_b": spec.head_dim},
+            **{"kv_up": spec.nope_dim + spec.value_dim, "k_up": spec.kv_rank},
+            **{"v_up": spec.value_dim, "output": spec.value_dim},
+        }
+        size = sizes.get(row.role)
+        heads = latent_heads(spec, self.rank)
+        return None if size is None else torch.arange(heads.start * size, heads.stop * size)
+
     def attention(self, row: ModuleRow) -> Attention:
         assert row.layer is not None, "attention belongs to a layer"
         return self.config.layers[row.layer].attention
@@ -57,6 +72,9 @@ class Shares:
         down = self.down_of(row)
         if down is not None:
             return self.features(down)
+        latent = self.latent_rows(row)
+        if latent is not None:
+            return latent
         if row.role in ("q", "k", "v"):
             spec = self.attention(row)
             heads = head_share(spec, self.rank)
@@ -67,6 +85,9 @@ class Shares:
         """The rank's input features of a matrix whose products are summed, int64, ascending."""
         if row.role != "output":
             return self.dealt[row.name]
+        latent = self.latent_rows(row)
+        if latent is not None:
+            return latent
         spec = self.attention(row)
         return of_heads(head_share(spec, self.rank).q, spec)
 
