@@ -268,6 +268,17 @@ def test_a_copy_of_the_files_is_the_same_model(folder: Path, text: str, tmp_path
         assert complete(running.url()).json()["choices"][0]["text"] == text
 
 
+def test_a_port_in_use(folder: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with job(tmp_path, 2, 1, [folder] * 2, "--port", port) as running:
+            codes = running.wait(START_S)
+            assert codes[0] == 2
+            (line,) = running.errors()
+            assert port in line
+            assert line.startswith("exl: error: ")
+
+
 def test_a_missing_model_on_one_host(folder: Path, tmp_path: Path) -> None:
     with job(tmp_path, 2, 1, [folder, tmp_path / "none"]) as running:
         assert running.wait(START_S)[0] == 3
