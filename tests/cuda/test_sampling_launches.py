@@ -15,7 +15,7 @@ from torch import Tensor
 from exl_core.ops.backends.cuda.library import Gpu
 from exl_core.ops.backends.cuda.sampling import Capacity, RowSampler, SampleBuffers
 from exl_core.ops.backends.cuda.table import CudaTable
-from exl_core.ops.sampling import NextStep, RowSettings
+from exl_core.ops.sampling import LogitEdits, NextStep, RowSettings
 from exl_kernels import cuda
 from support.sampling_cases import CHAINS, assert_same, reference_samples, settings_of
 
@@ -75,7 +75,9 @@ def test_a_captured_graph_samples_with_settings_that_are_filled_in_later(
         buffers.enqueue(on_device, 4)
     for chain in CHAINS.values():
         rows = [settings_of(i, chain, uniform=0.2 * i + 0.05, num_top=5) for i in (2, 0, 1, 3)]
-        rows[1] = replace(rows[1], ids=torch.tensor([5, 9]), values=torch.tensor([4.0, -math.inf]))
+        offsets = torch.tensor([4.0, -math.inf])
+        edits = LogitEdits(torch.tensor([5, 9]), torch.tensor([1.5, 1.0]), offsets)
+        rows[1] = replace(rows[1], edits=edits)
         buffers.fill(rows)
         graph.replay()
         torch.cuda.synchronize()

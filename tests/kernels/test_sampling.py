@@ -13,10 +13,10 @@ from kernel_support import UNIT, assert_within, normal, strided_rows
 from torch import Tensor
 
 from exl_core.ops.open import available_isas, get_table
-from exl_core.ops.sampling import NOTHING_SAMPLED, RowSettings, SampleSettings
+from exl_core.ops.sampling import NOTHING_SAMPLED, LogitEdits, RowSettings, SampleSettings
 from exl_core.ops.table import OpTable
 from support.profiles import first_by_default
-from support.sampling_cases import CHAINS, assert_same, random_mask, rows_of
+from support.sampling_cases import CHAINS, assert_same, random_edits, random_mask, rows_of
 
 UNIFORMS = (0.0, 0.31, 0.77, 0.999, 1 - 1e-9)
 REFERENCE = get_table("reference", threads=1)
@@ -31,13 +31,11 @@ def test_kernels_sample_the_tokens_of_the_reference(
 ) -> None:
     for (name, logits), is_masked in product(rows_of(rng, vocab).items(), (False, True)):
         mask = random_mask(rng, vocab) if is_masked and vocab > 1 else None
-        ids = torch.randint(0, vocab, (7,), generator=rng)
-        values = torch.randn(7, generator=rng) * 3
-        values[3] = -math.inf
+        changes = random_edits(rng, vocab, 7)
         for uniform in UNIFORMS[:: 1 if vocab < 300 else 2]:
             settings = dict(chain, uniform=uniform, num_top=4 if vocab > 5 else 10)
-            for edits in ({}, {"ids": ids, "values": values}):
-                whole = SampleSettings(mask=mask, **edits, **settings)  # type: ignore[arg-type]
+            for edits in (None, changes):
+                whole = SampleSettings(mask=mask, edits=edits, **settings)  # type: ignore[arg-type]
                 before = logits.clone()
                 wanted = REFERENCE.sample(logits, whole)
                 for isa, kernels in KERNELS.items():
@@ -94,10 +92,13 @@ def test_uniform_numbers_select_tokens_by_id(cpu_table: OpTable) -> None:
     assert [d.probability for d in sampled] == pytest.approx([0.25, 0.25, 0.5, 0.5, 0.25, 0.25])
 
 
-def test_the_last_of_equal_ids_counts_and_the_mask_applies_to_edits(cpu_table: OpTable) -> None:
-    ids = torch.tensor([2, 0, 2, 1])
-    values = torch.tensor([9.0, 1.0, -9.0, 5.0])
-    logits, edited = torch.zeros(3), SampleSettings(ids=ids, values=values, top_k=1)
+def test_edits_scale_by_sign_and_the_mask_applies_to_edited_tokens(cpu_table: OpTable) -> None:
+    logits = torch.tensor([2.0, -2.0, -1.9])
+    halved = LogitEdits(torch.tensor([1, 0]), torch.tensor([2.0, 2.0]), torch.zeros(2))
+    edited = SampleSettings(edits=halved, num_top=3)  # 1, -4, -1.9
+    assert [i for i, _ in cpu_table.sample(logits, edited).top] == [0, 2, 1]
+    raised = LogitEdits(torch.tensor([1, 0]), torch.ones(2), torch.tensor([7.0, 1.0]))
+    edited = SampleSettings(edits=raised, top_k=1)
     assert cpu_table.sample(logits, edited).token_id == 1
     mask = torch.tensor([0b101], dtype=torch.int32)
     assert cpu_table.sample(logits, replace(edited, mask=mask)).token_id == 0
@@ -118,7 +119,8 @@ def test_rows_with_nan_or_infinity_give_no_token(
     mask[place // 32] = 0
     masked = SampleSettings(mask=mask, **settings)
     assert cpu_table.sample(logits, masked) == NOTHING_SAMPLED
-    edited = SampleSettings(ids=torch.tensor([place]), values=torch.tensor([value]))
+    changes = LogitEdits(torch.tensor([place]), torch.ones(1), torch.tensor([value]))
+    edited = SampleSettings(edits=changes, **settings)
     assert cpu_table.sample(torch.zeros(300), edited) == NOTHING_SAMPLED
 
 
@@ -145,8 +147,7 @@ def test_each_row_is_sampled_with_its_own_settings(
         if i % 2:
             one = replace(one, mask=random_mask(rng, vocab))
         if i % 4 > 1:
-            ids = torch.randint(0, vocab, (9,), generator=rng)
-            one = replace(one, ids=ids, values=torch.randn(9, generator=rng) * 4)
+            one = replace(one, edits=random_edits(rng, vocab, 9))
         settings.append(replace(one, **chain))  # type: ignore[arg-type]
     sampled = cpu_table.sample_rows(logits, settings)
     for one, got in zip(settings, sampled, strict=True):
@@ -186,7 +187,7 @@ def test_log_sum_exp_refuses_empty_rows(cpu_table: OpTable) -> None:
         cpu_table.log_sum_exp(torch.zeros(2, 0))
 
 
-F, L = torch.zeros(40), torch.zeros(2, dtype=torch.int64)
+F, Z, L = torch.zeros(40), torch.zeros(2), torch.arange(2)
 
 
 @pytest.mark.parametrize(
@@ -198,11 +199,13 @@ F, L = torch.zeros(40), torch.zeros(2, dtype=torch.int64)
         (torch.zeros(8)[::2], {}, "logits"),
         (F, {"mask": torch.zeros(1, dtype=torch.int32)}, "mask"),
         (F, {"mask": torch.zeros(2)}, "mask"),
-        (F, {"ids": L.int(), "values": torch.zeros(2)}, "ids"),
-        (F, {"ids": L + 40, "values": torch.zeros(2)}, "ids"),
-        (F, {"ids": L - 1, "values": torch.zeros(2)}, "ids"),
-        (F, {"ids": L, "values": torch.zeros(3)}, "values"),
-        (F, {"values": torch.zeros(3)}, "values"),
+        (F, {"edits": LogitEdits(L.int(), Z + 1, Z)}, "ids"),
+        (F, {"edits": LogitEdits(L + 39, Z + 1, Z)}, "ids"),
+        (F, {"edits": LogitEdits(L - 1, Z + 1, Z)}, "ids"),
+        (F, {"edits": LogitEdits(L, torch.ones(3), Z)}, "factors"),
+        (F, {"edits": LogitEdits(L, Z, Z)}, "factors"),
+        (F, {"edits": LogitEdits(L, Z + torch.nan, Z)}, "factors"),
+        (F, {"edits": LogitEdits(L, Z + 1, torch.zeros(3))}, "offsets"),
         *((F, {"temperature": t}, "") for t in (0.0, -1.0, math.nan)),
         *((F, {"top_p": p}, "") for p in (0.0, 1.1, math.nan)),
         *((F, {"min_p": p}, "") for p in (-0.1, 1.1, math.nan)),

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.reference.sampling import ReferenceSamplingOps
-from exl_core.ops.sampling import NOTHING_SAMPLED, RowSettings
+from exl_core.ops.sampling import NOTHING_SAMPLED, LogitEdits, RowSettings
 from exl_core.ops.table import OpTable
 from exl_kernels import cuda
 from support.sampling_cases import (
     CHAINS,
     assert_same,
+    random_edits,
     random_mask,
     reference_samples,
     rows_of,
@@ -36,15 +37,8 @@ def test_every_row_gets_the_token_of_the_reference(
     settings = []
     for row, uniform in product(range(len(logits)), UNIFORMS):
         mask = random_mask(rng, vocab) if vocab > 1 and row % 2 == 0 else None
-        ids = torch.randint(0, vocab, (7,), generator=rng)
-        values = torch.randn(7, generator=rng) * 3
-        values[3] = -math.inf
-        edits = (ids, values) if uniform > 0.5 else (None, None)
-        settings.append(
-            settings_of(
-                row, chain, uniform=uniform, num_top=4, mask=mask, ids=edits[0], values=edits[1]
-            )
-        )
+        edits = random_edits(rng, vocab, 7) if uniform > 0.5 else None
+        settings.append(settings_of(row, chain, uniform=uniform, num_top=4, mask=mask, edits=edits))
     before = logits.clone()
 
     got = gpu_table.sample_rows(logits, settings)
@@ -107,18 +101,25 @@ def test_a_flat_nucleus_ends_by_id(gpu_table: OpTable, share: float) -> None:
     assert [i for i, _ in sampled.top] == list(range(512))
 
 
-def test_the_last_of_equal_ids_counts_and_the_mask_applies_to_edits(table: OpTable) -> None:
+def test_edits_scale_by_sign_and_the_mask_applies_to_edited_tokens(table: OpTable) -> None:
     vocab = 3000
-    ids = torch.arange(600).repeat(3)  # each three times
-    values = torch.arange(1800, dtype=torch.float32)
-    row = RowSettings(0, top_k=1, ids=ids, values=values)
+    offsets = torch.arange(600, dtype=torch.float32)
+    changes = LogitEdits(torch.arange(600), torch.full((600,), 4.0), offsets)
+    row = RowSettings(0, top_k=1, edits=changes)
     logits = torch.zeros(1, vocab)
     assert table.sample_rows(logits, [row])[0].token_id == 599
-    values[1799] = -5.0
+    logits[0, 599] = -0.5  # becomes 597
     assert table.sample_rows(logits, [row])[0].token_id == 598
+    logits[0, 597] = 8.0  # becomes 599
+    assert table.sample_rows(logits, [row])[0].token_id == 597
+    logits[0, 597] = 0.0
     mask = torch.full((94,), -1, dtype=torch.int32)
     mask[598 // 32] &= ~(1 << 598 % 32)
     assert table.sample_rows(logits, [replace(row, mask=mask)])[0].token_id == 597
+
+
+def added(token_id: int, value: float) -> LogitEdits:
+    return LogitEdits(torch.tensor([token_id]), torch.ones(1), torch.tensor([value]))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -135,7 +136,7 @@ def test_rows_with_nan_or_infinity_give_no_token(table: OpTable, value: float) -
             got = table.sample_rows(logits, rows)
             assert got[:-1] == [NOTHING_SAMPLED] * len(places)
             assert got[-1].token_id == 0
-            edited = replace(rows[-1], ids=torch.tensor([70]), values=torch.tensor([value]))
+            edited = replace(rows[-1], edits=added(70, value))
             assert table.sample_rows(logits, [edited]) == [NOTHING_SAMPLED]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.reference.sampling import ReferenceSamplingOps
-from exl_core.ops.sampling import RowSettings, Sampled
+from exl_core.ops.sampling import LogitEdits, RowSettings, Sampled
 
 CHAINS: dict[str, dict[str, float]] = {
     "plain": {},
@@ -57,6 +57,15 @@ def random_mask(rng: torch.Generator, vocab: int) -> Tensor:
     words = torch.randint(-(2**31), 2**31, (-(-vocab // 32),), generator=rng).int()
     words[vocab // 64] |= 1 << (vocab // 2 % 31)
     return words
+
+
+def random_edits(rng: torch.Generator, vocab: int, count: int) -> LogitEdits:
+    """Edits of at most `count` distinct tokens. One of them is dropped."""
+    ids = torch.randint(0, vocab, (count,), generator=rng).unique()
+    factors = 0.5 + torch.rand(len(ids), generator=rng)
+    offsets = torch.randn(len(ids), generator=rng) * 3
+    offsets[len(ids) // 2] = -math.inf
+    return LogitEdits(ids, factors, offsets)
 
 
 def settings_of(row: int, chain: dict[str, Any], **settings: Any) -> RowSettings:

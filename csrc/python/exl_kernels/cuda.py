@@ -25,7 +25,7 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
-ABI = 14
+ABI = 15
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
 OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2}
@@ -281,7 +281,8 @@ class Sample(Structure):
         ("vocab", c_int32),
         ("settings", c_void_p),
         ("edit_ids", c_void_p),
-        ("edit_values", c_void_p),
+        ("edit_factors", c_void_p),
+        ("edit_offsets", c_void_p),
         ("masks", c_void_p),
         ("max_top", c_int32),
         ("reserved", c_int32),

@@ -35,8 +35,35 @@ void check_settings(
     if (num_top < 0) fail({"sample", "num_top"}, "0 or more", std::to_string(num_top));
 }
 
-// Reads logits, mask and changes; the other arguments stay 0.
-SampleArgs view_operands(py::handle logits, py::handle mask, py::handle ids, py::handle values) {
+// Edits of single logits: three arrays of equal size, or none.
+void view_edits(SampleArgs& args, py::handle ids, py::handle factors, py::handle offsets) {
+    if (ids.is_none()) {
+        if (factors.is_none() && offsets.is_none()) return;
+        fail({"sample", "ids"}, "as many as factors and offsets", "none");
+    }
+    const TensorView at = view_of({"sample", "ids"}, ids, {DType::i64}, {kAnySize}, 0);
+    args.ids = at.as<int64_t>();
+    args.num_edits = at.shape[0];
+    const auto values = [&](const char* name, py::handle array) {
+        return view_of({"sample", name}, array, {DType::f32}, {args.num_edits}, 0).as<float>();
+    };
+    args.factors = values("factors", factors);
+    args.offsets = values("offsets", offsets);
+    for (int64_t i = 0; i < args.num_edits; ++i) {
+        if (args.ids[i] < 0 || args.ids[i] >= args.vocab) {
+            fail(
+                {"sample", "ids"}, "ids within [0, " + std::to_string(args.vocab) + ")",
+                std::to_string(args.ids[i])
+            );
+        }
+        if (!(args.factors[i] > 0.0f)) {
+            fail({"sample", "factors"}, "above 0", std::to_string(args.factors[i]));
+        }
+    }
+}
+
+// Reads logits and mask; the other arguments stay 0.
+SampleArgs view_operands(py::handle logits, py::handle mask) {
     SampleArgs args{};
     const TensorView row = view_of({"sample", "logits"}, logits, {DType::f32}, {kAnySize}, 0);
     args.logits = row.as<float>();
@@ -53,22 +80,6 @@ SampleArgs view_operands(py::handle logits, py::handle mask, py::handle ids, py:
             );
         }
         args.mask = words.as<int32_t>();
-    }
-    if (!ids.is_none()) {
-        const TensorView at = view_of({"sample", "ids"}, ids, {DType::i64}, {kAnySize}, 0);
-        const TensorView to = view_of({"sample", "values"}, values, {DType::f32}, {at.shape[0]}, 0);
-        args.ids = at.as<int64_t>();
-        args.new_values = to.as<float>();
-        args.changes = at.shape[0];
-        for (int64_t i = 0; i < args.changes; ++i) {
-            if (args.ids[i] >= 0 && args.ids[i] < args.vocab) continue;
-            fail(
-                {"sample", "ids"}, "ids within [0, " + std::to_string(args.vocab) + ")",
-                std::to_string(args.ids[i])
-            );
-        }
-    } else if (!values.is_none()) {
-        fail({"sample", "values"}, "as many as ids", "values without ids");
     }
     return args;
 }
@@ -95,12 +106,14 @@ void assign_scratch(Scratch& scratch, SampleArgs& args) {
 }  // namespace
 
 static py::tuple sample(
-    Table& table, py::handle logits, py::handle mask, py::handle ids, py::handle values,
-    double temperature, int64_t top_k, double top_p, double min_p, double uniform, int64_t num_top
+    Table& table, py::handle logits, py::handle mask, py::handle ids, py::handle factors,
+    py::handle offsets, double temperature, int64_t top_k, double top_p, double min_p,
+    double uniform, int64_t num_top
 ) {
     thread_local Scratch scratch;
     check_settings(temperature, top_k, top_p, min_p, uniform, num_top);
-    SampleArgs args = view_operands(logits, mask, ids, values);
+    SampleArgs args = view_operands(logits, mask);
+    view_edits(args, ids, factors, offsets);
     args.temperature = static_cast<float>(temperature);
     args.top_k = top_k;
     args.top_p = top_p;
@@ -122,9 +135,9 @@ static py::tuple sample(
 
 void bind_sampling(py::class_<Table>& table) {
     table.def(
-        "sample", &sample, py::arg("logits"), py::arg("mask"), py::arg("ids"), py::arg("values"),
-        py::arg("temperature"), py::arg("top_k"), py::arg("top_p"), py::arg("min_p"),
-        py::arg("uniform"), py::arg("num_top")
+        "sample", &sample, py::arg("logits"), py::arg("mask"), py::arg("ids"), py::arg("factors"),
+        py::arg("offsets"), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),
+        py::arg("min_p"), py::arg("uniform"), py::arg("num_top")
     );
 }
 

@@ -118,8 +118,9 @@ def test_an_idle_engine_drops_the_launched_pass() -> None:
         {"report": Report(log_probs=3)},
         {"report": Report(top_tokens=5, probabilities=True)},
         {"banned_strings": ("a", "e")},
+        {"sampler": SamplerParams(repetition_penalty=1.3, frequency_penalty=0.2, seed=3)},
     ],
-    ids=["logits", "log-probs", "top", "banned"],
+    ids=["logits", "log-probs", "top", "banned", "penalties"],
 )
 def test_reports_use_the_logits_of_the_tokens_own_pass(rest: dict[str, Any]) -> None:
     plain, with_async, runner = both()
@@ -137,10 +138,9 @@ def test_reports_use_the_logits_of_the_tokens_own_pass(rest: dict[str, Any]) -> 
     [
         {"hooks": (lambda _: None,)},
         {"sampler": SamplerParams(cfg_scale=1.5, seed=1), "negative_prompt_ids": (1, 2)},
-        {"sampler": SamplerParams(repetition_penalty=1.3, seed=3)},
         {"sampler": SamplerParams(mirostat_tau=3.0, seed=1)},
     ],
-    ids=["hooks", "guided", "penalties", "mirostat"],
+    ids=["hooks", "guided", "mirostat"],
 )
 def test_no_async_pass_if_tokens_depend_on_more_than_settings(rest: dict[str, Any]) -> None:
     plain, with_async, runner = both()

@@ -61,6 +61,8 @@ def requests() -> list[Request]:
         {"sampler": SEEDED},
         {"sampler": SamplerParams(temperature=0)},
         {"sampler": SamplerParams(seed=1, repetition_penalty=1.2)},
+        {"sampler": SamplerParams(seed=8, frequency_penalty=0.3, token_bias={70: 2.0})},
+        {"sampler": SamplerParams(seed=9, dry_multiplier=0.8, presence_penalty=0.4)},
         {
             "sampler": SamplerParams(seed=2, min_p=0.02),
             "banned_strings": tuple("abcdefghijkl\x01\x02\x03"),
@@ -112,7 +114,7 @@ def test_requests_that_need_settings_only_are_sampled_by_one_call() -> None:
     engine, table = counting_engine(padding=8)
     for i in range(4):
         engine.submit(ask(max_tokens=5, sampler=SEEDED, request_id=f"r{i}"))
-    rare = SamplerParams(seed=1, repetition_penalty=1.1)
+    rare = SamplerParams(seed=1, typical=0.9, top_k=30)
     engine.submit(ask(max_tokens=5, sampler=rare, request_id="rare"))
     run_all(engine)
     assert table.single == 5

@@ -126,8 +126,7 @@ def test_begin_and_finish_equal_sample(params: SamplerParams) -> None:
     vocab = 200
     logits = torch.stack([random_logits(i, vocab) for i in range(3)])
     one, other = (Sampler(replace(params, seed=1), OPS) for _ in range(2))
-    reads = params in RARE or params.has_penalties or bool(params.token_bias)
-    assert one.can_begin is not reads
+    assert one.can_begin is (params in COMMON)
     mask = pack(range(0, vocab, 3), vocab)
     for i in range(3) if one.can_begin else ():
         rest = {"banned": {3, 30}, "mask": mask, "num_top": i}

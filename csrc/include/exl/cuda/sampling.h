@@ -15,8 +15,7 @@ typedef struct {
     float temperature;  // > 0
     int32_t top_k;
     int32_t num_top;
-    int32_t
-        first_edit;  // logits[edit_ids[i]] = edit_values[i] for i in first_edit .. last_edit - 1
+    int32_t first_edit;  // the row's edits are first_edit .. last_edit - 1
     int32_t last_edit;
     int32_t row;   // row of the logits
     int64_t mask;  // offset of its bitmask in `masks`, in words; -1: none
@@ -28,8 +27,9 @@ typedef struct {
     int32_t rows;                  // rows to sample, at most 65535
     int32_t vocab;                 // at most 262144
     const ExlSampleRow* settings;  // [rows]
-    const int64_t* edit_ids;
-    const float* edit_values;
+    const int64_t* edit_ids;       // distinct in each row
+    const float* edit_factors;
+    const float* edit_offsets;
     const uint32_t* masks;
     int32_t max_top;  // at most 512; upper bound of num_top
     int32_t reserved;

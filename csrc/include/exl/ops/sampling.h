@@ -6,7 +6,8 @@
 namespace exl {
 
 // Steps, in this order. The likeliest token is always kept; ties are ordered by id, lowest first.
-//   1. values[ids] = new_values; tokens whose mask bit is 0 are dropped (set to minus infinity)
+//   1. value = (logit > 0 ? logit / factor : logit * factor) + offset for the edited ids, each
+//      operation rounded to fp32; tokens whose mask bit is 0 are dropped (set to minus infinity)
 //   2. y = temperature == 1 ? value : (value - largest) / temperature, each operation rounded
 //      to fp32
 //   3. keep the top_k tokens with the largest y (0: all)
@@ -15,12 +16,13 @@ namespace exl {
 //   5. if min_p > 0: keep the tokens with y - largest y >= ln(min_p)
 //   6. sample the first token, by id, whose running sum of weights exceeds uniform times the total
 struct SampleArgs {
-    const float* logits;  // [vocab]
-    int64_t vocab;        // at least 1, below 2^31
-    const int32_t* mask;  // [ceil(vocab / 32)], bit i % 32 of word i / 32; or null
-    const int64_t* ids;   // [changes], each in range; of duplicates the last one counts
-    const float* new_values;
-    int64_t changes;
+    const float* logits;   // [vocab]
+    int64_t vocab;         // at least 1, below 2^31
+    const int32_t* mask;   // [ceil(vocab / 32)], bit i % 32 of word i / 32; or null
+    const int64_t* ids;    // [num_edits], distinct, each in range
+    const float* factors;  // [num_edits], above 0
+    const float* offsets;  // [num_edits]
+    int64_t num_edits;
     float temperature;  // > 0
     int64_t top_k;
     double top_p;

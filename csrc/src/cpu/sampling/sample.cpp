@@ -18,7 +18,7 @@ namespace {
 
 constexpr double kNucleusFloor = 1e-6;
 
-// Writes the logits with mask and changes applied to args.edited.
+// Writes the logits with mask and edits applied to args.edited.
 void write_edited(const SampleArgs& args) {
     float* to = args.edited;
     if (args.mask == nullptr) {
@@ -36,10 +36,12 @@ void write_edited(const SampleArgs& args) {
             to[i] = (args.mask[whole] >> (i % 32) & 1) != 0 ? args.logits[i] : -kInf;
         }
     }
-    for (int64_t i = 0; i < args.changes; ++i) {
+    for (int64_t i = 0; i < args.num_edits; ++i) {
         const int64_t id = args.ids[i];
         if (args.mask != nullptr && (args.mask[id / 32] >> (id % 32) & 1) == 0) continue;
-        to[id] = args.new_values[i];
+        const float logit = args.logits[id];
+        const float scaled = logit > 0.0f ? logit / args.factors[i] : logit * args.factors[i];
+        to[id] = scaled + args.offsets[i];
     }
 }
 
@@ -318,11 +320,11 @@ SampleResult finish_candidates(
 SampleResult sample(const SampleArgs& args) {
     const Row given(args.logits, args.vocab);
     if (!find_maxima(given, args.maxima)) return {-1, 0.0, 0};
-    if (args.top_k == 1 && args.mask != nullptr && args.changes == 0) {
+    if (args.top_k == 1 && args.mask != nullptr && args.num_edits == 0) {
         const int64_t token = best_allowed(args, given.blocks);
         return token < 0 ? SampleResult{-1, 0.0, 0} : certain(args, token);
     }
-    const bool is_edited = args.mask != nullptr || args.changes > 0;
+    const bool is_edited = args.mask != nullptr || args.num_edits > 0;
     if (is_edited) write_edited(args);
     const Row row(is_edited ? args.edited : args.logits, args.vocab);
     if (is_edited && !find_maxima(row, args.maxima)) return {-1, 0.0, 0};

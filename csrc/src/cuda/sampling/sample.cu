@@ -45,44 +45,34 @@ __device__ bool is_allowed(const ExlSample& args, const ExlSampleRow& set, int64
 
 // ---- reduce_groups -----------------------------------------------------------------------------
 
-struct Edits {
-    float values[kTile];
-    int winners[kTile];  // 1 + index of the last edit of each token within the row's edits; 0: none
-};
-
-// Applies edits and mask to the block's tile of logits. Thread t has the four tokens from 4 t on,
+// Applies edits and mask to the block's tile of logits, in shared memory `values`. Thread t has the four tokens from 4 t on,
 // and the four tokens kTile / 2 after them.
 __device__ void edit_tile(
-    const ExlSample& args, const ExlSampleRow& set, int64_t first, float4 (&mine)[2], Edits& edits
+    const ExlSample& args, const ExlSampleRow& set, int64_t first, float4 (&mine)[2], float* values
 ) {
     const int thread = static_cast<int>(threadIdx.x);
     const int last = args.vocab - first < kTile ? static_cast<int>(args.vocab - first) : kTile;
     for (int part = 0; part < 2; ++part) {
         const int at = part * (kTile / 2) + 4 * thread;
-        *reinterpret_cast<float4*>(edits.values + at) = mine[part];
-        *reinterpret_cast<int4*>(edits.winners + at) = make_int4(0, 0, 0, 0);
+        *reinterpret_cast<float4*>(values + at) = mine[part];
     }
     __syncthreads();
     for (int i = set.first_edit + thread; i < set.last_edit; i += kReduceThreads) {
         const int64_t at = args.edit_ids[i] - first;
-        if (at >= 0 && at < last) atomicMax(&edits.winners[at], i - set.first_edit + 1);
-    }
-    __syncthreads();
-    for (int i = set.first_edit + thread; i < set.last_edit; i += kReduceThreads) {
-        const int64_t at = args.edit_ids[i] - first;
-        if (at >= 0 && at < last && edits.winners[at] == i - set.first_edit + 1) {
-            edits.values[at] = args.edit_values[i];
-        }
+        if (at < 0 || at >= last) continue;
+        const float logit = values[at], factor = args.edit_factors[i];
+        const float scaled = logit > 0.0f ? __fdiv_rn(logit, factor) : __fmul_rn(logit, factor);
+        values[at] = __fadd_rn(scaled, args.edit_offsets[i]);
     }
     __syncthreads();
     for (int part = 0; part < 2; ++part) {
         const int at = part * (kTile / 2) + 4 * thread;
         for (int i = 0; i < 4; ++i) {
             if (at + i < last && !is_allowed(args, set, first + at + i)) {
-                edits.values[at + i] = -INFINITY;
+                values[at + i] = -INFINITY;
             }
         }
-        mine[part] = *reinterpret_cast<const float4*>(edits.values + at);
+        mine[part] = *reinterpret_cast<const float4*>(values + at);
     }
 }
 
@@ -93,7 +83,7 @@ __device__ bool is_invalid(const float4& v) {
 }
 
 __global__ void __launch_bounds__(kReduceThreads) reduce_groups(ExlSample args, Workspace work) {
-    __shared__ __align__(16) Edits edits;
+    __shared__ __align__(16) float values[kTile];
     let_next_begin();
     wait_for_inputs();
     const int64_t row = blockIdx.y, first = static_cast<int64_t>(blockIdx.x) * kTile;
@@ -108,7 +98,7 @@ __global__ void __launch_bounds__(kReduceThreads) reduce_groups(ExlSample args, 
     }
     bool invalid[2] = {is_invalid(mine[0]), is_invalid(mine[1])};
     if (is_edited(set)) {
-        edit_tile(args, set, first, mine, edits);
+        edit_tile(args, set, first, mine, values);
         float* to = work.edited + row * work.groups * kGroup;
         for (int part = 0; part < 2; ++part) {
             invalid[part] = invalid[part] || is_invalid(mine[part]);

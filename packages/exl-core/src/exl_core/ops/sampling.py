@@ -38,9 +38,21 @@ class NextStep(NamedTuple):
         self.launch()
 
 
+class LogitEdits(NamedTuple):
+    """Changes of single logits: penalties, biases and bans.
+
+    A logit above 0 is divided by its factor, any other is multiplied by it; then its offset is
+    added. Both operations are rounded to float32. Minus infinity as offset drops the token.
+    """
+
+    ids: Tensor  # int64 [n], distinct
+    factors: Tensor  # float32 [n], above 0
+    offsets: Tensor  # float32 [n]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleSettings:
-    """Settings of `sample`; mask, ids and values are on the CPU. A token's settings are built once.
+    """Settings of `sample`; mask and edits are on the CPU. A token's settings are built once.
 
     temperature  divisor of the logits, above 0
     top_k        number of tokens that are kept; 0: all
@@ -49,7 +61,7 @@ class SampleSettings:
     uniform      random number in [0, 1)
     num_top      number of likeliest tokens to return
     mask         int32 words, bit i % 32 of word i // 32 is 0 for a token that is dropped
-    ids, values  int64 and float32 [n]: logits that are replaced before anything else; both or none
+    edits        changes of single logits, before anything else
     """
 
     temperature: float = 1.0
@@ -59,8 +71,7 @@ class SampleSettings:
     uniform: float = 0.0
     num_top: int = 0
     mask: Tensor | None = None
-    ids: Tensor | None = None
-    values: Tensor | None = None
+    edits: LogitEdits | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +96,7 @@ class SamplingOps(Protocol):
 
         Steps, in this order:
 
-        1. logits[ids] = values; of duplicate ids the last one counts
+        1. apply the edits
         2. drop tokens whose bit in mask is 0
         3. divide by temperature
         4. keep the top_k likeliest tokens

@@ -1,13 +1,13 @@
 """Steps that depend on history or on token ids: penalties, bans, biases, allowed tokens, DRY.
 
-Each is a step with a value, as in `steps.py`. The arithmetic is in functions that return new logits
-of few tokens; the sampler calls these with the history that it keeps as an array.
+Each is a step with a value, as in `steps.py`. The arithmetic is in functions that return edits of
+few tokens; the sampler calls these with the history that it keeps as an array.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.masks import unpack
+from exl_core.ops.sampling import LogitEdits
 from exl_core.sampling.steps import DROPPED, as_ids
 
 Ids = npt.NDArray[np.int64]
@@ -42,8 +43,7 @@ class Penalties:
 
     def __call__(self, logits: Tensor) -> Tensor:
         history = np.array(self.token_ids, dtype=np.int64)
-        ids, values = penalized(logits, history, self)
-        return _put(logits, ids, values)
+        return edited(logits, penalty_edits(history, self, len(logits)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,7 @@ class Bias:
     bias: Mapping[int, float]
 
     def __call__(self, logits: Tensor) -> Tensor:
-        ids, bias = bias_tensors(self.bias, len(logits))
-        return _put(logits, ids, logits[ids] + bias)
+        return edited(logits, bias_edits(self.bias, len(logits)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,44 +109,65 @@ class Dry:
 
     def __call__(self, logits: Tensor) -> Tensor:
         history = np.array(self.token_ids, dtype=np.int64)
-        ids, loss = dry_losses(history, self, len(logits))
-        return _put(logits, ids, logits[ids] - loss)
+        return edited(logits, dry_edits(history, self, len(logits)))
 
 
-def penalized(logits: Tensor, history: Ids, rule: Penalties) -> tuple[Tensor, Tensor]:
-    """Ids of tokens that occurred, possibly with duplicates, and their new logits."""
-    vocab_size = len(logits)
+def edited(logits: Tensor, edits: LogitEdits) -> Tensor:
+    """New logits with the edits applied."""
+    ids, factors, offsets = edits
+    was = logits[ids]
+    changed = logits.clone()
+    changed[ids] = torch.where(was > 0.0, was / factors, was * factors) + offsets
+    return changed
+
+
+def merged(parts: Sequence[LogitEdits]) -> LogitEdits:
+    """One edit for each token of `parts`. Only the first part has factors other than 1."""
+    if len(parts) == 1:
+        return parts[0]
+    joined = LogitEdits._make(map(torch.cat, zip(*parts, strict=True)))
+    ids, at = torch.unique(joined.ids, return_inverse=True)
+    factors, offsets = torch.ones(len(ids)), torch.zeros(len(ids))
+    factors[at[: len(parts[0].ids)]] = parts[0].factors
+    return LogitEdits(ids, factors, offsets.index_add_(0, at, joined.offsets))
+
+
+def shifts(ids: Tensor, offsets: Tensor) -> LogitEdits:
+    """Edits that add to logits without a factor."""
+    return LogitEdits(ids, torch.ones(len(ids)), offsets)
+
+
+def penalty_edits(history: Ids, rule: Penalties, vocab_size: int) -> LogitEdits:
+    """One edit for each distinct token of the history that the penalties reach."""
     if rule.sustain is not None:
         history = history[max(0, len(history) - rule.sustain - rule.decay) :]
-    weight: Floats | None = None
-    if rule.sustain is not None and rule.decay > 0:
-        distance = np.arange(len(history) - 1, -1, -1, dtype=np.float32)
-        weight = np.clip(1.0 - (distance - rule.sustain) / rule.decay, 0.0, 1.0)
+    distance = np.arange(len(history) - 1, -1, -1, dtype=np.float32)
     if len(history) > 0 and int(history.max()) >= vocab_size:
         is_token = history < vocab_size
-        history = history[is_token]
-        weight = None if weight is None else weight[is_token]
-    factor: np.float32 | Floats = np.float32(rule.repetition)
-    presence: np.float32 | Floats = np.float32(rule.presence)
-    if weight is not None:
-        spread = np.zeros(vocab_size, dtype=np.float32)
-        spread[history] = weight  # of duplicates the last one counts, which is the newest
-        newest = spread[history]
-        factor = np.float32(1.0) + np.float32(rule.repetition - 1.0) * newest
-        presence = presence * newest
-    was = logits.numpy()[history]
-    with np.errstate(over="ignore"):  # in the branch that is not selected
-        values = np.where(was > 0.0, was / factor, was * factor)
-    if rule.presence != 0.0:
-        values -= presence
+        history, distance = history[is_token], distance[is_token]
+    # Of the reversed history, the first occurrence of each token is its newest one.
+    ids, newest, index = np.unique(history[::-1], return_index=True, return_inverse=True)
+    weight = np.ones(len(history), dtype=np.float32)
+    if rule.sustain is not None and rule.decay > 0:
+        weight = np.clip(1.0 - (distance[::-1] - rule.sustain) / rule.decay, 0.0, 1.0)
+    factors = np.float32(1.0) + np.float32(rule.repetition - 1.0) * weight[newest]
+    offsets = np.float32(-rule.presence) * weight[newest]
     if rule.frequency != 0.0:
-        count = np.bincount(history, weights=weight, minlength=vocab_size)[history]
-        values -= (rule.frequency * count).astype(np.float32)
-    return torch.from_numpy(history), torch.from_numpy(values)
+        offsets -= rule.frequency * np.bincount(index, weights=weight, minlength=len(ids))
+    return LogitEdits(*map(torch.from_numpy, (ids, factors, offsets)))
 
 
-def dry_losses(history: Ids, rule: Dry, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Ids of the tokens that would continue the longest repetition, and the penalty of each."""
+def uniform_penalty_edits(distinct: Ids, rule: Penalties, vocab_size: int) -> LogitEdits:
+    """`penalty_edits` of penalties without range, decay and frequency, from the distinct tokens."""
+    ids = torch.from_numpy(distinct)
+    if len(distinct) > 0 and int(distinct.max()) >= vocab_size:
+        ids = ids[ids < vocab_size]
+    shape = (len(ids),)
+    return LogitEdits(ids, torch.full(shape, rule.repetition), torch.full(shape, -rule.presence))
+
+
+def dry_edits(history: Ids, rule: Dry, vocab_size: int) -> LogitEdits:
+    """One edit for each token that would continue the longest repetition."""
     count = len(history)
     reach = _reach(history, rule, vocab_size)
     # Ends of earlier occurrences. The newest token is no follower, so they come before the last
@@ -168,7 +188,7 @@ def dry_losses(history: Ids, rule: Dry, vocab_size: int) -> tuple[Tensor, Tensor
         ends, length = longer, length + 1
     allowed = max(rule.allowed_length, 1)
     if len(ends) == 0 or length < allowed:
-        return torch.empty(0, dtype=torch.int64), torch.empty(0)
+        return shifts(torch.empty(0, dtype=torch.int64), torch.empty(0))
     ids, counts = np.unique(history[ends + 1], return_counts=True)
     try:
         loss = rule.multiplier * math.pow(rule.base, length - allowed)
@@ -176,7 +196,7 @@ def dry_losses(history: Ids, rule: Dry, vocab_size: int) -> tuple[Tensor, Tensor
         loss = _LARGEST_LOSS
     # Finite, so that a token remains even if every allowed token would continue a repetition.
     losses = np.minimum(loss * counts, _LARGEST_LOSS).astype(np.float32)
-    return torch.from_numpy(ids), torch.from_numpy(losses)
+    return shifts(torch.from_numpy(ids), torch.from_numpy(-losses))
 
 
 _NONE = np.empty(0, dtype=np.int64)
@@ -192,13 +212,6 @@ def _reach(history: Ids, rule: Dry, vocab_size: int) -> int:
     return min(rule.max_ngram - 1, len(history))
 
 
-def bias_tensors(bias: Mapping[int, float], vocab_size: int) -> tuple[Tensor, Tensor]:
+def bias_edits(bias: Mapping[int, float], vocab_size: int) -> LogitEdits:
     ids = as_ids(frozenset(bias), vocab_size)
-    return ids, torch.tensor([bias[i] for i in ids.tolist()], dtype=torch.float32)
-
-
-def _put(logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """New logits. Duplicate ids have equal values."""
-    changed = logits.clone()
-    changed[ids] = values
-    return changed
+    return shifts(ids, torch.tensor([bias[i] for i in ids.tolist()], dtype=torch.float32))

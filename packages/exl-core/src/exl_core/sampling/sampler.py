@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from exl_core.errors import ExlError, RequestError
-from exl_core.ops.sampling import RowSettings, Sampled, SampleSettings
+from exl_core.ops.sampling import LogitEdits, RowSettings, Sampled, SampleSettings
 from exl_core.ops.table import OpTable
 from exl_core.sampling.chain import is_common, later_steps, scaling
 from exl_core.sampling.edits import Edits
@@ -145,8 +145,8 @@ class Sampler:
 
     @property
     def can_begin(self) -> bool:
-        """The kernel needs settings only: neither values of logits nor further steps."""
-        return self._is_common and not self._edits.read_logits
+        """The kernel needs settings only; no step in torch follows."""
+        return self._is_common
 
     def begin(
         self,
@@ -164,9 +164,9 @@ class Sampler:
         """
         self._length = len(history)
         uniform = 0.0 if self.params.is_greedy else self._uniform()
-        ids, values = self._edits.fixed(banned, vocab_size)
+        edits = self._edits.edits(history, banned, vocab_size)
         mask = self._edits.allowed(mask, vocab_size)
-        return self._settings(row, mask, ids, values, uniform=uniform, num_top=num_top)
+        return self._settings(row, mask, edits, uniform=uniform, num_top=num_top)
 
     def finish(
         self, sampled: Sampled, read_logits: Callable[[], Tensor], *, want_probability: bool = False
@@ -281,10 +281,10 @@ class Sampler:
         num_top: int,
     ) -> Sampled:
         """Sample with the kernel alone, for settings whose whole chain it implements."""
-        edited, ids, values = self._edits.sparse(logits, history, banned)
+        edits = self._edits.edits(history, banned, len(logits))
         mask = self._edits.allowed(mask, len(logits))
-        settings = self._settings(0, mask, ids, values, uniform=uniform, num_top=num_top)
-        sampled = self._ops.sample(edited, settings)
+        settings = self._settings(0, mask, edits, uniform=uniform, num_top=num_top)
+        sampled = self._ops.sample(logits, settings)
         if sampled.token_id < 0:
             raise _error(logits)
         return sampled
@@ -293,15 +293,14 @@ class Sampler:
         self,
         row: int,
         mask: Tensor | None,
-        ids: Tensor | None,
-        values: Tensor | None,
+        edits: LogitEdits | None,
         *,
         uniform: float,
         num_top: int,
     ) -> RowSettings:
         params = self.params
         if params.is_greedy:
-            return RowSettings(row, top_k=1, num_top=num_top, mask=mask, ids=ids, values=values)
+            return RowSettings(row, top_k=1, num_top=num_top, mask=mask, edits=edits)
         return RowSettings(
             row,
             temperature=params.temperature,
@@ -311,8 +310,7 @@ class Sampler:
             uniform=uniform,
             num_top=num_top,
             mask=mask,
-            ids=ids,
-            values=values,
+            edits=edits,
         )
 
     def _final(

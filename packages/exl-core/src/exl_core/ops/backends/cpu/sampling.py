@@ -22,12 +22,14 @@ class CpuSamplingOps:
         return out
 
     def sample(self, logits: Tensor, settings: SampleSettings) -> Sampled:
+        ids, factors, offsets = settings.edits or (None, None, None)
         return Sampled._make(
             self._ops.sample(
                 logits,
                 settings.mask,
-                settings.ids,
-                settings.values,
+                ids,
+                factors,
+                offsets,
                 settings.temperature,
                 settings.top_k,
                 settings.top_p,

@@ -64,7 +64,7 @@ def wanted_capacity(rows: Sequence[RowSettings], vocab_size: int) -> Capacity:
     words = -(-vocab_size // 32)
     return Capacity(
         len(rows),
-        sum(len(row.ids) for row in rows if row.ids is not None),
+        sum(len(row.edits.ids) for row in rows if row.edits is not None),
         sum(words for row in rows if row.mask is not None),
         max((row.num_top for row in rows), default=0),
     )
@@ -101,12 +101,13 @@ class SampleBuffers:
         self.capacity = capacity
         self._vocab_size = vocab_size
         rows, edits, words, top = capacity
-        settings = _Pinned(_ROW.itemsize * rows + 12 * edits + 4 * words)
+        settings = _Pinned(_ROW.itemsize * rows + 16 * edits + 4 * words)
         self._host_settings = settings.host
         self._device_settings = torch.empty_like(settings.host, device=gpu.device)
         self._rows = settings.part(_ROW, rows, self._device_settings)
         self._edit_ids = settings.part(np.dtype(np.int64), edits, self._device_settings)
-        self._edit_values = settings.part(np.dtype(np.float32), edits, self._device_settings)
+        self._edit_factors = settings.part(np.dtype(np.float32), edits, self._device_settings)
+        self._edit_offsets = settings.part(np.dtype(np.float32), edits, self._device_settings)
         # Masks come last, so that a batch without masks does not copy their space.
         self._masks = settings.part(np.dtype(np.uint32), words, self._device_settings)
         # The kernel writes the few words of results directly to host memory, which saves a copy.
@@ -120,7 +121,8 @@ class SampleBuffers:
             vocab=vocab_size,
             settings=self._rows.address,
             edit_ids=self._edit_ids.address,
-            edit_values=self._edit_values.address,
+            edit_factors=self._edit_factors.address,
+            edit_offsets=self._edit_offsets.address,
             masks=self._masks.address,
             max_top=top,
             token_ids=self._token_ids.address,
@@ -138,10 +140,11 @@ class SampleBuffers:
         packed = []
         for row in rows:
             first_edit, mask = edits, -1
-            if row.ids is not None and row.values is not None:
-                edits += len(row.ids)
-                self._edit_ids.host[first_edit:edits] = row.ids.numpy()
-                self._edit_values.host[first_edit:edits] = row.values.numpy()
+            if row.edits is not None:
+                edits += len(row.edits.ids)
+                self._edit_ids.host[first_edit:edits] = row.edits.ids.numpy()
+                self._edit_factors.host[first_edit:edits] = row.edits.factors.numpy()
+                self._edit_offsets.host[first_edit:edits] = row.edits.offsets.numpy()
             if row.mask is not None:
                 mask, words = words, words + -(-self._vocab_size // 32)
                 self._masks.host[mask:words] = row.mask.numpy()[: words - mask].view(np.uint32)
@@ -149,7 +152,7 @@ class SampleBuffers:
             chain = row.top_p, row.min_p, row.uniform, row.temperature, top_k, row.num_top
             packed.append((*chain, first_edit, edits, row.row, mask))
         self._rows.host[: len(rows)] = packed
-        return self._masks.end if words else self._edit_values.end if edits else self._rows.end
+        return self._masks.end if words else self._edit_offsets.end if edits else self._rows.end
 
     def enqueue(
         self,

@@ -33,10 +33,10 @@ class ReferenceSamplingOps:
         if bool((logits.isnan() | (logits == math.inf)).any()):
             return NOTHING_SAMPLED
         x = logits.clone()
-        if settings.ids is not None and settings.values is not None:
-            edits = zip(settings.ids.tolist(), settings.values.tolist(), strict=True)
-            for token_id, value in edits:
-                x[token_id] = value
+        if settings.edits is not None:
+            ids, factors, offsets = settings.edits
+            was = x[ids]
+            x[ids] = torch.where(was > 0.0, was / factors, was * factors) + offsets
         if settings.mask is not None:
             bits = torch.arange(len(x))
             x[(settings.mask[bits // 32] >> (bits % 32)) & 1 == 0] = -math.inf
@@ -83,7 +83,7 @@ class ReferenceSamplingOps:
 
 def _check(logits: Tensor, settings: SampleSettings) -> None:
     op = "sample"
-    mask, ids, values = settings.mask, settings.ids, settings.values
+    mask = settings.mask
     check(op, "logits", logits, (torch.float32,), None)
     check_contiguous(op, "logits", logits)
     if len(logits) == 0:
@@ -93,14 +93,19 @@ def _check(logits: Tensor, settings: SampleSettings) -> None:
         check_contiguous(op, "mask", mask)
         if len(mask) * 32 < len(logits):
             raise OpInputError(f"{op}: mask (expected a bit for each of {len(logits)} tokens)")
-    if (ids is None) != (values is None):
-        raise OpInputError(f"{op}: values (expected as many as ids)")
-    if ids is not None and values is not None:
+    if settings.edits is not None:
+        ids = settings.edits.ids
         check(op, "ids", ids, (torch.int64,), None)
         check_contiguous(op, "ids", ids)
-        check(op, "values", values, (torch.float32,), len(ids))
-        check_contiguous(op, "values", values)
         check_range(op, "ids", ids, len(logits))
+        for name in ("factors", "offsets"):
+            values = getattr(settings.edits, name)
+            check(op, name, values, (torch.float32,), len(ids))
+            check_contiguous(op, name, values)
+        if len(torch.unique(ids)) < len(ids):
+            raise OpInputError(f"{op}: ids (expected distinct ids)")
+        if not bool((settings.edits.factors > 0.0).all()):
+            raise OpInputError(f"{op}: factors (expected numbers above 0)")
     if not (
         settings.temperature > 0.0
         and settings.top_k >= 0
