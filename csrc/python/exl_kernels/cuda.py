@@ -43,7 +43,6 @@ PAD_BLOCKS = 3  # after prepared inputs
 MAX_TOP = 512  # most top tokens that a sample can return
 SCORES = {"softmax": 0, "sigmoid": 1}
 MAX_EXPERTS = 768
-ROUTER_ROWS = 8  # rows per counter of a router
 LOAD_BYTES = 16  # of ExlQuantLoad
 EXPERT_MATRIX_BYTES = 64  # of ExlExpertMatrix
 EXPERT_ITEM_BYTES = 16  # of ExlExpertItem

@@ -14,7 +14,6 @@ extern "C" {
 #endif
 
 #define EXL_CUDA_MAX_EXPERTS 768  // their scores fit into 48 KiB of shared memory
-#define EXL_CUDA_ROUTER_ROWS 8    // rows of a chunk, with one counter each
 
 enum { EXL_SCORES_SOFTMAX = 0, EXL_SCORES_SIGMOID = 1 };  // same numbers as exl::Scores
 
@@ -29,7 +28,7 @@ typedef struct {
     const void* weight;       // [experts, d] float16
     const float* logit_bias;  // [experts], or null
     float* logits;
-    uint32_t* counters;  // one per chunk of EXL_CUDA_ROUTER_ROWS rows; zero, and left zero
+    uint32_t* counters;  // [m], zero, and left zero
     const float* bias;   // [experts], added to the scores that choose; or null
     int32_t* ids;        // [m, top_k], best first
     float* weights;      // [m, top_k]

@@ -1,12 +1,16 @@
 // Router of a mixture of experts: logits of all experts, and the choice of experts for each row.
 //
 // Contract   exl/cuda/moe.h (exl_cuda_route).
-// Mapping    One launch. A warp computes the logits of one expert for a chunk of up to 8 rows. The
-//            thread block that finishes a chunk last chooses its experts, one warp per row: scores
-//            are in shared memory, and every choice is a maximum over the warp.
-// Accuracy   float32 sums, in an order that depends on d alone. Scores by expf.
+// Mapping    One launch. A warp computes the logits of one expert for a chunk of 1 to 8 rows. The
+//            thread block that finishes a chunk last chooses the experts of its rows, one row after
+//            another: every thread counts the experts that rank before its own, so that the choice
+//            needs no rounds. Of more experts than threads, only those count that rank at least as
+//            high as the top_k-th of the threads' best ones.
+// Accuracy   float32 sums, in an order that depends on d and the number of experts alone. Scores by
+//            expf.
 // Overlap    The first weights are loaded before the wait for the previous kernel.
-// Floor      The router's weights, 2 * experts * d bytes, and a launch.
+// Floor      The router's weights, 2 * experts * d bytes, and a launch. Latency dominates: one read
+//            of all inputs, one atomic, and about ten barriers per row of a chunk.
 #include <float.h>
 
 #include "cuda/common/rows.cuh"
@@ -18,7 +22,7 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarp;
-constexpr int kRows = EXL_CUDA_ROUTER_ROWS;
+constexpr int kMaxRows = 8;   // of a chunk
 constexpr int kInFlight = 8;  // vectors of weights that a lane loads before the wait
 
 // ---- choice ------------------------------------------------------------------------------------
@@ -32,140 +36,255 @@ struct Ranked {
 __device__ __forceinline__ bool is_better(const Ranked& a, const Ranked& b) {
     return a.value > b.value || (a.value == b.value && a.index < b.index);
 }
-__device__ __forceinline__ Ranked warp_best(Ranked best) {
-#pragma unroll
-    for (int step = kWarp / 2; step > 0; step /= 2) {
-        const Ranked other = {
-            __shfl_xor_sync(0xffffffffu, best.value, step),
-            __shfl_xor_sync(0xffffffffu, best.index, step)
-        };
-        if (is_better(other, best)) best = other;
-    }
-    return best;
-}
 // Ranks after every candidate.
 __device__ __forceinline__ Ranked no_candidate() { return {-INFINITY, INT32_MAX}; }
-
-// Best of `count` values that ranks after `last`.
-__device__ __forceinline__ Ranked best_after(
-    const float* values, int first, int step, int count, const Ranked& last
-) {
-    Ranked best = no_candidate();
-    for (int i = first; i < count; i += step) {
-        const Ranked one = {values[i], i};
-        if (is_better(last, one) && is_better(one, best)) best = one;
-    }
-    return best;
-}
-// Ranks before every candidate.
-__device__ __forceinline__ Ranked before_all() { return {INFINITY, -1}; }
 
 // Score of a group: the sum of its best scores, best first.
 __device__ __forceinline__ float group_score(const float* scores, int size, int count) {
     float sum = 0.0f;
-    Ranked last = before_all();
-    for (int i = 0; i < min(count, size); ++i) {
-        last = best_after(scores, 0, 1, size, last);
+    Ranked last = {INFINITY, -1};  // ranks before every candidate
+    for (int n = 0; n < min(count, size); ++n) {
+        Ranked best = no_candidate();
+        for (int i = 0; i < size; ++i) {
+            const Ranked one = {scores[i], i};
+            if (is_better(last, one) && is_better(one, best)) best = one;
+        }
+        last = best;
         sum += last.value;
     }
     return sum;
 }
 
-// Sets the scores outside of the best groups to minus infinity. `groups` is scratch.
-__device__ __forceinline__ void keep_best_groups(
-    const ExlRoute& args, float* ranked, float* groups, int lane
-) {
-    const int size = args.experts / args.groups;
-    for (int group = lane; group < args.groups; group += kWarp) {
-        groups[group] = group_score(ranked + group * size, size, args.group_scores);
+// Shared memory of a choice. Sizes in brackets; `padded` is the number of experts, rounded up to
+// four.
+struct Scratch {
+    float* scores;  // [padded]
+    float* ranked;  // [padded] the scores that choose; minus infinity after the last expert
+    float* values;  // [padded] candidates, or the scores of the groups
+    int* indices;   // [padded]
+    float* chosen;  // [padded] scores of the chosen experts, best first
+
+    __host__ __device__ static int padded(int experts) { return (experts + 3) / 4 * 4; }
+    __host__ __device__ static size_t bytes(int experts) {
+        return 5 * sizeof(float) * padded(experts);
     }
-    __syncwarp();
-    // The last group that is kept, by rank.
-    Ranked last = before_all();
-    for (int i = 0; i < args.kept_groups; ++i) {
-        last = warp_best(best_after(groups, lane, kWarp, args.groups, last));
-    }
-    for (int i = lane; i < args.experts; i += kWarp) {
-        const int group = i / size;
-        if (is_better(last, {groups[group], group})) ranked[i] = -INFINITY;
-    }
-    __syncwarp();
+    __device__ __forceinline__ Scratch(float* memory, int experts)
+        : scores(memory),
+          ranked(scores + padded(experts)),
+          values(ranked + padded(experts)),
+          indices(reinterpret_cast<int*>(values + padded(experts))),
+          chosen(values + 2 * padded(experts)) {}
+};
+
+// Largest x of the block, returned to every thread. Contains a barrier, as `block_sum`.
+__device__ __forceinline__ float block_max(float x, float* partial) {
+    const float largest = warp_max(x);
+    if (threadIdx.x % kWarp == 0) partial[threadIdx.x / kWarp] = largest;
+    __syncthreads();
+    const int lane = threadIdx.x % kWarp;
+    return warp_max(lane < kWarps ? partial[lane] : -INFINITY);
 }
 
-// Chooses the experts of one row. The warp's scratch: scores, ranked and groups, `experts` each.
-__device__ __forceinline__ void choose(const ExlRoute& args, int row, float* scratch, int lane) {
+// Reads the logits of a row. Writes its scores, and the scores that choose.
+__device__ __forceinline__ void score(const ExlRoute& args, const float* logits, Scratch scratch) {
+    __shared__ float partial[2][kWarps];
     const int experts = args.experts;
-    float* const scores = scratch;
-    float* const ranked = scores + experts;
-    float* const groups = ranked + experts;
-    const float* logits = args.logits + static_cast<int64_t>(row) * experts;
     float largest = -INFINITY;
-    for (int i = lane; i < experts; i += kWarp) {
+    for (int i = threadIdx.x; i < experts; i += kThreads) {
         const float logit = __ldcg(logits + i);
-        scores[i] = logit;
+        scratch.scores[i] = logit;
         largest = fmaxf(largest, logit);
     }
+    float divisor = 1.0f;
     if (args.scores == EXL_SCORES_SOFTMAX) {
-        largest = warp_max(largest);
+        largest = block_max(largest, partial[0]);
         float sum = 0.0f;
-        for (int i = lane; i < experts; i += kWarp) {
-            scores[i] = expf(scores[i] - largest);
-            sum += scores[i];
+        for (int i = threadIdx.x; i < experts; i += kThreads) {
+            scratch.scores[i] = expf(scratch.scores[i] - largest);
+            sum += scratch.scores[i];
         }
-        sum = warp_sum(sum);
-        for (int i = lane; i < experts; i += kWarp) scores[i] /= sum;
-    } else {
-        for (int i = lane; i < experts; i += kWarp) scores[i] = 1.0f / (1.0f + expf(-scores[i]));
+        divisor = block_sum<kWarps>(sum, partial[1]);
     }
-    for (int i = lane; i < experts; i += kWarp) {
-        const float rank = scores[i] + (args.bias == nullptr ? 0.0f : args.bias[i]);
-        ranked[i] = rank == rank ? rank : -INFINITY;
+    for (int i = threadIdx.x; i < Scratch::padded(experts); i += kThreads) {
+        float rank = -INFINITY;
+        if (i < experts) {
+            const float one = scratch.scores[i];
+            const bool is_softmax = args.scores == EXL_SCORES_SOFTMAX;
+            const float own = is_softmax ? one / divisor : 1.0f / (1.0f + expf(-one));
+            const float with_bias = own + (args.bias == nullptr ? 0.0f : args.bias[i]);
+            scratch.scores[i] = own;
+            if (with_bias == with_bias) rank = with_bias;
+        }
+        scratch.ranked[i] = rank;
     }
-    __syncwarp();
-    if (args.kept_groups < args.groups) keep_best_groups(args, ranked, groups, lane);
+    __syncthreads();
+}
 
-    const int64_t first = static_cast<int64_t>(row) * args.top_k;
-    Ranked last = before_all();
-    float sum = 0.0f;
-    for (int slot = 0; slot < args.top_k; ++slot) {
-        last = warp_best(best_after(ranked, lane, kWarp, experts, last));
-        const float score = scores[last.index];
-        sum += score;
-        if (lane == 0) args.ids[first + slot] = last.index;
-        if (lane == slot % kWarp) args.weights[first + slot] = score;
+// Sets the scores outside of the best groups to minus infinity.
+__device__ __forceinline__ void keep_best_groups(const ExlRoute& args, Scratch scratch) {
+    const int size = args.experts / args.groups;
+    for (int group = threadIdx.x; group < args.groups; group += kThreads) {
+        scratch.values[group] = group_score(scratch.ranked + group * size, size, args.group_scores);
     }
+    __syncthreads();
+    for (int group = threadIdx.x; group < args.groups; group += kThreads) {
+        const Ranked own = {scratch.values[group], group};
+        int before = 0;
+        for (int i = 0; i < args.groups; ++i) before += is_better({scratch.values[i], i}, own);
+        if (before < args.kept_groups) continue;
+        for (int i = 0; i < size; ++i) scratch.ranked[group * size + i] = -INFINITY;
+    }
+    __syncthreads();
+}
+
+// Number of experts that rank before `own`, all of which are in `values`, padded to four.
+__device__ __forceinline__ int rank_of(const Ranked& own, const float* values, int count) {
+    int before = 0;
+#pragma unroll 4
+    for (int i = 0; i < count; i += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(values + i);
+        before += is_better({four.x, i}, own) + is_better({four.y, i + 1}, own) +
+                  is_better({four.z, i + 2}, own) + is_better({four.w, i + 3}, own);
+    }
+    return before;
+}
+
+// Collects the experts that can be among the top_k: those that do not rank after the top_k-th of
+// the threads' best ones. Returns their number.
+__device__ __forceinline__ int collect(const ExlRoute& args, Scratch scratch) {
+    __shared__ Ranked bound;
+    __shared__ int count;
+    Ranked own = no_candidate();
+    for (int i = threadIdx.x; i < args.experts; i += kThreads) {
+        const Ranked one = {scratch.ranked[i], i};
+        if (is_better(one, own)) own = one;
+    }
+    scratch.values[threadIdx.x] = own.value;
+    scratch.indices[threadIdx.x] = own.index;
+    if (threadIdx.x == 0) bound = no_candidate(), count = 0;
+    __syncthreads();
+    int before = 0;
+#pragma unroll 4
+    for (int i = 0; i < kThreads; ++i) {
+        before += is_better({scratch.values[i], scratch.indices[i]}, own);
+    }
+    if (before == args.top_k - 1) bound = own;
+    __syncthreads();
+    for (int i = threadIdx.x; i < args.experts; i += kThreads) {
+        const Ranked one = {scratch.ranked[i], i};
+        if (is_better(bound, one)) continue;
+        const int at = atomicAdd(&count, 1);
+        scratch.values[at] = one.value;
+        scratch.indices[at] = i;
+    }
+    __syncthreads();
+    return count;
+}
+
+// Writes the top_k experts and their scores, best first.
+__device__ __forceinline__ void choose_best(const ExlRoute& args, int32_t* ids, Scratch scratch) {
+    const auto choose = [&](int rank, int expert) {
+        if (rank >= args.top_k) return;
+        ids[rank] = expert;
+        scratch.chosen[rank] = scratch.scores[expert];
+    };
+    if (args.experts <= kThreads) {
+        const int expert = threadIdx.x;
+        if (expert < args.experts) {
+            const Ranked own = {scratch.ranked[expert], expert};
+            choose(rank_of(own, scratch.ranked, Scratch::padded(args.experts)), expert);
+        }
+    } else {
+        const int count = collect(args, scratch);
+        for (int n = threadIdx.x; n < count; n += kThreads) {
+            const Ranked own = {scratch.values[n], scratch.indices[n]};
+            int before = 0;
+            for (int i = 0; i < count; ++i) {
+                before += is_better({scratch.values[i], scratch.indices[i]}, own);
+            }
+            choose(before, own.index);
+        }
+    }
+    __syncthreads();
+}
+
+// Chooses the experts of one row, with all threads of the block.
+__device__ __forceinline__ void choose(const ExlRoute& args, int row, Scratch scratch) {
+    score(args, args.logits + static_cast<int64_t>(row) * args.experts, scratch);
+    if (args.kept_groups < args.groups) keep_best_groups(args, scratch);
+    const int64_t first = static_cast<int64_t>(row) * args.top_k;
+    choose_best(args, args.ids + first, scratch);
+    float sum = 0.0f;
+    for (int slot = 0; slot < args.top_k; ++slot) sum += scratch.chosen[slot];
     const float divisor = sum + args.eps;
-    for (int slot = lane; slot < args.top_k; slot += kWarp) {
-        float weight = args.weights[first + slot];  // this lane has written it
+    for (int slot = threadIdx.x; slot < args.top_k; slot += kThreads) {
+        float weight = scratch.chosen[slot];
         if (args.normalizes) weight /= divisor;
         args.weights[first + slot] = weight * args.factor;
     }
-    __syncwarp();
+    __syncthreads();
 }
 
 // ---- kernels -----------------------------------------------------------------------------------
 
-extern __shared__ float scratch[];  // 3 * experts for each warp
+extern __shared__ __align__(16) float shared[];
 
 __global__ void __launch_bounds__(kThreads) choose_kernel(const ExlRoute args) {
     let_next_begin();
     wait_for_inputs();
-    const int warp = threadIdx.x / kWarp, row = blockIdx.x * kWarps + warp;
-    if (row >= args.m) return;
-    choose(args, row, scratch + warp * 3 * args.experts, threadIdx.x % kWarp);
+    choose(args, blockIdx.x, Scratch(shared, args.experts));
 }
 
-template <class X>
-__global__ void __launch_bounds__(kThreads) router_kernel(
-    const ExlRoute args, const bool is_aligned
-) {
+// Weights of one expert: vectors of a lane, `kStep` numbers apart.
+constexpr int kStep = kWarp * kVector;
+
+// Products of a chunk of rows with the weights of one expert, for the vectors of one lane.
+template <class X, int kRows, bool kIsAligned>
+struct LogitSums {
+    // Vectors of inputs that are in flight at a time: 64 registers of float32.
+    static constexpr int kVectors = 8 / kRows;
+    float sums[kRows] = {};
+
+    // Adds kInFlight vectors from feature `start` on. Past the last feature, inputs are zero.
+    __device__ __forceinline__ void add(
+        const X* const (&rows)[kRows], const Vector<__half> (&weights)[kInFlight], int start, int d
+    ) {
+#pragma unroll
+        for (int first = 0; first < kInFlight; first += kVectors) {
+            Vector<X> x[kVectors][kRows] = {};
+#pragma unroll
+            for (int n = 0; n < kVectors; ++n) {
+                const int i = start + (first + n) * kStep;
+#pragma unroll
+                for (int r = 0; r < kRows; ++r) {
+                    if (i < d) x[n][r] = load_vector(rows[r] + i, d - i, kIsAligned);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < kVectors; ++n) {
+                float factors[kVector];
+                weights[first + n].to_floats(factors);
+#pragma unroll
+                for (int r = 0; r < kRows; ++r) {
+                    float values[kVector];
+                    x[n][r].to_floats(values);
+#pragma unroll
+                    for (int j = 0; j < kVector; ++j)
+                        sums[r] = fmaf(values[j], factors[j], sums[r]);
+                }
+            }
+        }
+    }
+};
+
+template <class X, int kRows, bool kIsAligned>
+__global__ void __launch_bounds__(kThreads) router_kernel(const ExlRoute args) {
     __shared__ bool is_last;
     let_next_begin();
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int expert = blockIdx.x * kWarps + warp;
-    const int first_row = blockIdx.y * kRows, rows = min(kRows, args.m - first_row);
+    const int first_row = blockIdx.y * kRows, count = min(kRows, args.m - first_row);
     const bool has_expert = expert < args.experts;
-    constexpr int kStep = kWarp * kVector;
     const int d = has_expert ? args.d : 0, own = kVector * lane;
     const __half* weight = static_cast<const __half*>(args.weight);
     if (has_expert) weight += static_cast<int64_t>(expert) * args.d;
@@ -174,39 +293,31 @@ __global__ void __launch_bounds__(kThreads) router_kernel(
 #pragma unroll
         for (int n = 0; n < kInFlight; ++n) {
             const int i = start + n * kStep;
-            if (i < d) ahead[n] = load_vector(weight + i, d - i, is_aligned);
+            ahead[n] = {};
+            if (i < d) ahead[n] = load_vector(weight + i, d - i, kIsAligned);
         }
     };
     load_weights(own);
     const float logit_bias =
         has_expert && args.logit_bias != nullptr ? args.logit_bias[expert] : 0.0f;
     wait_for_inputs();
-    const X* const x = static_cast<const X*>(args.x) + first_row * args.x_stride;
-    float sums[kRows] = {};
+    // Rows past the last one read the last one; their sums are dropped.
+    const X* rows[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        const int64_t row = first_row + min(r, count - 1);
+        rows[r] = static_cast<const X*>(args.x) + row * args.x_stride;
+    }
+    LogitSums<X, kRows, kIsAligned> logits;
     for (int start = own; start < d; start += kInFlight * kStep) {
-#pragma unroll
-        for (int n = 0; n < kInFlight; ++n) {
-            const int i = start + n * kStep;
-            if (i >= d) break;
-            float weights[kVector];
-            ahead[n].to_floats(weights);
-#pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-                if (r >= rows) break;
-                float values[kVector];
-                load_floats(x + r * args.x_stride + i, d - i, is_aligned, values);
-#pragma unroll
-                for (int j = 0; j < kVector; ++j) sums[r] = fmaf(values[j], weights[j], sums[r]);
-            }
-        }
+        logits.add(rows, ahead, start, d);
         load_weights(start + kInFlight * kStep);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        if (r >= rows) break;
-        const float logit = warp_sum(sums[r]) + logit_bias;
-        const int64_t at = static_cast<int64_t>(first_row + r) * args.experts + expert;
-        if (lane == 0 && has_expert) args.logits[at] = logit;
+        const float logit = warp_sum(logits.sums[r]) + logit_bias;
+        if (lane != 0 || !has_expert || r >= count) continue;
+        args.logits[static_cast<int64_t>(first_row + r) * args.experts + expert] = logit;
     }
     __threadfence();
     __syncthreads();
@@ -217,8 +328,26 @@ __global__ void __launch_bounds__(kThreads) router_kernel(
     }
     __syncthreads();
     if (!is_last) return;
-    for (int r = warp; r < rows; r += kWarps) {
-        choose(args, first_row + r, scratch + warp * 3 * args.experts, lane);
+    for (int r = 0; r < count; ++r) choose(args, first_row + r, Scratch(shared, args.experts));
+}
+
+// ---- host --------------------------------------------------------------------------------------
+
+// Rows of a chunk. Few rows are divided among many thread blocks; with more rows, the weights are
+// read less often. No result depends on it.
+int chunk_rows(int m, bool is_aligned) {
+    if (m == 1 || !is_aligned) return 1;
+    return m <= 8 ? 2 : m <= 64 ? 4 : kMaxRows;
+}
+
+template <class X>
+auto kernel_for(int rows, bool is_aligned) {
+    if (!is_aligned) return router_kernel<X, 1, false>;
+    switch (rows) {
+        case 1: return router_kernel<X, 1, true>;
+        case 2: return router_kernel<X, 2, true>;
+        case 4: return router_kernel<X, 4, true>;
+        default: return router_kernel<X, kMaxRows, true>;
     }
 }
 
@@ -233,24 +362,24 @@ extern "C" int exl_cuda_route(const ExlRoute* args, void* stream) {
                       a.top_k >= 1 && a.top_k <= a.experts && a.groups >= 1 &&
                       a.experts % a.groups == 0 && a.kept_groups >= 1 &&
                       a.kept_groups <= a.groups && a.group_scores >= 1 &&
-                      (a.x == nullptr || (a.d >= 1 && (a.x_dtype == kF32 || a.x_dtype == kF16))) &&
-                      a.m <= 65535 * kRows;
+                      (a.x == nullptr || (a.d >= 1 && (a.x_dtype == kF32 || a.x_dtype == kF16)));
     if (!fits) return cudaErrorInvalidValue;
     if (a.m == 0) return cudaSuccess;
-    const size_t scratch_bytes = sizeof(float) * kWarps * 3 * a.experts;
+    const size_t scratch_bytes = Scratch::bytes(a.experts);
     if (a.x == nullptr) {
-        const dim3 grid(static_cast<unsigned>(ceil_div(a.m, kWarps)));
+        const dim3 grid(static_cast<unsigned>(a.m));
         return launch(choose_kernel, grid, dim3(kThreads), scratch_bytes, stream, a);
     }
     const int64_t x_bytes = a.x_dtype == kF32 ? 4 : 2;
     const bool is_aligned =
         rows_are_aligned(a.x, a.d, a.x_stride, x_bytes) && rows_are_aligned(a.weight, a.d, a.d, 2);
+    const int rows = chunk_rows(a.m, is_aligned);
+    const int64_t chunks = ceil_div(a.m, rows);
+    if (chunks > 65535) return cudaErrorInvalidValue;
     const dim3 grid(
-        static_cast<unsigned>(ceil_div(a.experts, kWarps)),
-        static_cast<unsigned>(ceil_div(a.m, kRows))
+        static_cast<unsigned>(ceil_div(a.experts, kWarps)), static_cast<unsigned>(chunks)
     );
-    return launch(
-        a.x_dtype == kF32 ? router_kernel<float> : router_kernel<__half>, grid, dim3(kThreads),
-        scratch_bytes, stream, a, is_aligned
-    );
+    const auto kernel = a.x_dtype == kF32 ? kernel_for<float>(rows, is_aligned)
+                                          : kernel_for<__half>(rows, is_aligned);
+    return launch(kernel, grid, dim3(kThreads), scratch_bytes, stream, a);
 }

@@ -84,7 +84,7 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
 
     def _counters(self, rows: int) -> Tensor:
         """Counters of the router's kernel for that many rows."""
-        return self._gpu.buffer("router", max(-(-rows // cuda.ROUTER_ROWS) * 4, 4096))
+        return self._gpu.buffer("router", max(4 * rows, 4096))
 
     def expert_mlp(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
         gate_up, down = experts.gate_up, experts.down
