@@ -366,6 +366,8 @@ class ExpertLinear(Structure):
         ("pairs_per_row", c_int32),
         ("load_bytes", c_int32),
         ("tile_rows", c_int32),
+        ("k", c_int32),
+        ("x_dtype", c_int32),
     )
 
 
@@ -397,6 +399,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "route": (POINTER(Route), _P),
     "expert_inputs": (POINTER(ExpertInputs), _P),
     "expert_linear": (POINTER(ExpertLinear), _P),
+    "expert_row": (POINTER(ExpertLinear), _P, _P, _I, _P),
     "expert_sum": (_P, _P, _I, _I, _I, _P, _P),
 }
 # Operand types of the functions that return a size in bytes.

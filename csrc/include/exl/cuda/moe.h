@@ -3,7 +3,7 @@
 //
 // A pair is a row with one of its experts: pair top_k * row + slot. One MLP of experts takes four
 // calls: exl_cuda_expert_inputs, exl_cuda_expert_linear for gate and up, exl_cuda_expert_linear for
-// down, exl_cuda_expert_sum. The host never knows which experts the rows use: launches are sized for
+// down, exl_cuda_expert_sum. One row takes two calls of exl_cuda_expert_row. The host never knows which experts the rows use: launches are sized for
 // the worst case, and surplus thread blocks end at once.
 #pragma once
 
@@ -143,8 +143,19 @@ typedef struct {
     int32_t pairs_per_row;  // of x: top_k if x has one row per row, 1 if it has one per pair
     int32_t load_bytes;     // the largest number of any load
     int32_t tile_rows;      // most rows of an item: 8 or 32
+    int32_t k;              // exl_cuda_expert_row: numbers of a row of x, a multiple of 32
+    int32_t x_dtype;        // exl_cuda_expert_row: float16, or float32 in the order of the features
 } ExlExpertLinear;
 EXL_CUDA_API int exl_cuda_expert_linear(const ExlExpertLinear* args, void* stream);
+
+// exl_cuda_expert_linear for one row, whose experts are `ids` [top_k]. Items and pairs are not
+// needed, and the bits are the same. Epilogues:
+//   gated  as above; `weights` is null
+//   store  y [n] float32: the sum over the experts, as exl_cuda_expert_sum
+EXL_CUDA_API int exl_cuda_expert_row(
+    const ExlExpertLinear* args, const int32_t* ids, const float* weights, int32_t top_k,
+    void* stream
+);
 
 // y [m, n] float32: y[row] = sum over j of weights[row, j] * x[top_k * row + j], in order of j.
 EXL_CUDA_API int exl_cuda_expert_sum(

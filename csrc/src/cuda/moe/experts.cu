@@ -12,11 +12,7 @@
 //            no bit of a row depends on the other rows.
 // Floor      The bytes of the experts in use, at memory bandwidth. An expert whose rows need
 //            several items is read from the L2 cache again.
-#include <algorithm>
-
-#include "cuda/elementwise/gate.cuh"
-#include "cuda/linear/quant_k_tile.cuh"
-#include "exl/cuda/moe.h"
+#include "cuda/moe/experts.cuh"
 
 namespace exl::cuda {
 
@@ -24,300 +20,6 @@ namespace {
 
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kMaxTileRows = 32;
-constexpr int kPitch =
-    36;  // floats from one row of sums to the next: stores without bank conflicts
-// Two thread blocks fit on a multiprocessor of 9.0, which has 228 KiB and reserves 1 KiB per block.
-constexpr int kMaxSharedBytes = 113 << 10;
-constexpr int kMaxRingStages = 6;
-
-struct ExpertArgs {
-    ExlExpertLinear call;
-    int32_t unit_bits;   // log2 of the panels of a tile, those of both parts of a gated pair
-    int32_t num_stages;  // of a warp's ring
-    int32_t stage_bytes;
-    int32_t ring_bytes;  // shared memory of all rings, or of the sums that overwrite them
-
-    __host__ __device__ bool is_gated() const { return call.epilogue == EXL_EPILOGUE_GATED; }
-    __host__ __device__ int part_bits() const { return unit_bits - is_gated(); }
-};
-
-struct WarpBarriers {
-    uint64_t stages[kMaxRingStages];
-};
-
-// ---- loads -------------------------------------------------------------------------------------
-
-// Entry of the table of loads (ExlQuantLoad), in registers.
-struct Load {
-    uint32_t offset, position, shape;
-
-    __device__ __forceinline__ static Load at(const ExlQuantLoad* loads, int index) {
-        const uint4 words = __ldg(reinterpret_cast<const uint4*>(loads + index));
-        return {words.x, words.y, words.z};
-    }
-    __device__ __forceinline__ int first_block() const { return position & 0xffff; }
-    __device__ __forceinline__ int bytes() const { return position >> 16; }
-    __device__ __forceinline__ int bits() const { return shape & 0xff; }
-    __device__ __forceinline__ int k_tile_blocks() const { return shape >> 16 & 0xff; }
-    __device__ __forceinline__ int blocks() const { return shape >> 24; }
-};
-
-// Ring of stages in shared memory, for one warp. Devices before 9.0 copy 16 bytes per lane, and
-// wait for all copies in flight.
-class Ring {
-  public:
-    __device__ __forceinline__ Ring(
-        uint8_t* buffers, WarpBarriers* barriers, int num_stages, int stage_bytes, int lane
-    )
-        : buffers_(buffers),
-          barriers_(barriers),
-          num_stages_(num_stages),
-          stage_bytes_(stage_bytes),
-          lane_(lane) {
-#if __CUDA_ARCH__ >= 900
-        if (lane < num_stages) {
-            asm volatile(
-                "mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&barriers->stages[lane]))
-                : "memory"
-            );
-        }
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-        __syncwarp();
-    }
-    __device__ __forceinline__ const uint8_t* data() const {
-        return buffers_ + stage_ * stage_bytes_;
-    }
-    // Starts the copy of a load to a stage whose bytes have all been read.
-    __device__ __forceinline__ void issue(int stage, const uint8_t* source, int bytes) {
-#if __CUDA_ARCH__ >= 900
-        if (lane_ == 0) {
-            const uint32_t barrier = shared_address(&barriers_->stages[stage]);
-            asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier),
-                         "r"(bytes)
-                         : "memory");
-            copy_weights(shared_address(buffers_ + stage * stage_bytes_), source, bytes, barrier);
-        }
-#else
-        for (int byte = 16 * lane_; byte < bytes; byte += 16 * kWarp) {
-            copy_async_16(buffers_ + stage * stage_bytes_ + byte, source + byte);
-        }
-        commit_copies();
-#endif
-    }
-    // Waits until the bytes of the current stage have arrived.
-    __device__ __forceinline__ void wait() const {
-#if __CUDA_ARCH__ >= 900
-        const uint32_t barrier = shared_address(&barriers_->stages[stage_]);
-        uint32_t is_done = 0;
-        while (!is_done) {
-            asm volatile(
-                "{\n .reg .pred done;\n"
-                " mbarrier.try_wait.parity.shared.b64 done, [%1], %2;\n"
-                " selp.u32 %0, 1, 0, done;\n}"
-                : "=r"(is_done)
-                : "r"(barrier), "r"(phase_)
-                : "memory"
-            );
-        }
-#else
-        wait_copies<0>();
-        __syncwarp();
-#endif
-    }
-    __device__ __forceinline__ int stage() const { return stage_; }
-    __device__ __forceinline__ void advance() {
-        const bool wraps = ++stage_ == num_stages_;
-        if (wraps) stage_ = 0;
-        phase_ ^= wraps;
-    }
-
-  private:
-    uint8_t* buffers_;
-    WarpBarriers* barriers_;
-    int num_stages_, stage_bytes_, lane_;
-    int stage_ = 0;
-    uint32_t phase_ = 0;
-};
-
-// ---- products ----------------------------------------------------------------------------------
-
-// Addresses of a lane's inputs: those of row lane / 4 of each row tile. Rows past the last one read
-// the inputs of the first one; their sums are dropped.
-template <class Shape>
-struct LaneRows {
-    const __half* at[Shape::kRowTiles];
-
-    __device__ __forceinline__ LaneRows(
-        const ExlExpertLinear& call, const ExlExpertItem& item, const void* x, int lane
-    ) {
-#pragma unroll
-        for (int i = 0; i < Shape::kRowTiles; ++i) {
-            const int row = 8 * i + lane / 4;
-            const int pair = call.pairs[item.first + (row < item.count ? row : 0)];
-            const int64_t x_row = pair / call.pairs_per_row;
-            at[i] = static_cast<const __half*>(x) + x_row * call.x_stride + 8 * (lane % 4);
-        }
-    }
-    __device__ __forceinline__ void load(InputFragments<Shape::kRowTiles>& to, int block) const {
-#pragma unroll
-        for (int i = 0; i < Shape::kRowTiles; ++i) {
-            uint4& four = to.row_tiles[i];
-            asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
-                         : "l"(at[i] + 32 * block));
-        }
-    }
-};
-
-// Adds a load to `total`, block by block. `inputs` holds its inputs if they are prefetched; those
-// of `next` then replace them.
-template <int kForm, class Shape>
-__device__ __forceinline__ void add_load(
-    PanelSums<Shape>& total, LoadInputs<Shape>& inputs, const Load& own, const Load& next,
-    const ExlExpertMatrix& w, const uint8_t* bytes, const LaneRows<Shape>& rows, int lane
-) {
-    const LoadRun run = {w.kind, 0};
-    KTileSums<Shape> sums;
-    const uint8_t* k_tile = bytes;
-    int in_k_tile = 0;
-#pragma unroll(Shape::kPrefetchesInputs ? kStageBlocks : 1)
-    for (int i = 0; i < kStageBlocks; ++i) {
-        InputFragments<Shape::kRowTiles>& x = inputs[Shape::kPrefetchesInputs ? i : 0];
-        if (i < own.blocks()) {
-            if (in_k_tile == 0) k_tile = bytes, bytes += w.header_bytes;
-            if constexpr (!Shape::kPrefetchesInputs) rows.load(x, own.first_block() + i);
-            BlockCodes<kForm> codes;
-            codes.load(bytes, lane);
-            bytes += 128 * width_of(kForm);
-            sums.add(codes, x);
-            if (++in_k_tile == own.k_tile_blocks()) {
-                KTileFactors factors;
-                factors.load(k_tile, run, middle_of(kForm), lane);
-                sums.template scale_into<kForm>(total, factors);
-                in_k_tile = 0;
-            }
-        }
-        if (Shape::kPrefetchesInputs && i < next.blocks()) rows.load(x, next.first_block() + i);
-    }
-}
-
-// Starts the copies of the first loads of a column panel, whose bytes start at `panel`.
-__device__ __forceinline__ void fill_ring(
-    const ExpertArgs& args, const ExlExpertMatrix& w, Ring& ring, const uint8_t* panel, int first,
-    int last
-) {
-    for (int n = 0; n < args.num_stages && first + n < last; ++n) {
-        const Load load = Load::at(w.loads, first + n);
-        ring.issue(n, panel + load.offset, load.bytes());
-    }
-}
-
-// Sum over the loads first .. last - 1 of a column panel, after `fill_ring`.
-template <class Shape>
-__device__ __forceinline__ void sum_loads(
-    PanelSums<Shape>& total, const ExpertArgs& args, const ExlExpertMatrix& w, Ring& ring,
-    const uint8_t* panel, int first, int last, const LaneRows<Shape>& rows, int lane
-) {
-    const int values = w.kind >> 14 & 3;
-    if (first >= last) return;
-    Load own = Load::at(w.loads, first);
-    LoadInputs<Shape> inputs;
-    if constexpr (Shape::kPrefetchesInputs) {
-#pragma unroll
-        for (int i = 0; i < kStageBlocks; ++i) {
-            if (i < own.blocks()) rows.load(inputs[i], own.first_block() + i);
-        }
-    }
-#pragma unroll 1
-    for (int i = first; i < last; ++i) {
-        Load next = {};
-        if (i + 1 < last) next = Load::at(w.loads, i + 1);
-        ring.wait();
-        const auto add = [&](auto form) {
-            add_load<decltype(form)::value, Shape>(
-                total, inputs, own, next, w, ring.data(), rows, lane
-            );
-        };
-        switch (form_of(own.bits(), values)) {
-            case 2: add(std::integral_constant<int, 2>()); break;
-            case 3: add(std::integral_constant<int, 3>()); break;
-            case 4: add(std::integral_constant<int, 4>()); break;
-            case 5: add(std::integral_constant<int, 5>()); break;
-            case 6: add(std::integral_constant<int, 6>()); break;
-            case 8: add(std::integral_constant<int, 8>()); break;
-            case kE4m3: add(std::integral_constant<int, kE4m3>()); break;
-            case kIq4: add(std::integral_constant<int, kIq4>()); break;
-            case kMxfp4: add(std::integral_constant<int, kMxfp4>()); break;
-        }
-        __syncwarp();
-        if (i + args.num_stages < last) {
-            const Load load = Load::at(w.loads, i + args.num_stages);
-            ring.issue(ring.stage(), panel + load.offset, load.bytes());
-        }
-        ring.advance();
-        own = next;
-    }
-}
-
-// ---- epilogue ----------------------------------------------------------------------------------
-
-// Stores the sums of a warp: [row][column of the panel].
-template <class Shape>
-__device__ __forceinline__ void store_sums(
-    const PanelSums<Shape>& total, float* to, int count, int lane
-) {
-#pragma unroll
-    for (int i = 0; i < Shape::kRowTiles; ++i) {
-#pragma unroll
-        for (int c = 0; c < Shape::kLaneRows; ++c) {
-            const int row = 8 * i + 2 * (lane % 4) + c;
-            if (row >= count) continue;
-#pragma unroll
-            for (int q = 0; q < 4; ++q) to[row * kPitch + 8 * q + lane / 4] = total[i][q][c];
-        }
-    }
-}
-
-// Adds the slices of one output, in order.
-__device__ __forceinline__ float add_slices(
-    const float* from, int slices, int unit_bits, int warp_floats
-) {
-    float sum = 0.0f;
-    for (int slice = 0; slice < slices; ++slice) sum += from[(slice << unit_bits) * warp_floats];
-    return sum;
-}
-
-// Adds the slices, and stores the tile's outputs. `sums` holds [warp][row][kPitch].
-__device__ __forceinline__ void store_tile(
-    const ExpertArgs& args, const ExlExpertItem& item, const float* sums, int warp_floats
-) {
-    const ExlExpertLinear& call = args.call;
-    const ExlExpertMatrix* own = call.matrices + static_cast<int64_t>(item.expert) * call.parts;
-    const float* bias = own->bias;
-    const float* up_bias = args.is_gated() ? own[1].bias : nullptr;
-    const int32_t* places =
-        call.next == nullptr ? nullptr : call.next[item.expert].inverse_permutation;
-    const int slices = kWarps >> args.unit_bits, panels = 1 << args.part_bits();
-    for (int i = threadIdx.x; i < 32 * item.count * panels; i += kThreads) {
-        const int row = i / 32 % item.count, panel = i / 32 / item.count;
-        const int column =
-            32 * ((static_cast<int>(blockIdx.x) << args.part_bits()) + panel) + i % 32;
-        if (column >= call.n) continue;
-        const float* from = sums + panel * warp_floats + row * kPitch + i % 32;
-        float y = add_slices(from, slices, args.unit_bits, warp_floats);
-        if (bias != nullptr) y += bias[column];
-        const int64_t to = static_cast<int64_t>(call.pairs[item.first + row]) * call.y_stride;
-        if (!args.is_gated()) {
-            static_cast<float*>(call.y)[to + column] = y;
-            continue;
-        }
-        float up = add_slices(from + panels * warp_floats, slices, args.unit_bits, warp_floats);
-        if (up_bias != nullptr) up += up_bias[column];
-        const int place = places == nullptr ? column : places[column];
-        static_cast<__half*>(call.y)[to + place] = from_float<__half>(gated(call.gate, y, up));
-    }
-}
 
 // ---- the kernel --------------------------------------------------------------------------------
 
@@ -327,22 +29,16 @@ __device__ __forceinline__ void multiply_item(
 ) {
     const ExlExpertLinear& call = args.call;
     const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
-    const int unit = warp & ((1 << args.unit_bits) - 1), slice = warp >> args.unit_bits;
-    const int part = args.is_gated() && unit >> args.part_bits() != 0;
-    const int panel = (blockIdx.x << args.part_bits()) + (unit & ((1 << args.part_bits()) - 1));
-    ExlExpertMatrix w = call.matrices[static_cast<int64_t>(item.expert) * call.parts + part];
-    if (call.loads != nullptr) w.loads = call.loads, w.num_loads = call.num_loads;
-    const int slice_bits = kWarpBits - args.unit_bits;
-    const int first = w.num_loads * slice >> slice_bits;
-    int last = w.num_loads * (slice + 1) >> slice_bits;
-    if (panel >= (call.n + 31) / 32) last = first;
+    const WarpWork work = WarpWork::of(args, blockIdx.x, warp);
+    const ExlExpertMatrix w = matrix_of(call, item.expert, work.part);
+    const int first = work.first(w), last = work.panel * 32 < call.n ? work.last(w) : first;
     Ring ring(
         shared + warp * args.num_stages * args.stage_bytes, barriers + warp, args.num_stages,
         args.stage_bytes, lane
     );
-    const uint8_t* const bytes = w.tiles + panel * w.panel_bytes;
+    const uint8_t* const bytes = w.tiles + work.panel * w.panel_bytes;
     fill_ring(args, w, ring, bytes, first, last);
-    const LaneRows<Shape> rows(call, item, part == 0 ? call.x[0] : call.x[1], lane);
+    const LaneRows<Shape> rows(call, item, call.x[work.part], lane);
     PanelSums<Shape> total = {};
     sum_loads<Shape>(total, args, w, ring, bytes, first, last, rows, lane);
     __syncthreads();  // the sums overwrite the stages
@@ -375,17 +71,6 @@ __global__ void __launch_bounds__(kThreads, 2) experts_kernel(
     } else {
         multiply_item<RowShape<4, false>>(args, item, shared, barriers);
     }
-}
-
-// ---- host --------------------------------------------------------------------------------------
-
-// log2 of the panels of a tile. A warp gets two loads or more, if a panel has them: with fewer, the
-// start and the end of its work take longer than the work. It depends on the matrices alone.
-int unit_bits_for(const ExlExpertLinear& call) {
-    const int least = call.epilogue == EXL_EPILOGUE_GATED ? 1 : 0;
-    int slice_bits = 0;
-    while (slice_bits < kWarpBits - least && call.num_loads >> (slice_bits + 1) >= 2) ++slice_bits;
-    return kWarpBits - slice_bits;
 }
 
 }  // namespace

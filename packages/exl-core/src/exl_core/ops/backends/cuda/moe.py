@@ -93,6 +93,9 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         if gate_up.parts != 2 or down.parts != 1:
             return self._all_experts(x, routed, experts)
         y = self._gpu.empty(len(x), down.out_features)
+        if len(x) == 1:
+            self._experts_of_one_row(x, routed, (gate_up, down), experts, y)
+            return y
         most = max(MAX_PAIRS // routed.ids.shape[1], 1)
         for first in range(0, len(x), most):
             rows = slice(first, first + most)
@@ -127,6 +130,35 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         gpu.call("expert_linear", items.product(down, inner_inputs, outputs))
         operands = outputs.data_ptr(), routed.weights.data_ptr()
         gpu.call("expert_sum", *operands, rows, top_k, down.out_features, y.data_ptr())
+
+    def _experts_of_one_row(
+        self,
+        x: Tensor,
+        routed: Routed,
+        matrices: tuple[CudaExperts, CudaExperts],
+        experts: ExpertMlp,
+        y: Tensor,
+    ) -> None:
+        """`_indexed_experts` of one row, with the same bits: its pairs need no sorting."""
+        gpu, top_k, (gate_up, down) = self._gpu, routed.ids.shape[1], matrices
+        is_final = down.has_inverses
+        width = 32 * down.num_blocks if is_final else down.in_features
+        inner = gpu.empty(top_k, width, dtype=torch.float16)
+        # The kernel rounds the row itself where the experts take it in the order of the features.
+        is_raw = gate_up.is_plain and gate_up.has_common_order and _is_whole(x)
+        inputs = _Inputs([x], top_k)
+        if not is_raw:
+            inputs = self._expert_inputs(x, routed.ids, gate_up, None)
+        args = _product(gate_up, inputs, inner)
+        args.epilogue, args.gate = cuda.GATED, cuda.GATES[experts.kind]
+        if is_final and not down.is_plain:
+            args.next = down.table.data_ptr()
+        ids, weights = routed.ids.data_ptr(), routed.weights.data_ptr()
+        gpu.call("expert_row", args, ids, None, top_k)
+        inner_inputs = _Inputs([inner], 1)
+        if not is_final:
+            inner_inputs = self._expert_inputs(inner, routed.ids.view(-1, 1), down, None)
+        gpu.call("expert_row", _product(down, inner_inputs, y), ids, weights, top_k)
 
     def _expert_inputs(
         self, x: Tensor, ids: Tensor, experts: CudaExperts, items: _Items | None
@@ -197,26 +229,36 @@ class _Items:
 
     def product(self, experts: CudaExperts, x: _Inputs, y: Tensor) -> cuda.ExpertLinear:
         """Arguments of `exl_cuda_expert_linear` that stores y."""
-        loads = experts.common_loads
-        args = cuda.ExpertLinear(
-            matrices=experts.table.data_ptr(),
-            loads=None if loads is None else loads.data_ptr(),
-            num_items=self.num_items,
-            items=self.items,
-            pairs=self.pairs,
-            y=y.data_ptr(),
-            max_items=self.max_items,
-            num_loads=experts.num_loads,
-            x_stride=x.forms[0].stride(0),
-            y_stride=y.stride(0),
-            n=experts.columns,
-            parts=experts.parts,
-            pairs_per_row=x.pairs_per_row,
-            load_bytes=experts.load_bytes,
-            tile_rows=self.tile_rows,
-        )
-        args.x[0], args.x[1] = x.forms[0].data_ptr(), x.forms[-1].data_ptr()
+        args = _product(experts, x, y)
+        args.num_items, args.max_items = self.num_items, self.max_items
+        args.items, args.pairs, args.tile_rows = self.items, self.pairs, self.tile_rows
         return args
+
+
+def _product(experts: CudaExperts, x: _Inputs, y: Tensor) -> cuda.ExpertLinear:
+    """Arguments of a product with experts that stores y, without the items and pairs."""
+    loads, first = experts.common_loads, x.forms[0]
+    args = cuda.ExpertLinear(
+        matrices=experts.table.data_ptr(),
+        loads=None if loads is None else loads.data_ptr(),
+        y=y.data_ptr(),
+        num_loads=experts.num_loads,
+        x_stride=first.shape[1],
+        y_stride=y.stride(0),
+        n=experts.columns,
+        parts=experts.parts,
+        pairs_per_row=x.pairs_per_row,
+        load_bytes=experts.load_bytes,
+        k=first.shape[1],
+        x_dtype=TYPES[first.dtype],
+    )
+    args.x[0], args.x[1] = first.data_ptr(), x.forms[-1].data_ptr()
+    return args
+
+
+def _is_whole(x: Tensor) -> bool:
+    """The row consists of aligned vectors of 16 bytes, and of whole blocks of 32 numbers."""
+    return x.data_ptr() % 16 == 0 and x.shape[1] % 32 == 0
 
 
 def _each(experts: PackedExperts) -> Sequence[PackedLinear]:

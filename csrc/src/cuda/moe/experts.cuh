@@ -1,0 +1,380 @@
+// Products of rows with the matrix of one expert, for the kernels of `experts.cu` and `one_row.cu`:
+// a warp's ring of loads, its sums over the loads of a column panel, and the stores of a tile.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/elementwise/gate.cuh"
+#include "cuda/linear/quant_k_tile.cuh"
+#include "exl/cuda/moe.h"
+
+namespace exl::cuda {
+
+#ifdef __CUDACC__
+
+constexpr int kPitch =
+    36;  // floats from one row of sums to the next: stores without bank conflicts
+// Two thread blocks fit on a multiprocessor of 9.0, which has 228 KiB and reserves 1 KiB per block.
+constexpr int kMaxSharedBytes = 113 << 10;
+constexpr int kMaxRingStages = 6;
+
+struct ExpertArgs {
+    ExlExpertLinear call;
+    int32_t unit_bits;   // log2 of the panels of a tile, those of both parts of a gated pair
+    int32_t num_stages;  // of a warp's ring
+    int32_t stage_bytes;
+    int32_t ring_bytes;  // shared memory of all rings, or of the sums that overwrite them
+
+    __host__ __device__ bool is_gated() const { return call.epilogue == EXL_EPILOGUE_GATED; }
+    __host__ __device__ int part_bits() const { return unit_bits - is_gated(); }
+};
+
+struct WarpBarriers {
+    uint64_t stages[kMaxRingStages];
+};
+
+// Which loads of which column panel a warp adds up.
+struct WarpWork {
+    int part, panel, slice, slices;
+
+    // Work of a warp of a tile; the tile's panels and slices are divided among kWarps warps.
+    __device__ __forceinline__ static WarpWork of(const ExpertArgs& args, int tile, int warp) {
+        const int unit = warp & ((1 << args.unit_bits) - 1);
+        const int panel = unit & ((1 << args.part_bits()) - 1);
+        return {
+            args.is_gated() && unit >> args.part_bits() != 0, (tile << args.part_bits()) + panel,
+            warp >> args.unit_bits, kWarps >> args.unit_bits
+        };
+    }
+    __device__ __forceinline__ int first(const ExlExpertMatrix& w) const {
+        return w.num_loads * slice / slices;
+    }
+    __device__ __forceinline__ int last(const ExlExpertMatrix& w) const {
+        return w.num_loads * (slice + 1) / slices;
+    }
+};
+
+// Matrix of a part of an expert.
+__device__ __forceinline__ ExlExpertMatrix matrix_of(
+    const ExlExpertLinear& call, int expert, int part
+) {
+    ExlExpertMatrix w = call.matrices[static_cast<int64_t>(expert) * call.parts + part];
+    if (call.loads != nullptr) w.loads = call.loads, w.num_loads = call.num_loads;
+    return w;
+}
+
+// ---- loads -------------------------------------------------------------------------------------
+
+// Entry of the table of loads (ExlQuantLoad), in registers.
+struct Load {
+    uint32_t offset, position, shape;
+
+    __device__ __forceinline__ static Load at(const ExlQuantLoad* loads, int index) {
+        const uint4 words = __ldg(reinterpret_cast<const uint4*>(loads + index));
+        return {words.x, words.y, words.z};
+    }
+    __device__ __forceinline__ int first_block() const { return position & 0xffff; }
+    __device__ __forceinline__ int bytes() const { return position >> 16; }
+    __device__ __forceinline__ int bits() const { return shape & 0xff; }
+    __device__ __forceinline__ int k_tile_blocks() const { return shape >> 16 & 0xff; }
+    __device__ __forceinline__ int blocks() const { return shape >> 24; }
+};
+
+// Ring of stages in shared memory, for one warp. Devices before 9.0 copy 16 bytes per lane, and
+// wait for all copies in flight.
+class Ring {
+  public:
+    __device__ __forceinline__ Ring(
+        uint8_t* buffers, WarpBarriers* barriers, int num_stages, int stage_bytes, int lane
+    )
+        : buffers_(buffers),
+          barriers_(barriers),
+          num_stages_(num_stages),
+          stage_bytes_(stage_bytes),
+          lane_(lane) {
+#if __CUDA_ARCH__ >= 900
+        if (lane < num_stages) {
+            asm volatile(
+                "mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&barriers->stages[lane]))
+                : "memory"
+            );
+        }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+        __syncwarp();
+    }
+    __device__ __forceinline__ const uint8_t* data() const {
+        return buffers_ + stage_ * stage_bytes_;
+    }
+    // Starts the copy of a load to a stage whose bytes have all been read.
+    __device__ __forceinline__ void issue(int stage, const uint8_t* source, int bytes) {
+#if __CUDA_ARCH__ >= 900
+        if (lane_ == 0) {
+            const uint32_t barrier = shared_address(&barriers_->stages[stage]);
+            asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier),
+                         "r"(bytes)
+                         : "memory");
+            copy_weights(shared_address(buffers_ + stage * stage_bytes_), source, bytes, barrier);
+        }
+#else
+        for (int byte = 16 * lane_; byte < bytes; byte += 16 * kWarp) {
+            copy_async_16(buffers_ + stage * stage_bytes_ + byte, source + byte);
+        }
+        commit_copies();
+#endif
+    }
+    // Waits until the bytes of the current stage have arrived.
+    __device__ __forceinline__ void wait() const {
+#if __CUDA_ARCH__ >= 900
+        const uint32_t barrier = shared_address(&barriers_->stages[stage_]);
+        uint32_t is_done = 0;
+        while (!is_done) {
+            asm volatile(
+                "{\n .reg .pred done;\n"
+                " mbarrier.try_wait.parity.shared.b64 done, [%1], %2;\n"
+                " selp.u32 %0, 1, 0, done;\n}"
+                : "=r"(is_done)
+                : "r"(barrier), "r"(phase_)
+                : "memory"
+            );
+        }
+#else
+        wait_copies<0>();
+        __syncwarp();
+#endif
+    }
+    __device__ __forceinline__ int stage() const { return stage_; }
+    // Stage of the n-th load from now on.
+    __device__ __forceinline__ int stage_after(int n) const {
+        return stage_ + n < num_stages_ ? stage_ + n : stage_ + n - num_stages_;
+    }
+    __device__ __forceinline__ void advance() {
+        const bool wraps = ++stage_ == num_stages_;
+        if (wraps) stage_ = 0;
+        phase_ ^= wraps;
+    }
+
+  private:
+    uint8_t* buffers_;
+    WarpBarriers* barriers_;
+    int num_stages_, stage_bytes_, lane_;
+    int stage_ = 0;
+    uint32_t phase_ = 0;
+};
+
+// ---- products ----------------------------------------------------------------------------------
+
+// Pair of a row of an item.
+__device__ __forceinline__ int pair_of(
+    const ExlExpertLinear& call, const ExlExpertItem& item, int row
+) {
+    return call.pairs == nullptr ? item.first + row : call.pairs[item.first + row];
+}
+
+// Addresses of a lane's inputs: those of row lane / 4 of each row tile. Rows past the last one read
+// the inputs of the first one; their sums are dropped.
+template <class Shape>
+struct LaneRows {
+    const __half* at[Shape::kRowTiles];
+
+    __device__ __forceinline__ LaneRows(
+        const ExlExpertLinear& call, const ExlExpertItem& item, const void* x, int lane
+    ) {
+#pragma unroll
+        for (int i = 0; i < Shape::kRowTiles; ++i) {
+            const int row = 8 * i + lane / 4;
+            const int pair = pair_of(call, item, row < item.count ? row : 0);
+            const int64_t x_row = pair / call.pairs_per_row;
+            at[i] = static_cast<const __half*>(x) + x_row * call.x_stride + 8 * (lane % 4);
+        }
+    }
+    __device__ __forceinline__ void load(InputFragments<Shape::kRowTiles>& to, int block) const {
+#pragma unroll
+        for (int i = 0; i < Shape::kRowTiles; ++i) {
+            uint4& four = to.row_tiles[i];
+            asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
+                         : "l"(at[i] + 32 * block));
+        }
+    }
+};
+
+// The one row of a pass, float16 in shared memory.
+struct SharedRow {
+    uint32_t at;  // address of the lane's inputs
+
+    __device__ __forceinline__ SharedRow(const __half* x, int lane)
+        : at(shared_address(x) + 16 * (lane % 4)) {}
+    __device__ __forceinline__ void load(InputFragments<1>& to, int block) const {
+        uint4& four = to.row_tiles[0];
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
+                     : "r"(at + 64 * block));
+    }
+};
+
+// Adds a load to `total`, block by block. `inputs` holds its inputs if they are prefetched; those
+// of `next` then replace them.
+template <int kForm, class Shape, class Rows>
+__device__ __forceinline__ void add_load(
+    PanelSums<Shape>& total, LoadInputs<Shape>& inputs, const Load& own, const Load& next,
+    const ExlExpertMatrix& w, const uint8_t* bytes, const Rows& rows, int lane
+) {
+    const LoadRun run = {w.kind, 0};
+    KTileSums<Shape> sums;
+    const uint8_t* k_tile = bytes;
+    int in_k_tile = 0;
+#pragma unroll(Shape::kPrefetchesInputs ? kStageBlocks : 1)
+    for (int i = 0; i < kStageBlocks; ++i) {
+        InputFragments<Shape::kRowTiles>& x = inputs[Shape::kPrefetchesInputs ? i : 0];
+        if (i < own.blocks()) {
+            if (in_k_tile == 0) k_tile = bytes, bytes += w.header_bytes;
+            if constexpr (!Shape::kPrefetchesInputs) rows.load(x, own.first_block() + i);
+            BlockCodes<kForm> codes;
+            codes.load(bytes, lane);
+            bytes += 128 * width_of(kForm);
+            sums.add(codes, x);
+            if (++in_k_tile == own.k_tile_blocks()) {
+                KTileFactors factors;
+                factors.load(k_tile, run, middle_of(kForm), lane);
+                sums.template scale_into<kForm>(total, factors);
+                in_k_tile = 0;
+            }
+        }
+        if (Shape::kPrefetchesInputs && i < next.blocks()) rows.load(x, next.first_block() + i);
+    }
+}
+
+// Starts the copies of the first loads of a column panel, whose bytes start at `panel`. All stages
+// are free.
+__device__ __forceinline__ void fill_ring(
+    const ExpertArgs& args, const ExlExpertMatrix& w, Ring& ring, const uint8_t* panel, int first,
+    int last
+) {
+    for (int n = 0; n < args.num_stages && first + n < last; ++n) {
+        const Load load = Load::at(w.loads, first + n);
+        ring.issue(ring.stage_after(n), panel + load.offset, load.bytes());
+    }
+}
+
+// Sum over the loads first .. last - 1 of a column panel, after `fill_ring`.
+template <class Shape, class Rows>
+__device__ __forceinline__ void sum_loads(
+    PanelSums<Shape>& total, const ExpertArgs& args, const ExlExpertMatrix& w, Ring& ring,
+    const uint8_t* panel, int first, int last, const Rows& rows, int lane
+) {
+    const int values = w.kind >> 14 & 3;
+    if (first >= last) return;
+    Load own = Load::at(w.loads, first);
+    LoadInputs<Shape> inputs;
+    if constexpr (Shape::kPrefetchesInputs) {
+#pragma unroll
+        for (int i = 0; i < kStageBlocks; ++i) {
+            if (i < own.blocks()) rows.load(inputs[i], own.first_block() + i);
+        }
+    }
+#pragma unroll 1
+    for (int i = first; i < last; ++i) {
+        Load next = {};
+        if (i + 1 < last) next = Load::at(w.loads, i + 1);
+        ring.wait();
+        const auto add = [&](auto form) {
+            add_load<decltype(form)::value, Shape>(
+                total, inputs, own, next, w, ring.data(), rows, lane
+            );
+        };
+        switch (form_of(own.bits(), values)) {
+            case 2: add(std::integral_constant<int, 2>()); break;
+            case 3: add(std::integral_constant<int, 3>()); break;
+            case 4: add(std::integral_constant<int, 4>()); break;
+            case 5: add(std::integral_constant<int, 5>()); break;
+            case 6: add(std::integral_constant<int, 6>()); break;
+            case 8: add(std::integral_constant<int, 8>()); break;
+            case kE4m3: add(std::integral_constant<int, kE4m3>()); break;
+            case kIq4: add(std::integral_constant<int, kIq4>()); break;
+            case kMxfp4: add(std::integral_constant<int, kMxfp4>()); break;
+        }
+        __syncwarp();
+        if (i + args.num_stages < last) {
+            const Load load = Load::at(w.loads, i + args.num_stages);
+            ring.issue(ring.stage(), panel + load.offset, load.bytes());
+        }
+        ring.advance();
+        own = next;
+    }
+}
+
+// ---- epilogue ----------------------------------------------------------------------------------
+
+// Stores the sums of a warp: [row][column of the panel].
+template <class Shape>
+__device__ __forceinline__ void store_sums(
+    const PanelSums<Shape>& total, float* to, int count, int lane
+) {
+#pragma unroll
+    for (int i = 0; i < Shape::kRowTiles; ++i) {
+#pragma unroll
+        for (int c = 0; c < Shape::kLaneRows; ++c) {
+            // A single row is in all columns of the fragment.
+            const int row = Shape::kIsOneRow ? lane % 4 : 8 * i + 2 * (lane % 4) + c;
+            if (row >= count) continue;
+#pragma unroll
+            for (int q = 0; q < 4; ++q) to[row * kPitch + 8 * q + lane / 4] = total[i][q][c];
+        }
+    }
+}
+
+// Adds the slices of one output, in order.
+__device__ __forceinline__ float add_slices(
+    const float* from, int slices, int unit_bits, int warp_floats
+) {
+    float sum = 0.0f;
+    for (int slice = 0; slice < slices; ++slice) sum += from[(slice << unit_bits) * warp_floats];
+    return sum;
+}
+
+// Adds the slices, and stores the tile's outputs. `sums` holds [warp][row][kPitch].
+__device__ __forceinline__ void store_tile(
+    const ExpertArgs& args, const ExlExpertItem& item, const float* sums, int warp_floats
+) {
+    const ExlExpertLinear& call = args.call;
+    const ExlExpertMatrix* own = call.matrices + static_cast<int64_t>(item.expert) * call.parts;
+    const float* bias = own->bias;
+    const float* up_bias = args.is_gated() ? own[1].bias : nullptr;
+    const int32_t* places =
+        call.next == nullptr ? nullptr : call.next[item.expert].inverse_permutation;
+    const int slices = kWarps >> args.unit_bits, panels = 1 << args.part_bits();
+    for (int i = threadIdx.x; i < 32 * item.count * panels; i += kWarps * kWarp) {
+        const int row = i / 32 % item.count, panel = i / 32 / item.count;
+        const int column =
+            32 * ((static_cast<int>(blockIdx.x) << args.part_bits()) + panel) + i % 32;
+        if (column >= call.n) continue;
+        const float* from = sums + panel * warp_floats + row * kPitch + i % 32;
+        float y = add_slices(from, slices, args.unit_bits, warp_floats);
+        if (bias != nullptr) y += bias[column];
+        const int64_t to = static_cast<int64_t>(pair_of(call, item, row)) * call.y_stride;
+        if (!args.is_gated()) {
+            static_cast<float*>(call.y)[to + column] = y;
+            continue;
+        }
+        float up = add_slices(from + panels * warp_floats, slices, args.unit_bits, warp_floats);
+        if (up_bias != nullptr) up += up_bias[column];
+        const int place = places == nullptr ? column : places[column];
+        static_cast<__half*>(call.y)[to + place] = from_float<__half>(gated(call.gate, y, up));
+    }
+}
+
+#endif  // __CUDACC__
+
+// ---- host --------------------------------------------------------------------------------------
+
+// log2 of the panels of a tile. A warp gets two loads or more, if a panel has them: with fewer, the
+// start and the end of its work take longer than the work. It depends on the matrices alone.
+inline int unit_bits_for(const ExlExpertLinear& call) {
+    const int least = call.epilogue == EXL_EPILOGUE_GATED ? 1 : 0;
+    int slice_bits = 0;
+    while (slice_bits < kWarpBits - least && call.num_loads >> (slice_bits + 1) >= 2) ++slice_bits;
+    return kWarpBits - slice_bits;
+}
+
+}  // namespace exl::cuda
