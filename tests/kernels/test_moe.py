@@ -19,6 +19,7 @@ from kernel_support import (
 from quant_support import TILE_SETS, Matrix, Shape, filled, make_matrix
 from torch import Tensor
 
+from exl_core.ops.backends.cpu.table import CpuTable
 from exl_core.ops.elementwise import GateKind
 from exl_core.ops.moe import ExpertMlp, Routed, Routing
 from exl_core.ops.table import OpTable
@@ -302,6 +303,51 @@ def test_a_rows_experts_do_not_depend_on_the_other_rows(
     for first, last in ((0, 1), (1, 4), (4, 44)):
         part = Routed(routed.ids[first:last], routed.weights[first:last])
         assert torch.equal(table.expert_mlp(x[first:last], part, experts), whole[first:last])
+
+
+@pytest.mark.parametrize("layout", ["equal", "zeros-permuted", "fp8", "mxfp4"])
+def test_a_call_computes_the_rows_that_are_in_memory_when_it_runs(
+    kernels: OpTable, rng: torch.Generator, layout: str
+) -> None:
+    assert isinstance(kernels, CpuTable)
+    gate, up, down = (random_experts(rng, LAYOUTS[layout], 6, 128) for _ in range(3))
+    experts = ExpertMlp(
+        kernels.stack(
+            [
+                kernels.join([filled(kernels, g), filled(kernels, u)])
+                for g, u in zip(gate, up, strict=True)
+            ]
+        ),
+        kernels.stack([filled(kernels, one) for one in down]),
+        "silu",
+    )
+    x, out = torch.zeros(7, 128), torch.zeros(7, 128)
+    routed = Routed(torch.zeros(7, 2, dtype=torch.int32), torch.zeros(7, 2))
+    call = kernels.expert_call(x, routed, experts, out)
+    for _ in range(2):
+        chosen = random_routing(rng, 7, 6, 2)
+        x.copy_(normal(rng, 7, 128))
+        routed.ids.copy_(chosen.ids)
+        routed.weights.copy_(chosen.weights)
+        call.run()
+        assert torch.equal(out, kernels.expert_mlp(x, chosen, experts))
+
+
+@pytest.mark.parametrize("bad", [-1, 2])
+def test_a_call_with_an_unknown_expert_gives_nan(
+    kernels: OpTable, rng: torch.Generator, capfd: pytest.CaptureFixture[str], bad: int
+) -> None:
+    assert isinstance(kernels, CpuTable)
+    experts = ExpertMlp(
+        kernels.stack([packed(kernels, normal(rng, 2 * 12, 40)) for _ in range(2)]),
+        kernels.stack([packed(kernels, normal(rng, 40, 12)) for _ in range(2)]),
+        "silu",
+    )
+    routed = Routed(torch.tensor([[0], [bad]], dtype=torch.int32), torch.ones(2, 1))
+    out = torch.zeros(2, 40)
+    kernels.expert_call(torch.zeros(2, 40), routed, experts, out).run()
+    assert out.isnan().all()
+    assert f"a row chose expert {bad} of 2" in capfd.readouterr().err
 
 
 def test_experts_outside_of_the_stack_are_refused(cpu_table: OpTable, rng: torch.Generator) -> None:

@@ -67,5 +67,9 @@ class PagedRun:
 
 def logits_of(path: Path, ids: Sequence[int], options: LoadOptions | None = None) -> Tensor:
     """Logits [len(ids), vocab] of the model at `path`, all tokens in one pass."""
-    model = load_model(str(path), options).model
+    return logits_of_model(load_model(str(path), options).model, ids)
+
+
+def logits_of_model(model: Transformer, ids: Sequence[int]) -> Tensor:
+    """Logits [len(ids), vocab], all tokens in one pass."""
     return PagedRun(model, num_seqs=1, max_len=len(ids)).feed({0: ids})[0]

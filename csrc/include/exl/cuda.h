@@ -50,6 +50,9 @@ EXL_CUDA_API int exl_cuda_open_device(int device);
 // first function that needs them does the same. An early call keeps the queries out of a graph
 // capture.
 EXL_CUDA_API int exl_cuda_prepare_device(void);
+// Calls function(data) on a thread of the driver after the work that the stream has so far. Later
+// work of the stream waits for it. The function may not call CUDA.
+EXL_CUDA_API int exl_cuda_host_call(void (*function)(void* data), void* data, void* stream);
 
 #ifdef __cplusplus
 }

@@ -1,6 +1,6 @@
 # ruff: noqa: N999 - the usual name of a compiled module
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 __version__: str
 
@@ -87,7 +87,23 @@ class Experts:
     @property
     def size_bytes(self) -> int: ...
 
-def has_expert_kernel(gate_up: Experts, down: Experts) -> bool: ...
+class ExpertCall:
+    function: ClassVar[int]
+    def __init__(
+        self,
+        table: Table,
+        x: _Tensor,
+        ids: _Tensor,
+        weights: _Tensor,
+        gate_up: Experts,
+        down: Experts,
+        kind: str,
+        is_gated: bool,
+        out: _Tensor,
+    ) -> None: ...
+    @property
+    def data(self) -> int: ...
+    def run(self) -> None: ...
 
 class Table:
     class AttentionBatch:
@@ -131,6 +147,7 @@ class Table:
         gate_up: Experts,
         down: Experts,
         kind: str,
+        is_gated: bool,
         out: _Tensor,
     ) -> None: ...
     def linear(self, x: _Tensor, w: Linear, out: _Tensor) -> None: ...

@@ -7,6 +7,7 @@ not import torch. The contracts of the ops are in `csrc/include/exl/ops/`. Insid
 """
 
 from exl_kernels._C import (
+    ExpertCall,
     Experts,
     InputError,
     JoinedLinear,
@@ -17,10 +18,10 @@ from exl_kernels._C import (
     TrellisLinear,
     __version__,
     available_isas,
-    has_expert_kernel,
 )
 
 __all__ = [
+    "ExpertCall",
     "Experts",
     "InputError",
     "JoinedLinear",
@@ -31,5 +32,4 @@ __all__ = [
     "TrellisLinear",
     "__version__",
     "available_isas",
-    "has_expert_kernel",
 ]

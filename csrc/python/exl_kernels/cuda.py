@@ -377,6 +377,7 @@ _P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 _CALLS: dict[str, tuple[object, ...]] = {
     "open_device": (c_int,),
     "prepare_device": (),
+    "host_call": (_P, _P, _P),
     "quant_pack": (POINTER(QuantMatrix), POINTER(QuantColumns), _P),
     "quant_unpack": (POINTER(QuantMatrix), _I, _I, _P, _L, _P),
     "quant_embedding": (POINTER(QuantMatrix), _P, _I, _P, _P),

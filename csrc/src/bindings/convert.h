@@ -99,6 +99,13 @@ struct Table {
 };
 
 Gate gate_of(Operand operand, const std::string& kind);
+Activation activation_of(Operand operand, const std::string& kind);
+
+// y = x @ w for m rows, x_stride and y_stride apart. Does not need the GIL.
+void product(
+    Table& table, const Linear& w, const float* x, int64_t m, int64_t x_stride, float* y,
+    int64_t y_stride
+);
 
 void bind_weights(py::module_& module);
 void bind_trellis(py::module_& module);

@@ -88,7 +88,7 @@ static void gated_activation(Table& table, py::handle x, const std::string& kind
     table.ops->gated_activation(table.pool, args);
 }
 
-static Activation activation_of(Operand operand, const std::string& kind) {
+Activation activation_of(Operand operand, const std::string& kind) {
     if (kind == "silu") return Activation::silu;
     if (kind == "gelu_tanh") return Activation::gelu_tanh;
     if (kind == "relu2") return Activation::relu2;

@@ -88,6 +88,13 @@ static void run(Table& table, const Call& call, Epilogue epilogue) {
     }
 }
 
+void product(
+    Table& table, const Linear& w, const float* x, int64_t m, int64_t x_stride, float* y,
+    int64_t y_stride
+) {
+    run(table, {w, x, m, x_stride, y, y_stride}, Epilogue::store);
+}
+
 static void linear(Table& table, py::handle x, const Linear& w, py::handle y) {
     const Call call = call_of("linear", x, w, y, "out", w.n);
     py::gil_scoped_release release;

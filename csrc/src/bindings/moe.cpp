@@ -3,22 +3,9 @@
 
 #include <pybind11/stl.h>
 
-#include "bindings/convert.h"
+#include "bindings/experts.h"
 
 namespace exl {
-
-// The matrices of all experts. `parts[p]` are those of part p (gate, up) if each expert consists of
-// the same number of quantized parts of equal sizes with integer codes; otherwise it is empty.
-struct Experts {
-    explicit Experts(std::vector<std::shared_ptr<Linear>> linears);
-
-    std::vector<std::shared_ptr<Linear>> members;
-    int64_t n;
-    int64_t k;
-    int64_t size_bytes = 0;
-    std::vector<std::vector<const QuantMatrix*>> parts;
-    bool has_one_input = false;  // all matrices can share one quantized copy of their inputs
-};
 
 Experts::Experts(std::vector<std::shared_ptr<Linear>> linears) : members(std::move(linears)) {
     const Operand operand{"stack", "experts"};
@@ -49,68 +36,26 @@ Experts::Experts(std::vector<std::shared_ptr<Linear>> linears) : members(std::mo
     }
 }
 
-static ExpertMatrices matrices_of(const std::vector<const QuantMatrix*>& experts) {
-    ExpertMatrices found{experts.data(), 0, 0};
-    for (const QuantMatrix* w : experts) {
-        found.blocks = w->blocks > found.blocks ? w->blocks : found.blocks;
-        found.spans = w->spans > found.spans ? w->spans : found.spans;
-    }
-    return found;
-}
-
-// Whether `expert_mlp` of the table computes these experts.
-static bool has_kernel(const Experts& gate_up, const Experts& down) {
-    return gate_up.parts.size() == 2 && down.parts.size() == 1;
-}
-
 static void check_ids(const TensorView& ids, int64_t experts) {
     const auto* values = ids.as<int32_t>();
-    for (int64_t i = 0; i < ids.shape[0] * ids.shape[1]; ++i) {
-        if (values[i] < 0 || values[i] >= experts) {
-            fail(
-                {"expert_mlp", "ids"}, "ids within [0, " + std::to_string(experts) + ")",
-                std::to_string(values[i])
-            );
-        }
-    }
+    const int64_t bad = first_bad_id(values, ids.shape[0] * ids.shape[1], experts);
+    if (bad < 0) return;
+    fail(
+        {"expert_mlp", "ids"}, "ids within [0, " + std::to_string(experts) + ")",
+        std::to_string(values[bad])
+    );
 }
 
 static void expert_mlp(
     Table& table, py::handle x, py::handle ids, py::handle weights, const Experts& gate_up,
-    const Experts& down, const std::string& kind, py::handle y
+    const Experts& down, const std::string& kind, bool is_gated, py::handle y
 ) {
-    const char* op = "expert_mlp";
-    const auto count = static_cast<int64_t>(gate_up.members.size());
-    if (!has_kernel(gate_up, down)) {
-        fail({op, "experts"}, "quantized gate, up and down matrices", "others");
-    }
-    if (down.members.size() != gate_up.members.size() || gate_up.n != 2 * down.k) {
-        fail({op, "down"}, "a matrix for each gate_up of half its out_features", "others");
-    }
-    const TensorView from = view_of({op, "x"}, x, {DType::f32}, {kAnySize, gate_up.k}, 1);
-    const int64_t m = from.shape[0];
-    const TensorView id = view_of({op, "ids"}, ids, {DType::i32}, {m, kAnySize}, 0);
-    const int64_t top_k = id.shape[1];
-    const TensorView weight = view_of({op, "weights"}, weights, {DType::f32}, {m, top_k}, 0);
-    const TensorView to = view_of({op, "out"}, y, {DType::f32}, {m, down.n}, 0);
-    check_ids(id, count);
-    const ExpertMlpArgs args{
-        matrices_of(gate_up.parts[0]),
-        matrices_of(gate_up.parts[1]),
-        matrices_of(down.parts[0]),
-        count,
-        gate_up.has_one_input,
-        from.as<float>(),
-        m,
-        from.stride[0],
-        id.as<int32_t>(),
-        weight.as<float>(),
-        top_k,
-        gate_of({op, "kind"}, kind),
-        to.as<float>()
-    };
+    const ExpertMlp call = view_experts(x, ids, weights, gate_up, down, kind, is_gated, y);
+    check_ids(
+        view_of({"expert_mlp", "ids"}, ids, {DType::i32}, {call.m, call.top_k}, 0), call.count
+    );
     py::gil_scoped_release release;
-    table.ops->expert_mlp(table.pool, args);
+    compute_experts(table, call);
 }
 
 static Scores scores_of(const std::string& name) {
@@ -164,7 +109,7 @@ static void route_logits(
 }
 
 void bind_moe(py::module_& module, py::class_<Table>& table) {
-    py::class_<Experts>(module, "Experts")
+    py::class_<Experts, std::shared_ptr<Experts>>(module, "Experts")
         .def(py::init<std::vector<std::shared_ptr<Linear>>>(), py::arg("experts"))
         .def_property_readonly(
             "num_experts", [](const Experts& experts) { return experts.members.size(); }
@@ -173,7 +118,7 @@ void bind_moe(py::module_& module, py::class_<Table>& table) {
         .def_readonly("out_features", &Experts::n)
         .def_readonly("in_features", &Experts::k)
         .def_readonly("size_bytes", &Experts::size_bytes);
-    module.def("has_expert_kernel", &has_kernel, py::arg("gate_up"), py::arg("down"));
+    bind_expert_call(module);
     table.def(
         "route", &route_logits, py::arg("logits"), py::arg("bias"), py::arg("scores"),
         py::arg("groups"), py::arg("kept_groups"), py::arg("group_scores"), py::arg("normalizes"),
@@ -181,7 +126,7 @@ void bind_moe(py::module_& module, py::class_<Table>& table) {
     );
     table.def(
         "expert_mlp", &expert_mlp, py::arg("x"), py::arg("ids"), py::arg("weights"),
-        py::arg("gate_up"), py::arg("down"), py::arg("kind"), py::arg("out")
+        py::arg("gate_up"), py::arg("down"), py::arg("kind"), py::arg("is_gated"), py::arg("out")
     );
 }
 

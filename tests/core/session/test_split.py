@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -9,9 +11,11 @@ from hypothesis import strategies as st
 from exl_core.errors import OutOfMemoryError, RequestError
 from exl_core.session.placement import GPU_OVERHEAD, DeviceMemory
 from exl_core.session.split import (
+    ALL_LAYERS,
     LayerSizes,
     Split,
     StagePlan,
+    parse_experts_on,
     parse_split,
     plan_split,
 )
@@ -72,6 +76,103 @@ def test_splits_are_read(text: str, split: Split) -> None:
 def test_other_splits_are_refused(text: str) -> None:
     with pytest.raises(RequestError, match="no such split"):
         parse_split(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [("auto", None), ("device", 0), ("cpu", ALL_LAYERS), ("7", 7), ("0", 0)],
+)
+def test_places_of_experts_are_read(text: str, layers: int | None) -> None:
+    assert parse_experts_on(text) == layers
+
+
+@pytest.mark.parametrize("text", ["", "gpu", "-1", "1.5", "٣", "1000000"])
+def test_other_places_of_experts_are_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="no such place for experts"):
+        parse_experts_on(text)
+
+
+def sparse(layers: int = 10, *, dense: int = 2) -> LayerSizes:
+    """Layers of 1 GB, of which 0.8 GB are experts, except in the first `dense` layers."""
+    experts = tuple(0 if layer < dense else 800_000_000 for layer in range(layers))
+    return replace(even(layers), experts=experts)
+
+
+def host_layers(plan: tuple[StagePlan, ...]) -> list[tuple[int, ...]]:
+    return [one.host_layers for one in plan]
+
+
+def test_experts_of_as_few_layers_as_possible_leave_a_full_gpu() -> None:
+    assert host_layers(plan_split(sparse(), AUTO, gpus(10), CPU)) == [()]
+    (stage,) = plan_split(sparse(), AUTO, gpus(8), CPU)
+    assert (stage.device, stage.host_layers, stage.host_bytes) == (
+        "cuda:0",
+        (2, 3, 4),
+        24 * GB // 10,
+    )
+    assert stage.weights_bytes == 76 * GB // 10
+    assert "experts of 3 layers on the CPU (2.40 GB)" in str(stage)
+    two = plan_split(sparse(), AUTO, gpus(4, 4), CPU)
+    assert [one.device for one in two] == ["cuda:0", "cuda:1"]
+    assert sum(host_layers(two), ()) == (2, 3, 4)
+
+
+def test_whole_layers_follow_when_all_experts_have_left() -> None:
+    plan = plan_split(sparse(), AUTO, gpus(3), CPU)
+    assert spans(plan) == [("cpu", 0, 1), ("cuda:0", 1, 10)]
+    assert host_layers(plan) == [(), tuple(range(2, 10))]
+    assert plan[0].weights_bytes == GB
+
+
+def test_experts_stay_where_they_are_wanted() -> None:
+    for wanted, layers in ((0, ()), (2, (2, 3)), (8, tuple(range(2, 10)))):
+        plan = plan_split(sparse(), AUTO, gpus(20), CPU, experts_on_cpu=wanted)
+        assert host_layers(plan) == [layers]
+    everything = plan_split(
+        sparse(), Split(is_auto=False), gpus(20), CPU, experts_on_cpu=ALL_LAYERS
+    )
+    assert host_layers(everything) == [tuple(range(2, 10))]
+    stages = Split(is_auto=False, stages=(("cpu", 4), ("cuda:0", 6)))
+    plan = plan_split(sparse(), stages, gpus(20), CPU, experts_on_cpu=4)
+    assert host_layers(plan) == [(), (4, 5)]  # the CPU has its own layers' experts anyway
+    assert plan[0].weights_bytes == 4 * GB
+    with pytest.raises(OutOfMemoryError):
+        plan_split(
+            sparse(), AUTO, gpus(8), DeviceMemory("cpu", "", GB), experts_on_cpu=0, cpu_layers=0
+        )
+
+
+def test_experts_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"experts of so many layers.*0 to 8"):
+        plan_split(sparse(), AUTO, gpus(20), CPU, experts_on_cpu=9)
+    for wanted in (1, ALL_LAYERS):
+        with pytest.raises(RequestError, match="no experts"):
+            plan_split(even(4), AUTO, gpus(20), CPU, experts_on_cpu=wanted)
+    assert host_layers(plan_split(even(4), AUTO, gpus(20), CPU, experts_on_cpu=0)) == [()]
+
+
+def test_experts_that_the_host_cannot_hold_are_refused() -> None:
+    small = DeviceMemory("cpu", "", 2 * GB)
+    with pytest.raises(OutOfMemoryError, match="the experts of 3 layers do not fit") as caught:
+        plan_split(sparse(), AUTO, gpus(8), small)
+    assert "2.40 GB" in str(caught.value)
+
+
+@given(st.integers(1, 12), st.floats(0.5, 14), st.integers(0, 12))
+def test_moved_experts_are_no_more_than_needed(layers: int, memory: float, dense: int) -> None:
+    sizes = sparse(layers, dense=min(dense, layers))
+    try:
+        plan = plan_split(sizes, AUTO, gpus(memory), CPU)
+    except OutOfMemoryError:
+        assume(False)
+    moved = sum(len(one.host_layers) for one in plan)
+    assert plan[-1].weights_bytes <= int(memory * GB)
+    assert sum(one.weights_bytes + one.host_bytes for one in plan) == layers * GB
+    if moved and len(plan) == 1:
+        assert plan[0].weights_bytes + 800_000_000 > int(memory * GB)
+    if len(plan) == 2 and plan[0].device == "cpu":
+        left = [layer for layer in plan[1].layers if layer in sizes.expert_layers]
+        assert list(plan[1].host_layers) == left
 
 
 def test_a_model_that_fits_one_gpu_is_on_one() -> None:

@@ -75,4 +75,8 @@ int exl_cuda_prepare_device(void) {
     return exl::cuda::device_info(&info);
 }
 
+int exl_cuda_host_call(void (*function)(void* data), void* data, void* stream) {
+    return cudaLaunchHostFunc(static_cast<cudaStream_t>(stream), function, data);
+}
+
 }  // extern "C"

@@ -21,7 +21,7 @@ from exl_core.errors import RequestError, printable
 from exl_core.parallel.plan import parse_ranks
 from exl_core.prompt.formats import PromptFormat, find_format
 from exl_core.session.resolve import resolve_model
-from exl_core.session.split import parse_split
+from exl_core.session.split import parse_experts_on, parse_split
 
 if TYPE_CHECKING:
     from exl_cli.chat.prompt_style import PromptStyle
@@ -42,6 +42,7 @@ class RunningOptions(ModelOptions):
     held_memory: options.HeldMemory = None
     split: options.Split = "auto"
     cpu_layers: options.CpuLayers = None
+    experts_on: options.ExpertsOn = "auto"
     tensor_parallel: options.TensorParallel = "1"
     batch_invariant: options.BatchInvariant = False
     cache_type: options.CacheType = "fp16"
@@ -56,6 +57,7 @@ class RunningOptions(ModelOptions):
         options.held_bytes(self.held_memory)
         parse_split(self.split)
         parse_ranks(self.tensor_parallel)
+        parse_experts_on(self.experts_on)
         return engine_options.choices_of(
             *(self.cache_type, self.lora, self.draft_model, self.draft_tokens),
             ngram=self.ngram,
@@ -72,6 +74,7 @@ class RunningOptions(ModelOptions):
             held_bytes=options.held_bytes(self.held_memory),
             split=self.split,
             cpu_layers=self.cpu_layers,
+            experts_on=self.experts_on,
             tensor_parallel=parse_ranks(self.tensor_parallel),
             batch_invariant=self.batch_invariant,
         )
@@ -121,6 +124,7 @@ class DeviceOptions:
     batch_invariant: options.BatchInvariant = False
     split: options.Split = "auto"
     cpu_layers: options.CpuLayers = None
+    experts_on: options.ExpertsOn = "auto"
 
     def applied(self, to: LoadOptions, cache_tokens: int, kv_format: KVFormat) -> LoadOptions:
         """`to` with these devices. A split leaves memory for a cache of `cache_tokens` tokens."""
@@ -132,6 +136,7 @@ class DeviceOptions:
             batch_invariant=self.batch_invariant,
             split=self.split,
             cpu_layers=self.cpu_layers,
+            experts_on=self.experts_on,
             cache_tokens=cache_tokens,
             kv_format=kv_format,
         )

@@ -157,6 +157,17 @@ CpuLayers = Annotated[
         rich_help_panel=_RUNNING,
     ),
 ]
+ExpertsOn = Annotated[
+    str,
+    typer.Option(
+        "--experts-on",
+        metavar="WHERE",
+        help="Experts of layers on the GPU. 'cpu': in the host's memory, computed by the CPU. A "
+        "number: those of so many layers. 'device': on the GPU. 'auto': on the CPU those of as few "
+        "layers as let the GPU hold the rest.",
+        rich_help_panel=_RUNNING,
+    ),
+]
 TensorParallel = Annotated[
     str,
     typer.Option(

@@ -4,6 +4,8 @@ and the devices that a run would divide its layers among.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from exl_cli import output
 from exl_cli.render import columns_table, format_bytes, print_answer
 from exl_core.cache.format import KVFormat
@@ -11,18 +13,30 @@ from exl_core.errors import OutOfMemoryError
 from exl_core.session.describe import ModelDescription
 from exl_core.session.placement import DeviceMemory, Fit, device_memory, fit_all
 from exl_core.session.runtime import settle_ctx_size
-from exl_core.session.split import StagePlan, layer_sizes, parse_split, plan_split
+from exl_core.session.split import (
+    StagePlan,
+    layer_sizes,
+    parse_experts_on,
+    parse_split,
+    plan_split,
+)
 
 SCHEMA_VERSION = 1
 
 
+class PlanChoice(NamedTuple):
+    """Options that divide a model among devices."""
+
+    split: str = "auto"
+    cpu_layers: int | None = None
+    experts_on: str = "auto"
+
+
+DEFAULT_CHOICE = PlanChoice()
+
+
 def run(
-    model: ModelDescription,
-    ctx: int | None,
-    *,
-    split: str = "auto",
-    cpu_layers: int | None = None,
-    is_json: bool,
+    model: ModelDescription, ctx: int | None, choice: PlanChoice = DEFAULT_CHOICE, *, is_json: bool
 ) -> None:
     """Print the memory needed at `ctx` tokens (None: the default context size of the commands),
     and the plan of a split."""
@@ -30,9 +44,9 @@ def run(
     devices = device_memory()
     fits = fit_all(model.weights_bytes_in_memory, model.config, at, devices)
     try:
-        plan, refusal = _plan(model, at, split, cpu_layers, devices), ""
+        plan, refusal = _plan(model, at, choice, devices), ""
     except OutOfMemoryError as error:
-        if split != "auto" or cpu_layers is not None:
+        if choice != DEFAULT_CHOICE:
             raise
         plan, refusal = (), f"No split: {error}"
     if is_json:
@@ -50,13 +64,13 @@ def run(
 def _plan(
     model: ModelDescription,
     ctx: int,
-    split: str,
-    cpu_layers: int | None,
+    choice: PlanChoice,
     devices: list[DeviceMemory],
 ) -> tuple[StagePlan, ...]:
     cpu, *gpus = devices
-    sizes = layer_sizes(model.bytes_by_part, model.config, KVFormat.FP16, ctx)
-    return plan_split(sizes, parse_split(split), gpus or [cpu], cpu, cpu_layers)
+    sizes = layer_sizes(model.bytes_by_part, model.config, KVFormat.FP16, ctx, model.expert_bytes)
+    split, experts = parse_split(choice.split), parse_experts_on(choice.experts_on)
+    return plan_split(sizes, split, gpus or [cpu], cpu, choice.cpu_layers, experts_on_cpu=experts)
 
 
 def _stage_dict(stage: StagePlan) -> dict[str, object]:
@@ -66,6 +80,8 @@ def _stage_dict(stage: StagePlan) -> dict[str, object]:
         "last_layer": stage.layers.stop - 1,
         "weights_bytes": stage.weights_bytes,
         "cache_bytes": stage.cache_bytes,
+        "layers_with_experts_on_cpu": list(stage.host_layers),
+        "bytes_of_experts_on_cpu": stage.host_bytes,
     }
 
 

@@ -290,6 +290,9 @@ class SpeedResult:
     start_memory_bytes    peak before the model was loaded: the interpreter and its libraries
     device_peak_bytes     peak of the GPU memory that torch reserved; None on a CPU
     device_working_bytes  peak of the GPU memory in use besides weights and cache; None on a CPU
+    parameters            of the model, and those that one token uses
+    host_bytes            experts in the host's memory, of layers on a GPU, and the bytes per second
+                          at which the threads that compute them read
     """
 
     model: str
@@ -309,6 +312,10 @@ class SpeedResult:
     device_peak_bytes: int | None
     device_working_bytes: int | None
     runs: tuple[SpeedRun, ...]
+    parameters: int = 0
+    active_parameters: int = 0
+    host_bytes: int = 0
+    host_bytes_per_s: float | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Record with all runs in `runs`. The figures of a single run are repeated on top level."""

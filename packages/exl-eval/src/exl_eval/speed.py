@@ -18,7 +18,8 @@ once per batch size.
 The floor: a decode step cannot be faster than reading its weights and the attended keys and values
 at the memory bandwidth. The bandwidth is measured in the same run: reads by the CPU's threads, or a
 copy within the GPU's memory. The stages of a split model read one after another, each from the
-memory of its device.
+memory of its device. So do experts that the CPU computes for layers on a GPU: they are read at the
+bandwidth of the CPU's threads.
 """
 
 from __future__ import annotations
@@ -147,6 +148,10 @@ def measure_speed(
         device_peak_bytes=bench.device_peak_bytes,
         device_working_bytes=bench.device_working_bytes,
         runs=tuple(runs),
+        parameters=loaded.parameters.total,
+        active_parameters=loaded.parameters.active,
+        host_bytes=loaded.model.host_bytes,
+        host_bytes_per_s=floor.host_bytes_per_s,
     )
 
 
@@ -154,6 +159,7 @@ class StepFloor:
     """Time that the memory bandwidth of each stage's device sets for a decode step.
 
     `bytes_per_s` is the bandwidth, of a split model its mean over the weights of a step.
+    `host_bytes_per_s` is that of experts in the host's memory; None if there are none.
     """
 
     def __init__(self, model: Transformer, options: SpeedOptions) -> None:
@@ -168,13 +174,18 @@ class StepFloor:
             if stage.ops.device not in measured:
                 measured[stage.ops.device] = memory_bandwidth(stage.ops)
         self._bandwidths = [measured[stage.ops.device] for stage in model.stages]
+        host = model.host_table
+        self.host_bytes_per_s = None if host is None else memory_bandwidth(host)
         sizes = model.stage_pass_bytes(1)
         self.bytes_per_s = sum(sizes) / self._seconds(sizes)
 
     def step_seconds(self, batch: int) -> float:
         weights = self._model.stage_pass_bytes(batch)
         caches = self._cache_bytes
-        return self._seconds([w + batch * c for w, c in zip(weights, caches, strict=True)])
+        seconds = self._seconds([w + batch * c for w, c in zip(weights, caches, strict=True)])
+        if self.host_bytes_per_s is not None:
+            seconds += self._model.host_pass_bytes(batch) / self.host_bytes_per_s
+        return seconds
 
     def _seconds(self, sizes: Sequence[int]) -> float:
         return sum(size / rate for size, rate in zip(sizes, self._bandwidths, strict=True))
@@ -229,7 +240,7 @@ class _Bench:
     ) -> None:
         self._model: Transformer = loaded.model
         self._device = loaded.model.ops.device
-        self._weights_bytes = loaded.weights_bytes
+        self._device_weights_bytes = loaded.weights_bytes - loaded.model.host_bytes
         self._options = options
         self._on_measured = on_measured
         sizes = len(dict.fromkeys(options.batch))
@@ -287,7 +298,7 @@ class _Bench:
             return
         taken = torch.cuda.max_memory_reserved(self._device)
         in_use = torch.cuda.max_memory_allocated(self._device)
-        working = in_use - self._weights_bytes - work.store.tensor_bytes
+        working = in_use - self._device_weights_bytes - work.store.tensor_bytes
         self.device_peak_bytes = max(taken + work.store.mapped_bytes, self.device_peak_bytes or 0)
         self.device_working_bytes = max(working, self.device_working_bytes or 0)
 

@@ -168,6 +168,7 @@ def _show(result: SpeedResult) -> None:
             "memory": f"{format_bytes(result.peak_memory_bytes)} at most, "
             f"{format_bytes(beyond)} of it since the libraries were loaded",
             **_device_memory(result),
+            **_experts(result),
             "repeated": f"{result.repeat} times; the median (lowest-highest)",
         }
     )
@@ -185,6 +186,23 @@ def _show(result: SpeedResult) -> None:
             f"{run.floor_share:.1%}",
         )
     print_answer(facts, "", table)
+
+
+def _experts(result: SpeedResult) -> dict[str, str]:
+    """Parameters that a token uses, and experts in the host's memory."""
+    from exl_cli.render import format_bytes, format_count
+
+    facts = {}
+    if result.active_parameters < result.parameters:
+        facts["parameters"] = (
+            f"{format_count(result.parameters)}, {format_count(result.active_parameters)} of them "
+            f"({format_bytes(result.decode_weight_bytes)}) in each token"
+        )
+    if result.host_bytes_per_s is not None:
+        facts["experts on the CPU"] = (
+            f"{format_bytes(result.host_bytes)}, reads {format_bytes(result.host_bytes_per_s)}/s"
+        )
+    return facts
 
 
 def _device_memory(result: SpeedResult) -> dict[str, str]:

@@ -66,6 +66,7 @@ def inspect_model(
     ] = False,
     split: options.Split = "auto",
     cpu_layers: options.CpuLayers = None,
+    experts_on: options.ExpertsOn = "auto",
     json: options.Json = False,
 ) -> None:
     """Show architecture, sizes, bits per weight, tokenizer, memory and backends of a model.
@@ -77,8 +78,10 @@ def inspect_model(
     if verify and (tensors or fit or ctx is not None):
         other = "--tensors" if tensors else "--fit" if fit else "--ctx"
         raise RequestError("--verify stands alone", got=other)
-    if not fit and (split != "auto" or cpu_layers is not None):
-        raise RequestError("a plan of the devices needs --fit", got="--split or --cpu-layers")
+    if not fit and (split != "auto" or cpu_layers is not None or experts_on != "auto"):
+        raise RequestError(
+            "a plan of the devices needs --fit", got="--split, --cpu-layers or --experts-on"
+        )
     with exits_at_once():
         from exl_cli import placement, verification
         from exl_core.session.describe import describe_model
@@ -87,7 +90,8 @@ def inspect_model(
         return
     description = describe_model(spec)
     if fit:
-        placement.run(description, ctx, split=split, cpu_layers=cpu_layers, is_json=json)
+        choice = placement.PlanChoice(split, cpu_layers, experts_on)
+        placement.run(description, ctx, choice, is_json=json)
     elif json:
         output.write_json(as_dict(description, ctx, with_tensors=tensors))
     else:
@@ -281,7 +285,8 @@ def _facts(model: ModelDescription) -> Table:
     )
     active = ""
     if model.active_parameters < model.parameters:
-        active = f"{format_count(model.active_parameters)} active, "
+        active = f"{format_count(model.active_parameters)} ({format_bytes(model.active_bytes)}) "
+        active += "active, "
     tokenizer = model.tokenizer
     ends = ", ".join(map(str, model.stop_ids)) or "none"
     adds = "adds" if tokenizer.adds_bos else "does not add"

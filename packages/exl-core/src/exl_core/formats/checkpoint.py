@@ -140,6 +140,16 @@ class Checkpoint:
             found[part] = found.get(part, 0) + self._packed_bytes(name)
         return found
 
+    @property
+    def expert_bytes(self) -> tuple[int, ...]:
+        """Bytes that the experts' matrices of each layer will take in memory."""
+        layers = [row.layer for row in self.rows.values() if row.layer is not None]
+        found = [0] * (max(layers, default=-1) + 1)
+        for name, row in self.rows.items():
+            if row.expert is not None and row.layer is not None:
+                found[row.layer] += self._packed_bytes(name)
+        return tuple(found)
+
     def _packed_bytes(self, name: str) -> int:
         if self.rows[name].is_matrix:
             return self.layout(name).size_bytes(self.min_group_rows)

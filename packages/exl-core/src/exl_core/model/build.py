@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from threading import Lock
-from typing import overload
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ from exl_core.model.weights import (
 )
 from exl_core.ops.attention import NO_HEAD_NORMS, HeadNorms
 from exl_core.ops.elementwise import LayerNorm, Norm, RmsNorm, XIelu
+from exl_core.ops.host_experts import HostExperts
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import ExpertMlp
 from exl_core.ops.table import OpTable
@@ -75,13 +76,17 @@ def build_weights(
     """
     table = module_table(config)
     stages = split or (StageTable(range(config.num_layers), ops),)
-    count = len(stages)
+    tables = [stage.ops for stage in stages]
+    tables += [stage.host.cpu for stage in stages if stage.host is not None]
+    count = len(tables)
     reports = [progress] * count if progress is None or count == 1 else _summed(progress, count)
     with ExitStack() as stack:
         packers = [
-            stack.enter_context(Packer(checkpoint, stage.ops, threads, report))
-            for stage, report in zip(stages, reports, strict=True)
+            stack.enter_context(Packer(checkpoint, table, threads, report))
+            for table, report in zip(tables, reports, strict=True)
         ]
+        hosts = _hosts(stages, packers[len(stages) :])
+        packers = packers[: len(stages)]
         first, last = packers[0], packers[-1]
         first.start([table.embed], on_host=embed_on_host)
         if table.positions is not None:
@@ -92,16 +97,35 @@ def build_weights(
             last.start([head_row])
         for packer, stage in zip(packers, stages, strict=True):
             for layer in stage.layers:
-                start_block(table, packer, layer)
+                start_block(table, packer, layer, hosts.get(layer))
         norm = final_norm(config, last)
         blocks = tuple(
-            block_weights(config, layer, packer)
+            block_weights(config, layer, packer, hosts.get(layer))
             for packer, stage in zip(packers, stages, strict=True)
             for layer in stage.layers
         )
         embed, positions = first.packed([table.embed]), _positions(table, first)
         head = embed if is_shared else last.packed([head_row])
     return ModelWeights(embed, positions, blocks, norm, head)
+
+
+class HostSource(NamedTuple):
+    """Packs the experts of some layers in the host's memory, for `host`, which computes them."""
+
+    packer: Packer
+    host: HostExperts
+
+
+def _hosts(stages: Sequence[StageTable], packers: Sequence[Packer]) -> dict[int, HostSource]:
+    """Sources of experts in the host's memory, by layer. `packers` are those of the stages with
+    such experts, in order."""
+    left = iter(packers)
+    found: dict[int, HostSource] = {}
+    for stage in stages:
+        if stage.host is not None:
+            source = HostSource(next(left), stage.host)
+            found |= dict.fromkeys(stage.host_layers, source)
+    return found
 
 
 def _summed(progress: Progress, count: int) -> list[Progress]:
@@ -217,20 +241,26 @@ def _positions(table: ModuleTable, packer: Packer) -> PackedLinear | None:
     return None if table.positions is None else packer.packed([table.positions])
 
 
-def start_block(table: ModuleTable, packer: Packer, layer: int) -> None:
+def start_block(
+    table: ModuleTable, packer: Packer, layer: int, host: HostSource | None = None
+) -> None:
     """Queues the matrices of a layer."""
     for rows in table.packed(layer).values():
         packer.start(rows)
     for role in ("router", "shared_router"):
         if role in table.layers[layer]:
             packer.start([table.layers[layer][role]])
+    experts = packer if host is None else host.packer
     for expert in table.experts[layer]:
         for rows in expert_matrices(expert).values():
-            packer.start(rows)
+            experts.start(rows)
 
 
-def block_weights(config: ModelConfig, layer: int, source: WeightSource) -> BlockWeights:
-    """Weights of one layer, put together by the module table."""
+def block_weights(
+    config: ModelConfig, layer: int, source: WeightSource, host: HostSource | None = None
+) -> BlockWeights:
+    """Weights of one layer, put together by the module table. `host` has its experts, if these are
+    in the host's memory."""
     table = module_table(config)
     rows, matrices = table.layers[layer], table.packed(layer)
 
@@ -250,7 +280,7 @@ def block_weights(config: ModelConfig, layer: int, source: WeightSource) -> Bloc
             mixer = _attention(config, layer, source, norm_of)
     mlp: MlpWeights | MoeWeights | None
     if "router" in rows:
-        mlp = _moe(config, layer, source, norm_of)
+        mlp = _moe(config, layer, source, norm_of, host)
     elif "down" not in rows:
         mlp = None
     else:
@@ -318,7 +348,11 @@ def _latent(
 
 
 def _moe(
-    config: ModelConfig, layer: int, source: WeightSource, norm_of: Callable[[str], Norm | None]
+    config: ModelConfig,
+    layer: int,
+    source: WeightSource,
+    norm_of: Callable[[str], Norm | None],
+    host: HostSource | None,
 ) -> MoeWeights:
     table = module_table(config)
     rows, matrices = table.layers[layer], table.packed(layer)
@@ -339,7 +373,7 @@ def _moe(
         norm=norm_of("mlp_norm"),
         router=source.packed([rows["router"]]),
         router_bias=vector("router_bias"),
-        experts=_experts(config, layer, source),
+        experts=_experts(config, layer, source if host is None else host.packer),
         shared=shared,
         shared_router=source.packed([rows["shared_router"]]) if "shared_router" in rows else None,
         post_norm=norm_of("mlp_post_norm"),
@@ -349,6 +383,7 @@ def _moe(
         expert_post_norm=norm_of("expert_post_norm"),
         latent_down=source.packed(matrices["latent_down"]) if "latent_down" in matrices else None,
         latent_up=source.packed(matrices["latent_up"]) if "latent_up" in matrices else None,
+        host=None if host is None else host.host,
     )
 
 

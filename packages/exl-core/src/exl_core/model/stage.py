@@ -10,7 +10,7 @@ Dimension: R rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from exl_core.model.layers.steps import Steps
 from exl_core.model.rotation import RotationTable, query_factors
 from exl_core.model.weights import BlockWeights
 from exl_core.ops.attention import AttentionRows, KeySmoothing
+from exl_core.ops.host_experts import HostExperts
 from exl_core.ops.recurrent import StateRows
 from exl_core.ops.table import OpTable
 
@@ -34,10 +35,15 @@ PEER_TEST_VALUES = 1 << 21  # 8 MiB
 
 
 class StageTable(NamedTuple):
-    """The layers of a stage, by their indices in the model, and the op table of its device."""
+    """The layers of a stage, by their indices in the model, and the op table of its device.
+
+    `host` computes the experts of `host_layers`, which stay in the host's memory.
+    """
 
     layers: range
     ops: OpTable
+    host: HostExperts | None = None
+    host_layers: Collection[int] = ()
 
 
 class Stage:

@@ -41,7 +41,13 @@ from exl_core.model.observe import Observer, Part, checked_states
 from exl_core.model.runner import make_batch, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.stage import Stage, StageTable, peer_copies_work
-from exl_core.model.weights import BlockWeights, ModelWeights, MoeWeights, StreamedWeights
+from exl_core.model.weights import (
+    BlockWeights,
+    MlpWeights,
+    ModelWeights,
+    MoeWeights,
+    StreamedWeights,
+)
 from exl_core.ops.attention import KeySmoothing
 from exl_core.ops.elementwise import Norm
 from exl_core.ops.table import LayerOps, OpTable
@@ -70,8 +76,8 @@ class Transformer:
         self.config = config
         self.ops = ops
         self.stages = tuple(
-            Stage(config, layers, table)
-            for layers, table in split or (StageTable(range(config.num_layers), ops),)
+            Stage(config, one.layers, one.ops)
+            for one in split or (StageTable(range(config.num_layers), ops),)
         )
         for before, stage in pairwise(self.stages):
             devices = before.ops.device, stage.ops.device
@@ -198,21 +204,48 @@ class Transformer:
         Of the experts, those that a row chooses are counted, as if rows chose independently and all
         experts equally often: a share of 1 - (1 - k / E)^rows. Streamed weights are all read.
         """
-        return sum(self.stage_pass_bytes(rows))
+        return sum(self.stage_pass_bytes(rows)) + self.host_pass_bytes(rows)
 
     def stage_pass_bytes(self, rows: int) -> tuple[int, ...]:
-        """`pass_weight_bytes` of each stage. Those of the head belong to the last one."""
+        """`pass_weight_bytes` of each stage, without experts in the host's memory. Those of the
+        head belong to the last one."""
         whole = self._weights.decode_bytes
         if self.is_streamed:
             return (whole,)
         weights = zip(self.config.layers, self._weights.blocks, strict=True)
-        unread = [_unread_bytes(layer, block, rows) for layer, block in weights]
+        unread = [_unread_bytes(layer, block.mlp, rows) for layer, block in weights]
         stages = [
             sum(self._weights.blocks[i].size_bytes - unread[i] for i in stage.layers)
             for stage in self.stages[:-1]
         ]
         last = whole - sum(unread) - sum(stages)
         return tuple(int(size) for size in (*stages, last))
+
+    def host_pass_bytes(self, rows: int) -> int:
+        """Bytes of experts that a pass of some rows reads from the host's memory, in layers that
+        are on another device. They are counted as in `pass_weight_bytes`."""
+        return int(sum(_read_bytes(layer, part, rows) for layer, part in self._host_parts()))
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of experts in the host's memory, of layers that are on another device."""
+        return sum(part.host_bytes for _, part in self._host_parts())
+
+    @property
+    def host_table(self) -> OpTable | None:
+        """The table that computes these experts; None if there are none."""
+        found = (part.host.cpu for _, part in self._host_parts() if part.host is not None)
+        return next(found, None)
+
+    def _host_parts(self) -> list[tuple[LayerSpec, MoeWeights]]:
+        if self.is_streamed:
+            return []
+        parts = zip(self.config.layers, self._weights.blocks, strict=True)
+        return [
+            (layer, block.mlp)
+            for layer, block in parts
+            if isinstance(block.mlp, MoeWeights) and block.mlp.host is not None
+        ]
 
     def reserve_positions(self, end: int) -> None:
         """Computes the RoPE tables for positions below `end`.
@@ -359,9 +392,16 @@ class Transformer:
         return KeySmoothingOps(ops, stage.ops, angles, partial(found.__setitem__, layer))
 
 
-def _unread_bytes(layer: LayerSpec, block: BlockWeights, rows: int) -> float:
-    """Bytes of the experts of a layer that a pass of some rows is expected not to read."""
-    if not isinstance(layer.feed_forward, MoE) or not isinstance(block.mlp, MoeWeights):
+def _unread_bytes(layer: LayerSpec, part: MlpWeights | MoeWeights, rows: int) -> float:
+    """Bytes of the experts of a layer that its device is expected not to read in a pass of some
+    rows: those that no row chooses, or all if they are in the host's memory."""
+    if not isinstance(part, MoeWeights):
         return 0.0
+    return part.expert_bytes - (0.0 if part.host is not None else _read_bytes(layer, part, rows))
+
+
+def _read_bytes(layer: LayerSpec, part: MoeWeights, rows: int) -> float:
+    """Bytes of the experts of a layer that a pass of some rows is expected to read."""
+    assert isinstance(layer.feed_forward, MoE), "the layer has experts"
     router = layer.feed_forward.router
-    return float((1.0 - router.top_k / router.num_experts) ** rows * block.mlp.expert_bytes)
+    return float(part.expert_bytes * (1.0 - (1.0 - router.top_k / router.num_experts) ** rows))

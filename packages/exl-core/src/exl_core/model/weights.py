@@ -16,6 +16,7 @@ from exl_core.arch.layers import unsupported
 from exl_core.arch.modules import Packed
 from exl_core.ops.attention import HeadNorms
 from exl_core.ops.elementwise import LayerNorm, Norm, RmsNorm, XIelu
+from exl_core.ops.host_experts import HostExperts
 from exl_core.ops.latent import LatentUp
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import ExpertMlp
@@ -198,6 +199,8 @@ class MoeWeights:
     for the experts. `expert_post_norm` comes after the experts. `shared` is an MLP that every token
     passes, with at most a `post_norm`, and `shared_router` [1, hidden] scores its output.
     `latent_down` [latent, hidden] is before the experts, `latent_up` [hidden, latent] after them.
+    `host` computes the experts, if they are in the host's memory and the layer is on another
+    device.
     """
 
     norm: Norm | None
@@ -213,6 +216,7 @@ class MoeWeights:
     expert_post_norm: Norm | None = None
     latent_down: PackedLinear | None = None
     latent_up: PackedLinear | None = None
+    host: HostExperts | None = None
 
     @property
     def matrices(self) -> dict[Packed, PackedLinear]:
@@ -243,6 +247,11 @@ class MoeWeights:
     def expert_bytes(self) -> int:
         """Bytes of all experts."""
         return self.experts.gate_up.size_bytes + self.experts.down.size_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the experts if they are in the host's memory, else 0."""
+        return 0 if self.host is None else self.expert_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import device
 
 from exl_core.errors import BackendError, RequestError
+from exl_core.ops.host_experts import HostExperts, NearExperts
 from exl_core.ops.table import OpTable
 from exl_core.ops.weights import BLOCK_ROWS
 from exl_core.settings import MAX_THREADS
@@ -50,6 +51,18 @@ def get_table(
 
         return CudaTable(gpu, threads, batch_invariant=batch_invariant)
     raise BackendError("no such backend", expected="cpu, cuda or reference", got=name)
+
+
+def open_host_experts(device_table: OpTable, cpu: OpTable) -> HostExperts:
+    """Experts that `cpu` (a table of the CPU) computes for layers of `device_table`."""
+    if device_table.device.type != "cuda":
+        return NearExperts(cpu)
+    from exl_core.ops.backends.cpu.table import CpuTable
+    from exl_core.ops.backends.cuda.table import CudaTable
+
+    assert isinstance(device_table, CudaTable), "the table of a GPU"
+    assert isinstance(cpu, CpuTable), "experts in the host's memory are computed by the CPU"
+    return device_table.host_experts(cpu)
 
 
 def min_group_rows(name: str) -> int:

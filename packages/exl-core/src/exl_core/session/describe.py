@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from exl_core.arch.layers import MoE
 from exl_core.arch.modules import ModuleRow
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
@@ -22,6 +21,7 @@ from exl_core.ops.open import available_isas, min_group_rows
 from exl_core.ops.weights import GroupRun, TrellisLayout
 from exl_core.session.mtp import find_mtp, open_mtp
 from exl_core.session.open import ModelFiles, open_model, stop_ids
+from exl_core.session.parameters import count_parameters
 from exl_core.tokenizer.base import Tokenizer
 
 
@@ -77,6 +77,8 @@ class ModelDescription:
     bytes_by_part: Mapping[int | str, int]
     """Bytes in memory of each layer by its index, and of each tensor outside the layers by its
     role."""
+    expert_bytes: tuple[int, ...]
+    """Bytes in memory of the experts of each layer."""
     active_parameters: int
     """Parameters that one token uses: of the experts, only those chosen for it."""
     active_bytes: int
@@ -123,7 +125,7 @@ def describe_model(spec: str | None = None) -> ModelDescription:
     tokenizer = files.tokenizer
     used = checkpoint.used_names
     weight_files = {tensor.file for tensor in source.tensors.values()}
-    active = _active(checkpoint, files.config)
+    counted = count_parameters(checkpoint, files.config)
     mtp = None
     if find_mtp(source, files.config) is not None:
         mtp = open_mtp(source, checkpoint, files.config, files.path, partial(_rows, files))
@@ -141,8 +143,9 @@ def describe_model(spec: str | None = None) -> ModelDescription:
         file_bytes=sum(file.stat().st_size for file in weight_files),
         weights_bytes_in_memory=checkpoint.packed_bytes,
         bytes_by_part=checkpoint.bytes_by_part,
-        active_parameters=active[0],
-        active_bytes=active[1],
+        expert_bytes=checkpoint.expert_bytes,
+        active_parameters=counted.active,
+        active_bytes=counted.active_bytes,
         mtp_bytes=0 if mtp is None else mtp.packed_bytes,
         tokenizer=tokenizer,
         has_template=files.template is not None,
@@ -197,20 +200,6 @@ def _layers(checkpoint: Checkpoint) -> tuple[LayerDescription, ...]:
         )
         for group, tensors in groups.items()
     )
-
-
-def _active(checkpoint: Checkpoint, config: ModelConfig) -> tuple[int, int]:
-    """Parameters that one token uses, and their bytes in the file."""
-    parameters = size = 0.0
-    for name, tensor in checkpoint.stored.items():
-        row = checkpoint.rows[name]
-        part = None if row.layer is None else config.layers[row.layer].feed_forward
-        share = 1.0
-        if row.expert is not None and isinstance(part, MoE):
-            share = part.router.top_k / part.router.num_experts
-        parameters += share * tensor.num_values
-        size += share * tensor.size_bytes
-    return round(parameters), round(size)
 
 
 def _backends() -> dict[str, str]:

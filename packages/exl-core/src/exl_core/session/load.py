@@ -29,6 +29,7 @@ from exl_core.parallel.plan import AUTO, RankCount
 from exl_core.prompt.template import ChatTemplate
 from exl_core.session.mtp import MtpFiles, open_mtp
 from exl_core.session.open import ModelFiles, open_model
+from exl_core.session.parameters import NO_PARAMETERS, Parameters, count_parameters
 from exl_core.session.placement import DeviceMemory, device_memory
 from exl_core.session.ranks import (
     RankChoice,
@@ -44,6 +45,7 @@ from exl_core.session.split import (
     Split,
     StagePlan,
     layer_sizes,
+    parse_experts_on,
     parse_split,
     plan_split,
 )
@@ -95,6 +97,10 @@ class LoadOptions:
     for each device (`cpu=8,cuda:0=24`)."""
     cpu_layers: int | None = None
     """Layers on the CPU, from the first one on; None: as many as the GPUs cannot hold."""
+    experts_on: str = "auto"
+    """Place of the experts of layers that are on a GPU: `cpu` (the host's memory, where the CPU
+    computes them), the number of layers whose experts are there, from the first one on, `device`
+    (with their layers), or `auto` (of as few layers as let the GPUs hold the rest)."""
     tensor_parallel: RankCount = 1
     """Processes that the model is divided among, each with a part of every matrix, on the CPU.
     `auto` chooses by the GPUs, their memory and their access to each other."""
@@ -131,6 +137,7 @@ class LoadFields(TypedDict, total=False):
     held_bytes: int | None
     split: str
     cpu_layers: int | None
+    experts_on: str
     tensor_parallel: RankCount
     cache_tokens: int | None
     kv_format: KVFormat
@@ -167,6 +174,7 @@ class LoadedModel:
     """Options that change the model's results, for records of measurements."""
     plan: tuple[StagePlan, ...] = ()
     """Stages of a model that is split over several devices."""
+    parameters: Parameters = NO_PARAMETERS
     ranks: RankChoice | None = None
     """The choice for `tensor_parallel="auto"`."""
     mtp: MtpLayer | None = None
@@ -199,6 +207,7 @@ def load_model(
     started = time.perf_counter()
     options = _checked_options(options, changes)
     split = parse_split(options.split)
+    parse_experts_on(options.experts_on)
     settings = read_settings()
     device = resolve_device(options.device, is_exact=options.exact)
     device = split.stages[-1][0] if split.stages else device
@@ -218,12 +227,14 @@ def load_model(
     divided, ranks = _with_ranks(options, device, config, checkpoint)
     mtp = _mtp_of(files, config, divided, checkpoint) if options.mtp else None
     reserved = options.reserved_bytes + (0 if mtp is None else mtp.packed_bytes)
-    plan = _plan(replace(options, reserved_bytes=reserved), split, config, checkpoint, ops)
+    planned = replace(options, reserved_bytes=reserved)
+    plan = _plan(planned, split, config, checkpoint, ops, device=device)
     on_host = options.embeddings_on == "cpu"
     loading = Loading(config, checkpoint, files.path, threads, progress, on_host)
     if divided.tensor_parallel == 1:
         own = str(ops.device) if opening is not None else device
         names = dict.fromkeys(stage.device for stage in plan)
+        names |= {"cpu": None} if any(stage.host_layers for stage in plan) else {}
         tables = {name: ops if name == own else make_table(name) for name in names}
         weights, stages, last = loading.read(plan, tables, ops, options.held_bytes)
         transformer = Transformer(config, weights, last, files.sample_ids, split=stages)
@@ -242,6 +253,7 @@ def load_model(
         changes=changes_of(options),
         plan=plan,
         ranks=ranks,
+        parameters=count_parameters(checkpoint, config),
         mtp=None if mtp is None else mtp.read(transformer, threads),
     )
 
@@ -291,21 +303,28 @@ def _plan(
     config: ModelConfig,
     checkpoint: Checkpoint,
     ops: OpTable,
+    *,
+    device: str,
 ) -> tuple[StagePlan, ...]:
-    """Stages of the model; () for all layers on the device of `ops`."""
-    is_default = split.is_auto and options.cpu_layers is None
+    """Stages of the model; () for all of it on `device`, which `ops` is the table of."""
+    experts = parse_experts_on(options.experts_on)
+    is_default = split.is_auto and options.cpu_layers is None and not experts
     if options.held_bytes is not None:
         if not is_default:
             raise RequestError(
                 "a model whose layers are read in every pass is on one device",
-                got="--held-memory with --split or --cpu-layers",
+                got="--held-memory with --split, --cpu-layers or --experts-on",
             )
         return ()
-    if not (split.is_auto or split.gigabytes or split.stages or options.cpu_layers):
+    if not (split.is_auto or split.gigabytes or split.stages or options.cpu_layers or experts):
         return ()
     if ops.device.type != "cuda" and not split.stages:
         if is_default:
             return ()
+        if experts and split.is_auto and options.cpu_layers is None:
+            # All experts of a CPU are there. The reference takes those of the CPU's kernels.
+            split = Split(is_auto=False, stages=((device, config.num_layers),))
+    if ops.device.type != "cuda" and not split.stages:
         raise RequestError("no GPU to split the model over", got=f"--device {options.device}")
     sizes = _sizes(options, config, checkpoint)
     if options.embeddings_on == "cpu" and not sizes.is_tied:
@@ -319,15 +338,18 @@ def _plan(
     devices = [own if one.device == own.device else one for one in gpus]
     if options.device.startswith("cuda:"):
         devices = [own]
-    plan = plan_split(sizes, split, devices, cpu, options.cpu_layers)
-    is_whole = len(plan) == 1 and plan[0].device == str(ops.device)
+    plan = plan_split(sizes, split, devices, cpu, options.cpu_layers, experts_on_cpu=experts)
+    is_near = plan[0].device == str(ops.device) and not plan[0].host_layers
+    is_whole = len(plan) == 1 and is_near
     return () if is_whole else plan
 
 
 def _sizes(options: LoadOptions, config: ModelConfig, checkpoint: Checkpoint) -> LayerSizes:
     """Sizes of the model and of the cache that `options` ask for."""
     tokens = options.cache_tokens or min(config.max_seq_len, DEFAULT_CTX_LIMIT)
-    return layer_sizes(checkpoint.bytes_by_part, config, options.kv_format, tokens)
+    return layer_sizes(
+        checkpoint.bytes_by_part, config, options.kv_format, tokens, checkpoint.expert_bytes
+    )
 
 
 def checkpoint_of(

@@ -49,6 +49,8 @@ class RankOptions(Protocol):
     @property
     def cpu_layers(self) -> int | None: ...
     @property
+    def experts_on(self) -> str: ...
+    @property
     def held_bytes(self) -> int | None: ...
 
 
@@ -147,6 +149,7 @@ def check_ranks(options: RankOptions, device: str) -> None:
     for is_given, option in (
         (options.split not in ("auto", "none"), "--split"),
         (options.cpu_layers is not None, "--cpu-layers"),
+        (options.experts_on not in ("auto", "device"), "--experts-on"),
         (options.held_bytes is not None, "--held-memory"),
     ):
         if is_given:

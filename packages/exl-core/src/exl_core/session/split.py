@@ -6,8 +6,9 @@ and the head. Layers stay in order, so that states cross from one device to the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -47,35 +48,66 @@ class LayerSizes:
     head: int
     """The final norm, and the head unless it is tied to the embedding."""
     is_tied: bool = False
+    experts: tuple[int, ...] = ()
+    """The part of `weights` that is experts; () if no layer has any."""
+    host_layers: frozenset[int] = frozenset()
+    """Layers whose experts are on the CPU, wherever the layers are."""
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Layers with experts."""
+        return tuple(layer for layer, size in enumerate(self.experts) if size)
+
+    def with_experts_on_cpu(self, count: int) -> LayerSizes:
+        """The same model with the experts of the first `count` layers that have some on the CPU."""
+        return replace(self, host_layers=frozenset(self.expert_layers[:count]))
+
+    def host_bytes(self, layers: Iterable[int]) -> int:
+        """Bytes of experts that layers on a GPU leave to the CPU."""
+        return sum(self.experts[layer] for layer in layers if layer in self.host_layers)
 
     @property
     def total_bytes(self) -> int:
         """Bytes on a single device."""
         return self.stage_bytes(range(len(self.weights)))
 
-    def stage_bytes(self, layers: range, *, has_cache: bool = True) -> int:
-        """Bytes of a stage with these layers."""
+    def stage_bytes(
+        self, layers: range, *, has_cache: bool = True, has_experts: bool = False
+    ) -> int:
+        """Bytes of a stage with these layers, on a GPU, or on the CPU, which `has_experts` of all
+        layers."""
         part = slice(layers.start, layers.stop)
         is_first, is_last = layers.start == 0, layers.stop == len(self.weights)
         has_embedding = is_first or (is_last and self.is_tied)
         ends = (self.embedding if has_embedding else 0) + (self.head if is_last else 0)
-        return sum(self.weights[part]) + ends + (sum(self.cache[part]) if has_cache else 0)
+        weights = sum(self.weights[part]) - (0 if has_experts else self.host_bytes(layers))
+        return weights + ends + (sum(self.cache[part]) if has_cache else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Layers on one device, and the bytes of their weights and of their cache."""
+    """Layers on one device, and the bytes of their weights and of their cache there.
+
+    The experts of `host_layers`, which have `host_bytes`, are on the CPU.
+    """
 
     device: str
     layers: range
     weights_bytes: int
     cache_bytes: int
+    host_layers: tuple[int, ...] = ()
+    host_bytes: int = 0
 
     def __str__(self) -> str:
         first, last = self.layers.start, self.layers.stop - 1
         span = f"layer {first}" if first == last else f"layers {first} to {last}"
         sizes = f"{self.weights_bytes / GB:.2f} GB weights, {self.cache_bytes / GB:.2f} GB cache"
-        return f"{self.device}: {span} ({sizes})"
+        own = f"{self.device}: {span} ({sizes})"
+        if not self.host_layers:
+            return own
+        count = len(self.host_layers)
+        layers = f"{count} layers" if count > 1 else "1 layer"
+        return f"{own}, experts of {layers} on the CPU ({self.host_bytes / GB:.2f} GB)"
 
 
 def layer_sizes(
@@ -83,8 +115,10 @@ def layer_sizes(
     config: ModelConfig,
     kv_format: KVFormat,
     cache_tokens: int,
+    expert_bytes: Sequence[int] = (),
 ) -> LayerSizes:
-    """Sizes of a model whose cache holds `cache_tokens` tokens, from `Checkpoint.bytes_by_part`."""
+    """Sizes of a model whose cache holds `cache_tokens` tokens, from `Checkpoint.bytes_by_part` and
+    `Checkpoint.expert_bytes`."""
     tokens = pages_for(cache_tokens) * PAGE_SIZE
     ends = {part: size for part, size in bytes_by_part.items() if isinstance(part, str)}
     embedding = ends.pop("embed") + ends.pop("positions", 0)  # on one device
@@ -94,7 +128,26 @@ def layer_sizes(
         embedding=embedding,
         head=sum(ends.values()),
         is_tied=config.has_tied_embeddings,
+        experts=tuple(expert_bytes),
     )
+
+
+ALL_LAYERS = 10**6
+
+
+def parse_experts_on(text: str) -> int | None:
+    """Number of layers whose experts are on the CPU: `cpu` (all), `device` (none) or a number; None
+    for `auto`. Raises RequestError for anything else."""
+    named = {"auto": None, "device": 0, "cpu": ALL_LAYERS}
+    if text in named:
+        return named[text]
+    if not (text.isascii() and text.isdecimal() and len(text) < 6):
+        raise RequestError(
+            "no such place for experts",
+            expected="auto, device, cpu, or the number of layers whose experts are on the CPU",
+            got=text or "nothing",
+        )
+    return int(text)
 
 
 def parse_split(text: str) -> Split:
@@ -138,14 +191,68 @@ def plan_split(
     devices: Sequence[DeviceMemory],
     cpu: DeviceMemory,
     cpu_layers: int | None = None,
+    *,
+    experts_on_cpu: int | None = None,
 ) -> tuple[StagePlan, ...]:
     """The stages in order.
 
     `devices`: the devices that may be used, best first; `cpu` takes the first layers if these
     cannot hold the model, or the first `cpu_layers`. Automatic plans use the fewest devices, and
-    fill each to the same part of its free memory. Raises RequestError for a split that does not
-    suit the model or the machine, and OutOfMemoryError, with figures, if the model does not fit.
+    fill each to the same part of its free memory.
+
+    `experts_on_cpu`: the first layers with experts whose experts `cpu` takes (`ALL_LAYERS`: all of
+    them). None: of an automatic plan as few as let the devices hold the rest, of others none.
+    Whole layers go to the CPU only when the experts of all layers are there.
+
+    Raises RequestError for a split that does not suit the model or the machine, and
+    OutOfMemoryError, with figures, if the model does not fit.
     """
+    _check_experts(sizes, experts_on_cpu)
+    if experts_on_cpu is not None:
+        sizes = sizes.with_experts_on_cpu(experts_on_cpu)
+    elif split.is_auto and cpu_layers is None and sizes.expert_layers:
+        sizes = sizes.with_experts_on_cpu(_fewest_experts(sizes, devices))
+    plan = _plan_layers(sizes, split, devices, cpu, cpu_layers)
+    if any(stage.host_layers for stage in plan) or (
+        split.is_auto and plan[0].device == cpu.device and len(plan) > 1
+    ):
+        _check_cpu(plan, cpu)
+    return plan
+
+
+def _check_experts(sizes: LayerSizes, experts_on_cpu: int | None) -> None:
+    """Raises RequestError for experts of more layers than have some."""
+    most = len(sizes.expert_layers)
+    if experts_on_cpu in (None, 0) or (most and experts_on_cpu == ALL_LAYERS):
+        return
+    if not most:
+        raise RequestError("the model has no experts", expected="no --experts-on")
+    assert experts_on_cpu is not None
+    if experts_on_cpu > most:
+        raise RequestError(
+            "experts of so many layers on the CPU", expected=f"0 to {most}", got=experts_on_cpu
+        )
+
+
+def _fewest_experts(sizes: LayerSizes, devices: Sequence[DeviceMemory]) -> int:
+    """The fewest layers whose experts must leave the devices so that these hold all else; all of
+    them if that is not enough."""
+    counts = range(len(sizes.expert_layers))
+
+    def fits(moved: int) -> bool:
+        return _balanced(sizes.with_experts_on_cpu(moved), 0, devices) is not None
+
+    return bisect_left(counts, x=True, key=fits)
+
+
+def _plan_layers(
+    sizes: LayerSizes,
+    split: Split,
+    devices: Sequence[DeviceMemory],
+    cpu: DeviceMemory,
+    cpu_layers: int | None,
+) -> tuple[StagePlan, ...]:
+    """The stages of a model whose experts have their places."""
     count = len(sizes.weights)
     if cpu_layers is not None and not 0 <= cpu_layers <= count:
         raise RequestError("so many layers on the CPU", expected=f"0 to {count}", got=cpu_layers)
@@ -164,10 +271,7 @@ def plan_split(
     for moved in fewest:
         found = _balanced(sizes, moved, devices)
         if found is not None:
-            plan = _plans(sizes, _with_cpu(cpu, moved, found))
-            if moved and cpu.free_bytes is not None:
-                _check_cpu(sizes, moved, cpu)
-            return plan
+            return _plans(sizes, _with_cpu(cpu, moved, found))
     raise OutOfMemoryError(
         "the model does not fit into the memory of these devices",
         expected=f"{sizes.total_bytes / GB:.2f} GB for weights and cache",
@@ -190,7 +294,12 @@ def _plans(
 
 def _stage_plan(sizes: LayerSizes, device: str, layers: range) -> StagePlan:
     cache = sum(sizes.cache[layers.start : layers.stop])
-    return StagePlan(device, layers, sizes.stage_bytes(layers, has_cache=False), cache)
+    if device == "cpu":
+        weights = sizes.stage_bytes(layers, has_cache=False, has_experts=True)
+        return StagePlan(device, layers, weights, cache)
+    weights = sizes.stage_bytes(layers, has_cache=False)
+    host_layers = tuple(layer for layer in layers if layer in sizes.host_layers)
+    return StagePlan(device, layers, weights, cache, host_layers, sizes.host_bytes(layers))
 
 
 def _free(memory: DeviceMemory) -> float:
@@ -225,9 +334,7 @@ def _by_gigabytes(
             got=len(gigabytes),
         )
     used = [(one, size * GB) for one, size in zip(devices, gigabytes, strict=False) if size > 0]
-    weights_only = LayerSizes(
-        sizes.weights, (0,) * len(sizes.cache), sizes.embedding, sizes.head, sizes.is_tied
-    )
+    weights_only = replace(sizes, cache=(0,) * len(sizes.cache))
     found = _filled(weights_only, on_cpu, used)
     if found is None:
         count = len(sizes.weights)
@@ -296,12 +403,20 @@ def _filled(
     return found if first == count else None
 
 
-def _check_cpu(sizes: LayerSizes, moved: int, cpu: DeviceMemory) -> None:
-    needed = sizes.stage_bytes(range(moved))
-    if needed > _free(cpu):
-        raise OutOfMemoryError(
-            f"the first {moved} layers do not fit into this machine's memory",
-            expected=f"{needed / GB:.2f} GB for weights and cache",
-            got=f"{_free(cpu) / GB:.2f} GB free",
-            next_step="Take a smaller model, a smaller --ctx-size or a cheaper --cache-type.",
-        )
+def _check_cpu(plan: Sequence[StagePlan], cpu: DeviceMemory) -> None:
+    """Raises OutOfMemoryError if what a plan puts on the CPU does not fit there."""
+    layers = [stage for stage in plan if stage.device == cpu.device]
+    needed = sum(stage.weights_bytes + stage.cache_bytes for stage in layers)
+    needed += sum(stage.host_bytes for stage in plan)
+    if needed <= _free(cpu):
+        return
+    moved = sum(len(stage.layers) for stage in layers)
+    experts = sum(len(stage.host_layers) for stage in plan)
+    parts = [f"the first {moved} layers"] if moved else []
+    parts += [f"the experts of {experts} layers"] if experts else []
+    raise OutOfMemoryError(
+        f"{' and '.join(parts)} do not fit into this machine's memory",
+        expected=f"{needed / GB:.2f} GB for weights and cache",
+        got=f"{_free(cpu) / GB:.2f} GB free",
+        next_step="Take a smaller model, a smaller --ctx-size or a cheaper --cache-type.",
+    )

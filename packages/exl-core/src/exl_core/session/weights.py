@@ -17,7 +17,7 @@ from exl_core.formats.tensors import WeightTensors
 from exl_core.model.build import build_weights, stream_weights
 from exl_core.model.stage import StageTable
 from exl_core.model.weights import ModelWeights
-from exl_core.ops.open import device_failures
+from exl_core.ops.open import device_failures, open_host_experts
 from exl_core.ops.table import OpTable
 from exl_core.session.split import StagePlan
 
@@ -89,10 +89,12 @@ class Loading:
         needed: dict[str, int] = {}
         for stage in plan:
             needed[stage.device] = needed.get(stage.device, 0) + stage.weights_bytes
+            if stage.host_layers:
+                needed["cpu"] = needed.get("cpu", 0) + stage.host_bytes
         for name, size in needed.items():
             free = free_memory_bytes(tables[name].device)
             check_memory(size, free, f"{self.path}, on {name}")
-        stages = tuple(StageTable(stage.layers, tables[stage.device]) for stage in plan)
+        stages = tuple(_stage_table(stage, tables) for stage in plan)
         return self._read(stages[-1].ops, stages), stages
 
     def _read(self, ops: OpTable, split: tuple[StageTable, ...] = ()) -> ModelWeights:
@@ -112,6 +114,13 @@ class Loading:
                     # Kernels may read weights before earlier work on the stream has ended.
                     torch.cuda.synchronize(device)
             return weights
+
+
+def _stage_table(stage: StagePlan, tables: Mapping[str, OpTable]) -> StageTable:
+    ops = tables[stage.device]
+    if not stage.host_layers:
+        return StageTable(stage.layers, ops)
+    return StageTable(stage.layers, ops, open_host_experts(ops, tables["cpu"]), stage.host_layers)
 
 
 def check_memory(needed: int, available: int | None, where: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
@@ -16,8 +17,9 @@ from exl_core.model.layers.residual import (
     read_gated_linear,
 )
 from exl_core.model.layers.state import PassState
-from exl_core.model.weights import BlockWeights, MoeWeights
+from exl_core.model.weights import BlockWeights, MlpWeights, MoeWeights
 from exl_core.ops.elementwise import ActivationKind, GateKind
+from exl_core.ops.linear import Inputs
 from exl_core.ops.moe import Routed, Routing
 from exl_core.ops.table import LayerOps
 
@@ -66,45 +68,60 @@ def moe(step: MoeStep, ops: LayerOps, x: Tensor, block: BlockWeights, state: Pas
         routed = Routed(routed.ids, routed.weights * factors)
     if weights.latent_down is not None:
         inputs = ops.linear(inputs, weights.latent_down)  # [R, latent]
-    y = _experts(step, ops, inputs, routed, weights)  # [R, hidden or latent]
+    finish = _start_experts(step, ops, inputs, routed, weights)
+    shared = None
+    if weights.shared is not None:  # while experts on another device are computed
+        shared = _shared_inner(step, ops, h, weights.shared)  # [R, inner]
+    y = finish()  # [R, hidden or latent]
     if weights.latent_up is not None:
         y = ops.linear(y, weights.latent_up)  # [R, hidden]
     if weights.expert_post_norm is not None:
         y = normed(ops, y, weights.expert_post_norm)
-    if weights.shared is not None:
-        y = _add_shared(step, ops, h, y, weights)
+    if shared is not None:
+        y = _add_shared(ops, h, shared, y, weights)
     if weights.post_norm is not None:
         y = normed(ops, y, weights.post_norm)
     x = ops.add_(x, y)
     return x if block.scalar is None else x * block.scalar
 
 
-def _experts(
+def _start_experts(
     step: MoeStep, ops: LayerOps, x: Tensor, routed: Routed, weights: MoeWeights
-) -> Tensor:
-    """Sum of the outputs of each row's experts [R, hidden], with the weights on the side that the
-    family has them."""
+) -> Callable[[], Tensor]:
+    """Starts the experts of each row. The returned function returns the sum of their outputs
+    [R, hidden], with the weights on the side that the family has them."""
     if not step.weighs_inputs:
-        return ops.expert_mlp(x, routed, weights.experts)
+        return _start(ops, x, routed, weights)
     rows, count = routed.weights.shape
     # The autograd backend has sequences of rows.
     states = x.view(rows, -1)
     weighed = (states[:, None] * routed.weights[..., None]).flatten(0, 1)  # [R * k, hidden]
     each = Routed(routed.ids.view(-1, 1), torch.ones_like(routed.weights).view(-1, 1))
-    y = ops.expert_mlp(weighed, each, weights.experts).view(rows, count, -1).sum(1)
-    return y.view(x.shape)
+    finish = _start(ops, weighed, each, weights)
+    return lambda: finish().view(rows, count, -1).sum(1).view(x.shape)
 
 
-def _add_shared(step: MoeStep, ops: LayerOps, h: Tensor, y: Tensor, weights: MoeWeights) -> Tensor:
-    """y [R, hidden] plus the shared expert's outputs for h [R, hidden], each row times its score if
-    there are scores."""
+def _start(ops: LayerOps, x: Tensor, routed: Routed, weights: MoeWeights) -> Callable[[], Tensor]:
+    """`expert_mlp` where the experts are: on the device of the layer, or on the host."""
+    if weights.host is not None:
+        return weights.host.start(x, routed, weights.experts)
+    y = ops.expert_mlp(x, routed, weights.experts)
+    return lambda: y
+
+
+def _shared_inner(step: MoeStep, ops: LayerOps, h: Tensor, shared: MlpWeights) -> Inputs:
+    """The shared expert up to the inputs of its `down`, [R, intermediate]."""
+    if step.gate is not None:
+        return read_gated_linear(ops, h, None, shared.gate_up, step.gate)
+    assert step.activation is not None, "one of the two is there"
+    return read_activated_linear(ops, h, None, shared.gate_up, step.activation)
+
+
+def _add_shared(ops: LayerOps, h: Tensor, inner: Inputs, y: Tensor, weights: MoeWeights) -> Tensor:
+    """y [R, hidden] plus the shared expert's outputs, each row times its score if there are scores.
+    h [R, hidden] are the inputs of the expert, and `inner` [R, intermediate] those of `down`."""
     shared = weights.shared
     assert shared is not None, "the caller has checked it"
-    if step.gate is not None:
-        inner = read_gated_linear(ops, h, None, shared.gate_up, step.gate)  # [R, intermediate]
-    else:
-        assert step.activation is not None, "one of the two is there"
-        inner = read_activated_linear(ops, h, None, shared.gate_up, step.activation)
     if weights.shared_router is None:
         return add_output(ops, y, inner, shared.down, shared.post_norm)
     scores = torch.sigmoid(ops.linear(h, weights.shared_router))  # [R, 1]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cpu.library import exl_kernels
-from exl_core.ops.checks import check_range
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import ExpertMlp, PackedExperts, Routed, Routing
 
@@ -46,34 +45,22 @@ class CpuMoeOps:
     def expert_mlp(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
         gate_up = cast(exl_kernels.Experts, experts.gate_up)
         down = cast(exl_kernels.Experts, experts.down)
-        if not experts.is_gated or not exl_kernels.has_expert_kernel(gate_up, down):
-            return self._one_by_one(x, routed, experts)
         out = torch.empty(x.shape[0], down.out_features)
-        self._ops.expert_mlp(x, routed.ids, routed.weights, gate_up, down, experts.gate, out)
+        kind, is_gated = experts.kind, experts.is_gated
+        self._ops.expert_mlp(x, routed.ids, routed.weights, gate_up, down, kind, is_gated, out)
         return out
 
-    def _one_by_one(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
-        """Experts that are dense, have codes of floats or no gate: each with the kernels of a
-        linear."""
-        gate_up = cast(exl_kernels.Experts, experts.gate_up).experts
-        down = cast(exl_kernels.Experts, experts.down).experts
+    def expert_call(
+        self, x: Tensor, routed: Routed, experts: ExpertMlp, out: Tensor
+    ) -> exl_kernels.ExpertCall:
+        """`expert_mlp` of the rows that are in these tensors when it runs, as a C function. The
+        caller keeps their memory."""
+        gate_up = cast(exl_kernels.Experts, experts.gate_up)
+        down = cast(exl_kernels.Experts, experts.down)
         ids, weights = routed.ids, routed.weights
-        check_range("expert_mlp", "ids", ids, len(down))
-        parts = torch.empty(*ids.shape, x.shape[1])  # [m, k, d]
-        for expert in sorted(set(ids.flatten().tolist())):
-            rows, slots = (ids == expert).nonzero(as_tuple=True)
-            wide = self._product(x[rows], gate_up[expert])
-            if experts.is_gated:
-                h = torch.empty(len(rows), wide.shape[1] // 2)
-                self._ops.gated_activation(wide, experts.gate, h)
-            else:
-                h = torch.empty(wide.shape)
-                self._ops.activation(wide, cast(str, experts.activation), h)
-            parts[rows, slots] = self._product(h, down[expert])
-        y = parts[:, 0] * weights[:, :1]
-        for slot in range(1, ids.shape[1]):
-            y.addcmul_(parts[:, slot], weights[:, slot, None])
-        return y
+        return exl_kernels.ExpertCall(
+            self._ops, x, ids, weights, gate_up, down, experts.kind, experts.is_gated, out
+        )
 
     def _product(self, x: Tensor, w: exl_kernels.Linear) -> Tensor:
         out = torch.empty(x.shape[0], w.out_features)

@@ -12,6 +12,7 @@ from torch import Tensor
 from exl_core.ops.backends.cpu.table import CpuTable
 from exl_core.ops.backends.cuda.attention import Attention, CudaAttentionOps
 from exl_core.ops.backends.cuda.elementwise import CudaElementwiseOps
+from exl_core.ops.backends.cuda.host_experts import CudaHostExperts
 from exl_core.ops.backends.cuda.latent import CudaLatentOps
 from exl_core.ops.backends.cuda.library import Gpu
 from exl_core.ops.backends.cuda.linear import CudaLinearOps
@@ -54,6 +55,10 @@ class CudaTable(
 
     def bring(self, tensor: Tensor) -> Tensor:
         return upload(tensor, self.device)
+
+    def host_experts(self, cpu: CpuTable) -> CudaHostExperts:
+        """Experts in the host's memory, which `cpu` computes for layers of this table."""
+        return CudaHostExperts(self._gpu, cpu)
 
     def activations(self, rows: int, columns: int) -> Tensor:
         return self._gpu.empty(rows, columns, dtype=torch.float16)
