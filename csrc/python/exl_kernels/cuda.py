@@ -28,7 +28,7 @@ from pathlib import Path
 ABI = 15
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
-OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2}
+OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2, "small_middle": 3, "small_minimums": 4}
 VALUES = {"integers": 0, "e4m3": 1, "iq4_nl": 2, "mxfp4": 3}
 PACKINGS = {"words": 0, "bytes": 1, "q4_0": 2, "q4_1": 3, "q5_0": 4, "q5_1": 5, "q8_0": 6}
 GATES = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
@@ -89,6 +89,7 @@ class QuantColumns(Structure):
         ("bit_offsets", c_void_p),
         ("scales", c_void_p),
         ("offsets", c_void_p),
+        ("multipliers", c_void_p),
     )
 
 

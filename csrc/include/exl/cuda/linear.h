@@ -5,7 +5,8 @@
 //   w[row, c] = scale[g, c] * number(code[row, c])             E4M3, or an entry of a table
 //
 // Rows run along k in stored order. Every group starts a new block of 32 rows. The rows of a block
-// past the end of its group are padding, and their inputs are zero. A k-tile
+// past the end of its group are padding, and their inputs are zero. Small groups of 16 rows are an
+// exception: two of them share a block (below). A k-tile
 // is up to 4 consecutive blocks of one group: the rows that are summed before a scale is applied. A
 // column panel is 32 adjacent columns. All panels of a matrix have the same layout. The last one is
 // padded with columns whose scales are zero.
@@ -15,7 +16,8 @@
 // two that weights are multiplied by, and their sums divided by, where weights are computed in
 // float16 (small batches on 9.0). There a code's bits are used as a float16 number, which is 2^-24
 // times the code, and 2^24 times the scale has to fit in float16 as well. Let L be the largest of
-// |scale| and 2^-20 |minimum| in the panel, clamped to 2^-100 .. 2^100. The power of two is
+// |scale| and 2^-20 |minimum| in the panel (for small groups, those of the largest multipliers that
+// the format has), clamped to 2^-100 .. 2^100. The power of two is
 // 2^-(10 + floor(log2 L)).
 //
 // A k-tile has:
@@ -25,6 +27,20 @@
 //   offsets    In the same order: for zeros 32 uint8, for minimums 32 of scale_dtype. Nothing for
 //              middle, whose zero is 2^(bits - 1).
 //   blocks     128 * bits bytes each
+//
+// Small groups (EXL_OFFSET_SMALL_MIDDLE, EXL_OFFSET_SMALL_MINIMUMS) have 16 rows and scales that are
+// products of a factor and a multiplier, an integer of at most 8 bits:
+//
+//   w[row, c] = factor[f, c] * multiplier[g, c] * (code[row, c] - 2^(bits - 1))            middle
+//   w[row, c] = factor[f, c] * low[g, c] * code[row, c] - minimum_factor[f, c] * high[g, c]
+//
+// 256 rows share their factors. A k-tile has 4 blocks, 8 groups. Rows 8 t + 4 s + j of a block, for
+// t, j = 0 .. 3, are rows 4 t + j of its group s: a k16 step multiplies one group. The header is
+//
+//   factors          32 float16, in the order of scales
+//   minimum factors  the same; only for minimums
+//   multipliers      [8][8 groups][4] bytes: [c % 8][g][c / 8]. A signed byte, or for minimums
+//                    `low` in the low half and `high` in the high half
 //
 // In a block, each of the 32 lanes of a warp has 32 codes in `bits` words of 32 bits. These are the
 // codes that the lane feeds to mma.m16n8k16 with columns as m: two m16 tiles, two k16 steps. The
@@ -62,7 +78,14 @@ extern "C" {
 
 #define EXL_CUDA_PANEL_HEAD 32  // bytes of a panel before its k-tiles
 
-enum { EXL_OFFSET_MIDDLE = 0, EXL_OFFSET_ZEROS = 1, EXL_OFFSET_MINIMUMS = 2 };
+enum {
+    EXL_OFFSET_MIDDLE = 0,
+    EXL_OFFSET_ZEROS = 1,
+    EXL_OFFSET_MINIMUMS = 2,
+    EXL_OFFSET_SMALL_MIDDLE = 3,   // 3 or 6 bits, float16 factors
+    EXL_OFFSET_SMALL_MINIMUMS = 4  // 2 bits, float16 factors
+};
+#define EXL_CUDA_FACTOR_ROWS 256  // rows of small groups that share their factors
 // Numbers that codes stand for; other than integers only with EXL_OFFSET_MIDDLE, and nothing stored.
 // exl_cuda_quant_linear multiplies at most 8 rows with such a matrix.
 enum {
@@ -135,6 +158,9 @@ typedef struct {
                                  // k-tile's first stored row starts in a column of `codes`
     const void* scales;          // [groups, columns]; null for GGML blocks
     const void* offsets;         // [groups, columns] uint8 zeros or minimums, or null
+    // Small groups: [groups, columns] bytes, and `scales` and `offsets` are factors and minimum
+    // factors, [rows / EXL_CUDA_FACTOR_ROWS, columns]. Otherwise null.
+    const uint8_t* multipliers;
 } ExlQuantColumns;
 
 // Repacks columns. Writes every byte of their panels, including padding.

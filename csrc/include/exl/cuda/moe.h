@@ -69,7 +69,7 @@ typedef struct {
     const float* bias;                   // [n], or null
     int64_t panel_bytes;
     int32_t num_loads;
-    // values << 14 | offset_kind << 16 | (scale_dtype is float32) << 18
+    // values << 14 | offset_kind << 16 | (scale_dtype is float32) << 19
     uint32_t kind;
     int32_t num_blocks;
     int32_t header_bytes;  // of a k-tile: its scales and offsets

@@ -21,7 +21,7 @@ namespace exl::cuda {
 // Mantissa bit at which the codes of columns 8 * quarter .. 8 * quarter + 7 begin. 0 for codes that
 // are not integers.
 __host__ __device__ constexpr int mantissa_shift(int form, int quarter) {
-    switch (form) {
+    switch (is_small_form(form) ? width_of(form) : form) {
         case 2: return 2 * quarter;
         case 3: return quarter < 2 ? 3 * quarter : 6;
         case 4: return 4 * (quarter % 2);

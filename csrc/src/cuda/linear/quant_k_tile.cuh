@@ -4,6 +4,8 @@
 //
 //   total += scale * (codes @ x) + offset * sum(x)        offset = -scale * zero, or the minimum
 //
+// With small groups, the same for each half block (SmallGroupSums).
+//
 // Tensor cores compute both sums. The A operand of sum(x) is a matrix of ones.
 #pragma once
 
@@ -17,9 +19,11 @@
 namespace exl::cuda {
 
 // Number of batch rows of one launch: one, or 8 per row tile. A single row is broadcast to all
-// eight columns of the B operand.
-template <int num_row_tiles, bool is_one_row>
+// eight columns of the B operand. has_small: a part may have small groups. Kernels without them keep
+// their registers.
+template <int num_row_tiles, bool is_one_row, bool has_small = false>
 struct RowShape {
+    static constexpr bool kHasSmall = has_small;
     static constexpr int kRowTiles = num_row_tiles;
     static constexpr bool kIsOneRow = is_one_row;
     // Batch rows of a row tile whose sums a lane keeps: the two adjacent columns of its C fragment,
@@ -157,6 +161,93 @@ struct KTileSums {
     }
 };
 
+// c [16, 8] float32 = a [16, 16] * b [16, 8]: `mma_16816` with a sum that begins at zero.
+__device__ __forceinline__ void mma_16816_from_zero(
+    float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1
+) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%10,%10,%10,%10};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f)
+    );
+#else
+    c[0] = c[1] = c[2] = c[3] = 0.0f;
+    mma_16816(c, a, b0, b1);
+#endif
+}
+
+// Sums over one k-tile of small groups before the factors are applied. Each k16 step is a group:
+//
+//   products += multiplier * (codes - middle) @ x       minimums += multiplier * sum(x)
+//
+// Codes are subnormal numbers here, and so are the products. Only for up to 8 rows.
+template <int kForm, class Shape>
+struct SmallGroupSums {
+    static constexpr bool kHasMinimums = width_of(kForm) == 2;
+    float products[4][Shape::kLaneRows] = {};
+    float minimums[4][Shape::kLaneRows] = {};
+
+    template <int kStep>
+    __device__ __forceinline__ void add_step(
+        const BlockCodes<kForm>& block, const SmallMultipliers<2>& multipliers, const uint4& x
+    ) {
+        constexpr uint32_t kOnes = 0x3c003c00;
+        const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
+        const uint32_t b0 = kStep ? x.z : x.x, b1 = kStep ? x.w : x.y;
+        float inputs[4];
+        mma_16816_from_zero(inputs, ones, b0, b1);
+        add_columns<kStep, 0>(block, multipliers, inputs, b0, b1);
+        add_columns<kStep, 1>(block, multipliers, inputs, b0, b1);
+    }
+    // Adds a group's products of columns 16 * kColumns .. 16 * kColumns + 15.
+    template <int kStep, int kColumns>
+    __device__ __forceinline__ void add_columns(
+        const BlockCodes<kForm>& block, const SmallMultipliers<2>& multipliers,
+        const float (&inputs)[4], uint32_t b0, uint32_t b1
+    ) {
+        uint32_t a[4];
+        block.template fragment<kColumns, kStep>(a);
+        float codes[4];
+        mma_16816_from_zero(codes, a, b0, b1);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int q = 2 * kColumns + i;
+            const float multiplier =
+                kHasMinimums ? multipliers.low(kStep, q) : multipliers.whole(kStep, q);
+            const float middle = middle_of(width_of(kForm)) / subnormal_factor(kForm, q);
+#pragma unroll
+            for (int c = 0; c < Shape::kLaneRows; ++c) {
+                float product = codes[2 * i + c];
+                if constexpr (kHasMinimums) {
+                    minimums[q][c] = fmaf(multipliers.high(kStep, q), inputs[c], minimums[q][c]);
+                } else {
+                    product = fmaf(-middle, inputs[c], product);
+                }
+                products[q][c] = fmaf(multiplier, product, products[q][c]);
+            }
+        }
+    }
+    __device__ __forceinline__ void scale_into(
+        PanelSums<Shape>& total, const uint8_t* k_tile, int lane
+    ) const {
+        float factors[4], minimum_factors[4] = {};
+        load_factors(factors, k_tile, false, lane / 4);
+        if constexpr (kHasMinimums) load_factors(minimum_factors, k_tile + 64, false, lane / 4);
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            const float factor = factors[q] * subnormal_factor(kForm, q);
+#pragma unroll
+            for (int c = 0; c < Shape::kLaneRows; ++c) {
+                float& to = total[0][q][c];
+                to = fmaf(factor, products[q][c], to);
+                if constexpr (kHasMinimums) to = fmaf(-minimum_factors[q], minimums[q][c], to);
+            }
+        }
+    }
+};
+
 // Addresses of a lane's inputs. Prepared inputs are [block][32] for a single row, otherwise
 // [block][row tile][8][32] (exl/cuda/linear.h).
 struct InputReader {
@@ -217,17 +308,34 @@ __device__ __forceinline__ bool add_full_k_tiles(
         }
         pipeline.wait();
         const uint8_t* bytes = pipeline.data();
-        KTileFactors factors;
-        factors.load(bytes, own, middle_of(kForm), lane);
-        KTileSums<Shape> sums;
+        if constexpr (is_small_form(kForm)) {
+            SmallGroupSums<kForm, Shape> sums;
+            const uint8_t* multipliers = bytes + header_bytes - kPanelColumns * kSmallGroups;
 #pragma unroll
-        for (int i = 0; i < kStageBlocks; ++i) {
-            BlockCodes<kForm> codes;
-            codes.load(bytes + header_bytes + i * 128 * width_of(kForm), lane);
-            sums.add(codes, rows[i]);
-            rows[i].load(x + i * pitch);  // may read past the next load's last block; unused then
+            for (int i = 0; i < kStageBlocks; ++i) {
+                BlockCodes<kForm> codes;
+                codes.load(bytes + header_bytes + i * 128 * width_of(kForm), lane);
+                SmallMultipliers<2> own_multipliers;
+                own_multipliers.load(multipliers, lane / 4, 2 * i);
+                sums.template add_step<0>(codes, own_multipliers, rows[i].row_tiles[0]);
+                sums.template add_step<1>(codes, own_multipliers, rows[i].row_tiles[0]);
+                rows[i].load(x + i * pitch);
+            }
+            sums.scale_into(total, bytes, lane);
+        } else {
+            KTileFactors factors;
+            factors.load(bytes, own, middle_of(kForm), lane);
+            KTileSums<Shape> sums;
+#pragma unroll
+            for (int i = 0; i < kStageBlocks; ++i) {
+                BlockCodes<kForm> codes;
+                codes.load(bytes + header_bytes + i * 128 * width_of(kForm), lane);
+                sums.add(codes, rows[i]);
+                // May read past the next load's last block; unused then.
+                rows[i].load(x + i * pitch);
+            }
+            sums.template scale_into<kForm>(total, factors);
         }
-        sums.template scale_into<kForm>(total, factors);
         if (loads_left == 0) return true;
         if (pipeline.continues_run()) {
             pipeline.release_in_run();
@@ -288,15 +396,18 @@ __device__ __forceinline__ bool add_load_run(
     const auto add = [&](auto form) {
         constexpr int kForm = decltype(form)::value;
         if constexpr (Shape::kPrefetchesInputs) {
-            if (own.is_full_k_tile()) {
+            // K-tiles of small groups have four blocks.
+            if (is_small_form(kForm) || own.is_full_k_tile()) {
                 is_run_done =
                     add_full_k_tiles<kForm, Shape>(total, rows, run, pipeline, inputs, lane);
                 return;
             }
         }
-        run = is_run_done ? pipeline.next() : own.last(own.count() - 1);
-        pipeline.wait();
-        add_load<kForm, Shape>(total, rows, own, run, pipeline.data(), inputs, lane);
+        if constexpr (!is_small_form(kForm)) {
+            run = is_run_done ? pipeline.next() : own.last(own.count() - 1);
+            pipeline.wait();
+            add_load<kForm, Shape>(total, rows, own, run, pipeline.data(), inputs, lane);
+        }
     };
     switch (own.form()) {
         case 2: add(std::integral_constant<int, 2>()); break;
@@ -316,6 +427,19 @@ __device__ __forceinline__ bool add_load_run(
                     add(std::integral_constant<int, kIq4>());
                 } else {
                     add(std::integral_constant<int, kMxfp4>());
+                }
+            }
+            break;
+        case small_form(2):
+        case small_form(3):
+        case small_form(6):
+            if constexpr (Shape::kHasSmall) {
+                if (own.form() == small_form(2)) {
+                    add(std::integral_constant<int, small_form(2)>());
+                } else if (own.form() == small_form(3)) {
+                    add(std::integral_constant<int, small_form(3)>());
+                } else {
+                    add(std::integral_constant<int, small_form(6)>());
                 }
             }
             break;

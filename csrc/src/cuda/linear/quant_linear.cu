@@ -22,6 +22,7 @@
 //            addresses depend on kernel parameters only. Two thread blocks fit on a multiprocessor
 //            of 9.0: two of a large launch, or one of a small launch and one of the next launch.
 #include <algorithm>
+#include <iterator>
 
 #include "cuda/linear/prepared.cuh"
 #include "cuda/linear/quant_tile.cuh"
@@ -189,6 +190,10 @@ cudaError_t launch_rows(
         return static_cast<int>(args.num_tiles);
     };
     while (divide() < info.multiprocessors && args.part_panel_bits() > 0) --args.panel_bits;
+    const auto is_small = [&](const QuantPart& part) { return has_small_groups(part.offset_kind); };
+    const bool has_small = std::any_of(std::begin(args.parts), std::end(args.parts), is_small);
+    if (is_one_row && has_small) return launch_shape<RowShape<1, true, true>>(args, info, stream);
+    if (has_small) return launch_shape<RowShape<1, false, true>>(args, info, stream);
     if (is_one_row) return launch_shape<RowShape<1, true>>(args, info, stream);
     if (row_tiles == 1) return launch_shape<RowShape<1, false>>(args, info, stream);
     if (row_tiles == 2) return launch_shape<RowShape<2, false>>(args, info, stream);
@@ -235,11 +240,12 @@ int exl_cuda_quant_linear(const ExlQuantLinear* call, void* stream) {
         (call->is_by_rows && !(can_be_by_rows && is_small_batch(info, call->m)))) {
         return cudaErrorInvalidValue;
     }
-    bool has_integers = true;
+    bool has_integers = true, has_small = false;
     QuantLinearArgs args = {};
     int columns = 0;
     for (int i = 0; i < call->count; ++i) {
         has_integers &= call->parts[i]->values == EXL_VALUES_INTEGERS;
+        has_small |= has_small_groups(call->parts[i]->offset_kind);
         if (!has_integers && call->m > EXL_CUDA_TILE_ROWS) return cudaErrorInvalidValue;
         args.parts[i] = make_part(*call->parts[i], call->inputs[i], is_gated ? 0 : columns);
         columns += call->parts[i]->n;
@@ -267,7 +273,8 @@ int exl_cuda_quant_linear(const ExlQuantLinear* call, void* stream) {
         const int chunk_tiles = exl_cuda_row_tiles(rows);
         args.block_halves = std::max(rows, least_rows) == 1 ? 32 : chunk_tiles * 8 * 32;
         // A launch has 32 rows at most, and fewer on devices with little shared memory.
-        const int max_tiles = is_invariant ? 1 : std::min(chunk_tiles, kMaxRows / 8);
+        // Small groups are multiplied with 8 rows at a time.
+        const int max_tiles = is_invariant || has_small ? 1 : std::min(chunk_tiles, kMaxRows / 8);
         const int tiles = row_tiles_that_fit(max_tiles, args.stage_bytes, info);
         for (int tile = 0; 8 * tile < rows; tile += tiles) {
             for (int i = 0; i < call->count; ++i) {

@@ -161,7 +161,7 @@ __device__ __forceinline__ void sum_part(
             entry.descriptor = uniform(entry.descriptor);
             entry.weights = uniform(entry.weights);
             entry.inputs = uniform(entry.inputs);
-            add_k_tile<kRows, false>(partial, part, entry, buffer, warp, panel_scale, lane);
+            add_k_tile<kRows, false, false>(partial, part, entry, buffer, warp, panel_scale, lane);
             __syncwarp();
             if (lane == 0) barrier_arrive(&state.empty[next.stage]);
             next.advance(args);

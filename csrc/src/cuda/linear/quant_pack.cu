@@ -186,6 +186,19 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(
         if (ggml.minimum >= 0) {
             write_grid(halves, ggml.minimum / 2, is_inside, to + header.offsets_at(), lane);
         }
+    } else if (has_small_groups(header.offset_kind)) {
+        constexpr int kGroupRows = kKTileBlocks * kBlockRows / kSmallGroups;
+        const int64_t first = static_cast<int64_t>(k_tile.group) * kSmallGroups;
+        const int64_t at = first * kGroupRows / EXL_CUDA_FACTOR_ROWS * from.columns + column;
+        write_grid(static_cast<const uint16_t*>(from.scales), at, is_inside, to, lane);
+        if (header.offset_kind == EXL_OFFSET_SMALL_MINIMUMS) {
+            const auto* minimums = static_cast<const uint16_t*>(from.offsets);
+            write_grid(minimums, at, is_inside, to + header.offsets_at(), lane);
+        }
+        for (int group = 0; group < kSmallGroups; ++group) {
+            const int64_t index = (first + group) * from.columns + column;
+            to[header.multiplier_at(lane, group)] = is_inside ? from.multipliers[index] : 0;
+        }
     } else {
         const auto write = [&](const void* grid, int bytes, uint8_t* at) {
             const auto as = [&](auto* numbers) { write_grid(numbers, index, is_inside, at, lane); };
@@ -247,7 +260,9 @@ __global__ void __launch_bounds__(kThreads) pack_panel_headers_kernel(
     const int panel = blockIdx.x * kWarps + warp;
     if (panel >= panels) return;
     uint8_t* const to = w.tiles + (first_panel + panel) * w.panel_bytes;
-    const bool has_minimums = header.offset_kind == EXL_OFFSET_MINIMUMS;
+    const bool is_small = has_small_groups(header.offset_kind);
+    const bool has_minimums = header.offset_kind == EXL_OFFSET_MINIMUMS ||
+                              header.offset_kind == EXL_OFFSET_SMALL_MINIMUMS;
     float largest = 0.0f;
 #pragma unroll 4
     for (int i = 0; i < w.num_k_tiles; ++i) {
@@ -265,6 +280,9 @@ __global__ void __launch_bounds__(kThreads) pack_panel_headers_kernel(
     for (int step = kWarp / 2; step > 0; step /= 2) {
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
     }
+    // The largest multipliers: a signed byte, one of 6 bits, or one of 4 bits.
+    const int bits = w.k_tiles[0].bits;
+    if (is_small) largest *= bits == 6 ? 128.0f : bits == 3 ? 32.0f : 15.0f;
     const int exponent = min(max(ilogbf(fmaxf(largest, 0x1p-100f)), -100), 100);
     const float factor = ldexpf(1.0f, -10 - exponent);
     if (lane < EXL_CUDA_PANEL_HEAD / 4) {
@@ -289,8 +307,12 @@ extern "C" int exl_cuda_quant_pack(
         (w->scale_dtype == kF16 || w->scale_dtype == kF32) && from.scale_dtype == w->scale_dtype &&
         from.stored_rows != nullptr && (!needs_bits || from.bit_offsets != nullptr) &&
         (is_ggml || from.scales != nullptr) &&
-        (is_ggml || w->offset_kind == EXL_OFFSET_MIDDLE || from.offsets != nullptr) &&
-        (!is_ggml || w->scale_dtype == kF16);
+        (is_ggml || w->offset_kind == EXL_OFFSET_MIDDLE ||
+         w->offset_kind == EXL_OFFSET_SMALL_MIDDLE || from.offsets != nullptr) &&
+        (!is_ggml || w->scale_dtype == kF16) &&
+        (!has_small_groups(w->offset_kind) ||
+         (from.packing == EXL_PACKING_BYTES && from.multipliers != nullptr &&
+          w->scale_dtype == kF16 && w->k % EXL_CUDA_FACTOR_ROWS == 0));
     if (!fits) return cudaErrorInvalidValue;
     const int64_t panels = ceil_div(from.columns, kPanelColumns);
     const KTileHeader header = {static_cast<int>(scale_bytes_of(w->scale_dtype)), w->offset_kind};

@@ -52,7 +52,7 @@ __device__ __forceinline__ void load_panel_scales(
 //
 // The spare warp (not is_consumer) runs the epilogue once, with stores disabled, while the inputs
 // load. This warms the instruction cache: fetching that code takes longer than executing it.
-template <int kRows, bool is_by_rows>
+template <int kRows, bool is_by_rows, bool has_small>
 __device__ __forceinline__ void run_consumers(
     const SmallBatchArgs& args, SmallBatchState& state, uint8_t* buffer, int warp, int lane
 ) {
@@ -90,7 +90,9 @@ __device__ __forceinline__ void run_consumers(
                 entry.descriptor = uniform(entry.descriptor);
                 entry.weights = uniform(entry.weights);
                 entry.inputs = uniform(entry.inputs);
-                add_k_tile<kRows, is_by_rows>(total, part, entry, buffer, panel, panel_scale, lane);
+                add_k_tile<kRows, is_by_rows, has_small>(
+                    total, part, entry, buffer, panel, panel_scale, lane
+                );
                 __syncwarp();
                 if (lane == 0) barrier_arrive(&state.empty[stage]);
             }
@@ -123,7 +125,7 @@ __device__ __forceinline__ void run_consumers(
 
 #endif
 
-template <int kRows, bool is_by_rows>
+template <int kRows, bool is_by_rows, bool has_small>
 __global__ void __launch_bounds__(
     kSmallBatchThreads, blocks_per_multiprocessor(kRows)
 ) small_batch_kernel(const __grid_constant__ SmallBatchArgs args) {
@@ -139,7 +141,7 @@ __global__ void __launch_bounds__(
     if (warp == kConsumerWarps) {
         SmallBatchProducer<kRows>(args, state, shared, lane).run();
     } else {
-        run_consumers<kRows, is_by_rows>(args, state, shared, warp, lane);
+        run_consumers<kRows, is_by_rows, has_small>(args, state, shared, warp, lane);
     }
     if (warp >= kConsumerWarps && args.is_split()) {
         __syncwarp();
@@ -227,15 +229,15 @@ struct ClusterOccupancy {
     int device = -1;
     int max_active[kMaxSplits + 1];
 };
-template <int kRows, bool is_by_rows>
+template <int kRows, bool is_by_rows, bool has_small>
 cudaError_t cluster_occupancy(
     ClusterOccupancy* occupancy, const DeviceInfo& info, int shared_bytes
 ) {
     thread_local ClusterOccupancy known;
     if (known.device != info.device) {
         cudaError_t error = cudaFuncSetAttribute(
-            small_batch_kernel<kRows, is_by_rows>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-            shared_bytes
+            small_batch_kernel<kRows, is_by_rows, has_small>,
+            cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes
         );
         for (int splits = 1; splits <= kMaxSplits && error == cudaSuccess; splits *= 2) {
             cudaLaunchAttribute cluster = {};
@@ -248,7 +250,7 @@ cudaError_t cluster_occupancy(
             config.attrs = &cluster;
             config.numAttrs = 1;
             error = cudaOccupancyMaxActiveClusters(
-                &known.max_active[splits], small_batch_kernel<kRows, is_by_rows>, &config
+                &known.max_active[splits], small_batch_kernel<kRows, is_by_rows, has_small>, &config
             );
         }
         if (error != cudaSuccess) {
@@ -312,10 +314,11 @@ void choose_partition(
     divide_tiles(args, best);
 }
 
-// Rows of the launch for which the batch-invariant mode chooses its partition.
-constexpr int kInvariantRows = 32;
+// Rows of the launch for which the batch-invariant mode chooses its partition. Small groups have no
+// variant for 32 rows, which would not have enough registers for asynchronous products.
+constexpr int invariant_rows(bool has_small) { return has_small ? 64 : 32; }
 
-template <int kRows, bool is_by_rows>
+template <int kRows, bool is_by_rows, bool has_small>
 cudaError_t launch_shape(
     SmallBatchArgs& args, const ExlQuantLinear& call, const DeviceInfo& info, void* stream
 ) {
@@ -323,17 +326,19 @@ cudaError_t launch_shape(
     const int shared_bytes = std::min(228 * 1024 / resident - 1024, info.shared_per_block);
     const int state = static_cast<int>(sizeof(SmallBatchState));
     ClusterOccupancy occupancy;
-    const cudaError_t error = cluster_occupancy<kRows, is_by_rows>(&occupancy, info, shared_bytes);
+    const cudaError_t error =
+        cluster_occupancy<kRows, is_by_rows, has_small>(&occupancy, info, shared_bytes);
     if (error != cudaSuccess) return error;
     if (call.is_invariant) {
+        constexpr int kInvariantRows = invariant_rows(has_small);
         constexpr int kShared = 228 * 1024 / blocks_per_multiprocessor(kInvariantRows) - 1024;
         ClusterOccupancy chosen;
-        const cudaError_t failure = cluster_occupancy<kInvariantRows, false>(
+        const cudaError_t failure = cluster_occupancy<kInvariantRows, false, has_small>(
             &chosen, info, std::min(kShared, info.shared_per_block)
         );
         if (failure != cudaSuccess) return failure;
         choose_partition(args, chosen, info.multiprocessors, false);
-        if (!is_by_rows && suits_many_rows(args, info)) {
+        if (!is_by_rows && !has_small && suits_many_rows(args, info)) {
             return quant_many_rows(args, max_k_tile_bytes(call), info, stream);
         }
     } else {
@@ -370,19 +375,21 @@ cudaError_t launch_shape(
         }
     }
     return launch_clusters(
-        small_batch_kernel<kRows, is_by_rows>, dim3(args.num_clusters * args.splits),
+        small_batch_kernel<kRows, is_by_rows, has_small>, dim3(args.num_clusters * args.splits),
         dim3(kSmallBatchThreads), args.splits, args.pipeline_bytes + state + gate_sums + sums,
         stream, args
     );
 }
 
-template <bool is_by_rows>
+template <bool is_by_rows, bool has_small>
 cudaError_t launch_rows(
     SmallBatchArgs& args, const ExlQuantLinear& call, const DeviceInfo& info, void* stream
 ) {
-    if (args.m <= 16) return launch_shape<16, is_by_rows>(args, call, info, stream);
-    if (args.m <= 32) return launch_shape<32, is_by_rows>(args, call, info, stream);
-    return launch_shape<64, is_by_rows>(args, call, info, stream);
+    if (args.m <= 16) return launch_shape<16, is_by_rows, has_small>(args, call, info, stream);
+    if constexpr (!has_small) {
+        if (args.m <= 32) return launch_shape<32, is_by_rows, has_small>(args, call, info, stream);
+    }
+    return launch_shape<64, is_by_rows, has_small>(args, call, info, stream);
 }
 
 }  // namespace
@@ -394,11 +401,13 @@ cudaError_t quant_small_batch(
 ) {
     SmallBatchArgs args = {};
     const bool is_gated = call.epilogue == EXL_EPILOGUE_GATED;
+    bool has_small = false;
     int columns = 0;
     args.epilogue = call.epilogue;
     args.num_groups = is_gated ? 1 : call.count;
     for (int i = 0; i < call.count; ++i) {
         const ExlQuantMatrix& w = *call.parts[i];
+        has_small |= has_small_groups(w.offset_kind);
         const auto* inputs =
             static_cast<const __half*>(call.inputs[i]) +
             first / EXL_CUDA_CHUNK_ROWS * exl_cuda_chunk_halves(EXL_CUDA_CHUNK_ROWS, w.num_blocks);
@@ -413,8 +422,12 @@ cudaError_t quant_small_batch(
     args.gate = call.gate;
     args.m = std::min(rows, EXL_CUDA_CHUNK_ROWS);
     args.num_chunks = static_cast<uint32_t>(rows / args.m);
-    return call.is_by_rows ? launch_rows<true>(args, call, info, stream)
-                           : launch_rows<false>(args, call, info, stream);
+    if (has_small) {
+        return call.is_by_rows ? launch_rows<true, true>(args, call, info, stream)
+                               : launch_rows<false, true>(args, call, info, stream);
+    }
+    return call.is_by_rows ? launch_rows<true, false>(args, call, info, stream)
+                           : launch_rows<false, false>(args, call, info, stream);
 }
 
 }  // namespace exl::cuda

@@ -74,6 +74,28 @@ struct WeightFactors {
         scales[1] = __hmul2(scales[1], __floats2half2_rn(kFactors[2], kFactors[3]));
     }
 
+    // Factors of one small group, from those of the k-tile.
+    template <int kBits>
+    __device__ __forceinline__ void set(
+        const float (&factors)[4], const float (&minimum_factors)[4],
+        const SmallMultipliers<kSmallGroups>& multipliers, int group
+    ) {
+        float weights[4], lows[4];
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            const bool has_minimums = kBits == 2;
+            const float scale = factors[q] * (has_minimums ? multipliers.low(group, q)
+                                                           : multipliers.whole(group, q));
+            lows[q] = has_minimums ? -minimum_factors[q] * multipliers.high(group, q)
+                                   : -scale * (1 << (kBits - 1));
+            weights[q] = scale * (1 << (24 - mantissa_shift(kBits, q)));
+        }
+        scales[0] = __floats2half2_rn(weights[0], weights[1]);
+        scales[1] = __floats2half2_rn(weights[2], weights[3]);
+        offsets[0] = __floats2half2_rn(lows[0], lows[1]);
+        offsets[1] = __floats2half2_rn(lows[2], lows[3]);
+    }
+
   private:
     __device__ __forceinline__ static void load_halves(
         __half2 (&to)[2], const uint8_t* from, bool has_floats, int g, float factor
@@ -100,9 +122,48 @@ __device__ __forceinline__ void codes_to_weights(uint32_t (&a)[4], const WeightF
 // Weights of a block: [columns 16 i .. 16 i + 15][k16 step][registers of the A fragment].
 using WeightFragments = uint32_t[2][2][4];
 
+// Factors of a k-tile by its blocks of 32 rows and their k16 steps: the same for all, or those of
+// small groups.
+template <int kBits, bool is_small>
+struct KTileWeights {
+    WeightFactors factors;
+
+    __device__ __forceinline__ void load(
+        const SmallBatchPart& part, const uint8_t* k_tile, float panel_scale, int g
+    ) {
+        factors.load(part, k_tile, kBits, panel_scale, g);
+        factors.undo_mantissa_shift<kBits>();
+    }
+    __device__ __forceinline__ WeightFactors of(int, int) const { return factors; }
+};
 template <int kBits>
+struct KTileWeights<kBits, true> {
+    float factors[4], minimum_factors[4];
+    SmallMultipliers<kSmallGroups> multipliers;
+
+    __device__ __forceinline__ void load(
+        const SmallBatchPart& part, const uint8_t* k_tile, float panel_scale, int g
+    ) {
+        load_factors(factors, k_tile, false, g);
+        if constexpr (kBits == 2) load_factors(minimum_factors, k_tile + 64, false, g);
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            factors[q] *= panel_scale;
+            minimum_factors[q] = kBits == 2 ? minimum_factors[q] * panel_scale : 0.0f;
+        }
+        multipliers.load(k_tile + part.header_bytes - kPanelColumns * kSmallGroups, g);
+    }
+    __device__ __forceinline__ WeightFactors of(int block, int step) const {
+        WeightFactors found;
+        found.set<kBits>(factors, minimum_factors, multipliers, 2 * block + step);
+        return found;
+    }
+};
+
+template <int kBits, bool is_small>
 __device__ __forceinline__ void convert_block(
-    WeightFragments& a, const BlockCodes<kBits>& codes, const WeightFactors& factors
+    WeightFragments& a, const BlockCodes<kBits>& codes,
+    const KTileWeights<kBits, is_small>& weights, int block
 ) {
     codes.template fragment<0, 0>(a[0][0]);
     codes.template fragment<0, 1>(a[0][1]);
@@ -110,6 +171,7 @@ __device__ __forceinline__ void convert_block(
     codes.template fragment<1, 1>(a[1][1]);
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
+        const WeightFactors factors = weights.of(block, step);
         codes_to_weights<0>(a[0][step], factors);
         codes_to_weights<1>(a[1][step], factors);
     }
@@ -133,7 +195,7 @@ __device__ __forceinline__ void issue_products(
     group_commit();
 }
 
-template <int kBits, int kRows, bool is_by_rows>
+template <int kBits, bool is_small, int kRows, bool is_by_rows>
 __device__ __forceinline__ void multiply_blocks(
     SmallBatchSums<kRows>& total, const SmallBatchPart& part, const uint8_t* k_tile, int num_blocks,
     float panel_scale, uint32_t inputs, int lane
@@ -143,14 +205,13 @@ __device__ __forceinline__ void multiply_blocks(
     // Loads the first codes ahead of the factors. The compiler does not move loads across the
     // branches of `factors.load`.
     codes[0].load(blocks, lane);
-    WeightFactors factors;
-    factors.load(part, k_tile, kBits, panel_scale, lane / 4);
-    factors.undo_mantissa_shift<kBits>();
-    if (num_blocks == 4) {
+    KTileWeights<kBits, is_small> weights;
+    weights.load(part, k_tile, panel_scale, lane / 4);
+    if (is_small || num_blocks == 4) {
         WeightFragments a[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            convert_block<kBits>(a[i], codes[i], factors);
+            convert_block<kBits>(a[i], codes[i], weights, i);
             // Loads the next codes ahead of the products. Wider codes have to wait: their registers
             // are free only once the products of the previous block are done.
             constexpr bool kLoadsEarly = kBits <= 5;
@@ -166,7 +227,7 @@ __device__ __forceinline__ void multiply_blocks(
         for (int i = 0; i < num_blocks; ++i) {
             WeightFragments a;
             if (i > 0) codes[0].load(blocks + i * 128 * kBits, lane);
-            convert_block<kBits>(a, codes[0], factors);
+            convert_block<kBits>(a, codes[0], weights, 0);
             issue_products<kRows, is_by_rows>(total, a, inputs + 4 * kRows * i);
             group_wait<0>();
         }
@@ -175,8 +236,9 @@ __device__ __forceinline__ void multiply_blocks(
     group_results(total[1]);
 }
 
-// Adds the products of a k-tile, whose stage has arrived, with its inputs to `total`.
-template <int kRows, bool is_by_rows>
+// Adds the products of a k-tile, whose stage has arrived, with its inputs to `total`. has_small: a
+// part may have small groups. Kernels without them keep their registers.
+template <int kRows, bool is_by_rows, bool has_small>
 __device__ __forceinline__ void add_k_tile(
     SmallBatchSums<kRows>& total, const SmallBatchPart& part, const StageEntry& entry,
     const uint8_t* buffer, int panel, float panel_scale, int lane
@@ -186,18 +248,26 @@ __device__ __forceinline__ void add_k_tile(
     const uint8_t* k_tile = buffer + entry.weights + panel * k_tile_bytes;
     const uint32_t inputs = matrix_start(buffer + entry.inputs, 16 * kRows);
 // Tests the most frequent bit width first.
-#define EXL_WIDTH(width)                                               \
+#define EXL_WIDTH(width, is_small)                                     \
     if (bits == width) {                                               \
-        multiply_blocks<width, kRows, is_by_rows>(                     \
+        multiply_blocks<width, is_small, kRows, is_by_rows>(           \
             total, part, k_tile, num_blocks, panel_scale, inputs, lane \
         );                                                             \
     } else
-    EXL_WIDTH(4)
-    EXL_WIDTH(3)
-    EXL_WIDTH(5)
-    EXL_WIDTH(6)
-    EXL_WIDTH(8)
-    EXL_WIDTH(2) {}
+    if constexpr (has_small) {
+        if (has_small_groups(part.offset_kind)) {
+            EXL_WIDTH(6, true)
+            EXL_WIDTH(3, true)
+            EXL_WIDTH(2, true) {}
+            return;
+        }
+    }
+    EXL_WIDTH(4, false)
+    EXL_WIDTH(3, false)
+    EXL_WIDTH(5, false)
+    EXL_WIDTH(6, false)
+    EXL_WIDTH(8, false)
+    EXL_WIDTH(2, false) {}
 #undef EXL_WIDTH
 }
 

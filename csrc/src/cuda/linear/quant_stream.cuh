@@ -20,7 +20,7 @@ constexpr int kMaxStages = 8;
 constexpr int kStageBlocks = 4;  // blocks of a load, at most
 
 // Description of a load run, and of its first load. `shape` holds, from bit 0: bit width (4 bits),
-// k-tiles per load (4), blocks per k-tile (4), part (2), values (2), offset kind (2), float32 scales
+// k-tiles per load (4), blocks per k-tile (4), part (2), values (2), offset kind (3), float32 scales
 // (1), and kIsLast. `position` holds the first block (16 bits) and the number of loads.
 struct LoadRun {
     uint32_t shape;
@@ -30,7 +30,7 @@ struct LoadRun {
 
     __device__ __forceinline__ static uint32_t part_shape(const QuantPart& part, int index) {
         return index << 12 | part.values << 14 | part.offset_kind << 16 |
-               (part.scale_dtype == kF32) << 18;
+               (part.scale_dtype == kF32) << 19;
     }
     __device__ __forceinline__ static uint32_t load_shape(int bits, int k_tiles, int blocks) {
         return bits | k_tiles << 4 | blocks << 8;
@@ -39,15 +39,18 @@ struct LoadRun {
         return block | count << 16;
     }
     __device__ __forceinline__ int bits() const { return shape & 15; }
-    __device__ __forceinline__ int form() const { return form_of(bits(), shape >> 14 & 3); }
+    __device__ __forceinline__ int form() const {
+        return has_small_groups(offset_kind()) ? small_form(bits())
+                                               : form_of(bits(), shape >> 14 & 3);
+    }
     __device__ __forceinline__ int k_tiles() const { return shape >> 4 & 15; }
     __device__ __forceinline__ int k_tile_blocks() const { return shape >> 8 & 15; }
     __device__ __forceinline__ int blocks() const { return k_tiles() * k_tile_blocks(); }
     __device__ __forceinline__ int part() const { return shape >> 12 & 3; }
-    __device__ __forceinline__ int offset_kind() const { return shape >> 16 & 3; }
-    __device__ __forceinline__ bool has_floats() const { return shape >> 18 & 1; }
+    __device__ __forceinline__ int offset_kind() const { return shape >> 16 & 7; }
+    __device__ __forceinline__ bool has_floats() const { return shape >> 19 & 1; }
     // Float16 scales and no stored offsets, as in EXL2.
-    __device__ __forceinline__ bool is_plain() const { return (shape >> 16 & 7) == 0; }
+    __device__ __forceinline__ bool is_plain() const { return (shape >> 16 & 15) == 0; }
     __device__ __forceinline__ bool is_last() const { return shape & kIsLast; }
     __device__ __forceinline__ bool is_empty() const { return k_tiles() == 0; }
     // One k-tile of four blocks per load, the most frequent shape.

@@ -22,11 +22,18 @@ __host__ __device__ constexpr int form_of(int bits, int values) { return bits | 
 constexpr int kE4m3 = form_of(8, EXL_VALUES_E4M3);
 constexpr int kIq4 = form_of(4, EXL_VALUES_IQ4_NL);
 constexpr int kMxfp4 = form_of(4, EXL_VALUES_MXFP4);
-
-#ifdef __CUDACC__
+// Integers in small groups, of some width.
+__host__ __device__ constexpr int small_form(int bits) { return form_of(bits, 4); }
+__host__ __device__ constexpr bool is_small_form(int form) { return form >> 4 == 4; }
+__host__ __device__ constexpr bool has_small_groups(int offset_kind) {
+    return offset_kind >= EXL_OFFSET_SMALL_MIDDLE;
+}
 
 // Bits that a code is stored in.
 __host__ __device__ constexpr int width_of(int form) { return form & 15; }
+
+#ifdef __CUDACC__
+
 // Whether codes are indices into a table of 16 numbers.
 __host__ __device__ constexpr bool is_table(int values) {
     return values == EXL_VALUES_IQ4_NL || values == EXL_VALUES_MXFP4;
@@ -163,7 +170,10 @@ __device__ __forceinline__ uint32_t pair_codes(const uint32_t (&words)[bits], in
 // Index of a column's scale among the 32 scales of a k-tile in its panel.
 __host__ __device__ constexpr int scale_index(int column) { return 4 * (column % 8) + column / 8; }
 
-// Header of a k-tile: 32 scales, then 32 offsets if they are stored. The blocks follow.
+constexpr int kSmallGroups = 8;  // groups of 16 rows in a k-tile
+
+// Header of a k-tile: 32 scales, then 32 offsets if they are stored, then the multipliers of small
+// groups. The blocks follow.
 struct KTileHeader {
     int scale_bytes;  // of one scale: 2 or 4
     int offset_kind;
@@ -172,10 +182,47 @@ struct KTileHeader {
     __host__ __device__ int offsets_at() const { return kPanelColumns * scale_bytes; }
     // Size of the header, which is the byte position of the first block.
     __host__ __device__ int size_bytes() const {
-        const int offset_bytes = offset_kind == EXL_OFFSET_MIDDLE  ? 0
-                                 : offset_kind == EXL_OFFSET_ZEROS ? 1
-                                                                   : scale_bytes;
+        const int multiplier_bytes = has_small_groups(offset_kind) ? kSmallGroups : 0;
+        return multipliers_at() + kPanelColumns * multiplier_bytes;
+    }
+    // Byte position of the multipliers of small groups.
+    __host__ __device__ int multipliers_at() const {
+        const bool has_none =
+            offset_kind == EXL_OFFSET_MIDDLE || offset_kind == EXL_OFFSET_SMALL_MIDDLE;
+        const int offset_bytes = has_none ? 0 : offset_kind == EXL_OFFSET_ZEROS ? 1 : scale_bytes;
         return kPanelColumns * (scale_bytes + offset_bytes);
+    }
+    // The multiplier of one column and group, from the k-tile's first byte.
+    __host__ __device__ int multiplier_at(int column, int group) const {
+        return multipliers_at() + column % 8 * 4 * kSmallGroups + 4 * group + column / 8;
+    }
+};
+
+// Multipliers of the small groups of a k-tile, or of one of its blocks, for the lane's four columns:
+// a word per group, a byte per quarter.
+template <int groups>
+struct SmallMultipliers {
+    uint32_t of_group[groups];
+
+    // from: the multipliers of the k-tile. g: lane / 4. first: the first of the groups.
+    __device__ __forceinline__ void load(const uint8_t* from, int g, int first = 0) {
+        const uint2* pairs = reinterpret_cast<const uint2*>(from) + (kSmallGroups * g + first) / 2;
+#pragma unroll
+        for (int i = 0; i < groups; i += 2) {
+            const uint2 pair = pairs[i / 2];
+            of_group[i] = pair.x, of_group[i + 1] = pair.y;
+        }
+    }
+    // Multiplier of a signed byte.
+    __device__ __forceinline__ float whole(int group, int quarter) const {
+        return static_cast<float>(static_cast<int8_t>(of_group[group] >> 8 * quarter));
+    }
+    // Multipliers of 4 bits: of codes, and of the minimum.
+    __device__ __forceinline__ float low(int group, int quarter) const {
+        return static_cast<float>(of_group[group] >> 8 * quarter & 15);
+    }
+    __device__ __forceinline__ float high(int group, int quarter) const {
+        return static_cast<float>(of_group[group] >> (8 * quarter + 4) & 15);
     }
 };
 

@@ -28,8 +28,9 @@ constexpr int kVectors = kWarps * kPanelColumns / kVectorColumns;
 // vectors fall on 8 different banks.
 constexpr int kVectorPitch = 16 * kVectorColumns + 4;
 
-// Arithmetic that turns codes into weights: float16, or float32 rounded to float16.
-enum Form { kHalves, kFloats };
+// Arithmetic that turns codes into weights: float16, or float32 rounded to float16, with one scale
+// per column or with those of small groups.
+enum Form { kHalves, kFloats, kSmallFloats };
 
 __device__ __forceinline__ float number_of_e4m3(uint32_t code) {
     return 256.0f *
@@ -51,7 +52,7 @@ struct Factors<kHalves> {
     __half2 scale[4], zero[4];  // `zero` holds 1024 + zero
 
     // The float16 number 1024 + code has the code in its low mantissa bits.
-    __device__ __forceinline__ uint32_t weights(uint32_t codes, int quarter) const {
+    __device__ __forceinline__ uint32_t weights(uint32_t codes, int quarter, int) const {
         const uint32_t raised = codes | 0x64006400u;
         const __half2 offset = __hsub2(reinterpret_cast<const __half2&>(raised), zero[quarter]);
         const __half2 product = __hmul2(offset, scale[quarter]);
@@ -68,9 +69,30 @@ struct Factors<kFloats> {
         const float number = is_e4m3 ? number_of_e4m3(code) : static_cast<float>(code);
         return fmaf(scale[quarter], number - zero[quarter], minimum[quarter]);
     }
-    __device__ __forceinline__ uint32_t weights(uint32_t codes, int quarter) const {
+    __device__ __forceinline__ uint32_t weights(uint32_t codes, int quarter, int) const {
         const __half2 both =
             __floats2half2_rn(weight(codes & 0xffff, quarter), weight(codes >> 16, quarter));
+        return reinterpret_cast<const uint32_t&>(both);
+    }
+};
+
+template <>
+struct Factors<kSmallFloats> {
+    float factor[4], minimum_factor[4];
+    SmallMultipliers<kSmallGroups> multipliers;
+    float middle;
+    bool has_minimums;
+
+    // `group`: the small group of both codes in the k-tile.
+    __device__ __forceinline__ uint32_t weights(uint32_t codes, int quarter, int group) const {
+        const float scale = factor[quarter] * (has_minimums ? multipliers.low(group, quarter)
+                                                            : multipliers.whole(group, quarter));
+        const float minimum =
+            has_minimums ? -minimum_factor[quarter] * multipliers.high(group, quarter) : 0.0f;
+        const __half2 both = __floats2half2_rn(
+            fmaf(scale, static_cast<float>(codes & 0xffff) - middle, minimum),
+            fmaf(scale, static_cast<float>(codes >> 16) - middle, minimum)
+        );
         return reinterpret_cast<const uint32_t&>(both);
     }
 };
@@ -116,6 +138,22 @@ __device__ __forceinline__ void load_factors(
         to.minimum[quarter] =
             w.offset_kind == EXL_OFFSET_MINIMUMS ? scale_at(offsets, w.scale_dtype, index) : 0.0f;
     }
+}
+
+__device__ __forceinline__ void load_factors(
+    const uint8_t* k_tile, const ExlQuantMatrix& w, KTileHeader header, int bits, int lane,
+    Factors<kSmallFloats>& to
+) {
+    to.has_minimums = w.offset_kind == EXL_OFFSET_SMALL_MINIMUMS;
+    to.middle = to.has_minimums ? 0.0f : static_cast<float>(middle_of(bits));
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) {
+        const int index = lane / 4 * 4 + quarter;
+        to.factor[quarter] = scale_at(k_tile, kF16, index);
+        to.minimum_factor[quarter] =
+            to.has_minimums ? scale_at(k_tile + header.offsets_at(), kF16, index) : 0.0f;
+    }
+    to.multipliers.load(k_tile + header.multipliers_at(), lane / 4);
 }
 
 // One block of the four panels in shared memory: [vector of 8 columns][column][pair of rows]. A
@@ -209,7 +247,7 @@ __device__ __forceinline__ void unpack_k_tile(
                 for (int i = 0; i < 4; ++i) {
                     uint32_t codes = pair_codes<bits>(words[b], 4 * quarter + i);
                     if (bits == 4 && is_table(w.values)) codes = look_up_pair(w.values, codes);
-                    rows[i] = factors.weights(codes, quarter);
+                    rows[i] = factors.weights(codes, quarter, 2 * b + i / 2);
                 }
                 // Column lane / 4 of the vector, pairs of rows 4 t .. 4 t + 3 with t = lane % 4.
                 const int at = (vector + quarter) * kVectorPitch + 4 * lane;
@@ -291,11 +329,12 @@ __global__ void __launch_bounds__(kThreads) embedding_kernel(
     const float scale = scale_at(from, w.scale_dtype, scale_index(column));
     const uint8_t* offsets = from + header.offsets_at();
     float zero = 0.0f, minimum = 0.0f;
-    if (w.offset_kind == EXL_OFFSET_MIDDLE) {
+    const bool is_small = has_small_groups(w.offset_kind);
+    if (w.offset_kind == EXL_OFFSET_MIDDLE || w.offset_kind == EXL_OFFSET_SMALL_MIDDLE) {
         zero = static_cast<float>(middle_of(form_of(k_tile.bits, w.values)));
     }
     if (w.offset_kind == EXL_OFFSET_ZEROS) zero = offsets[scale_index(column)];
-    if (w.offset_kind == EXL_OFFSET_MINIMUMS) {
+    if (w.offset_kind == EXL_OFFSET_MINIMUMS || w.offset_kind == EXL_OFFSET_SMALL_MINIMUMS) {
         minimum = scale_at(offsets, w.scale_dtype, scale_index(column));
     }
     const int32_t* permutation =
@@ -308,7 +347,16 @@ __global__ void __launch_bounds__(kThreads) embedding_kernel(
         if (is_table(w.values)) number = static_cast<float>(look_up(w.values, code) & 0xff);
         const int feature = permutation[b * kBlockRows + row];
         if (feature < 0) continue;
-        y[static_cast<int64_t>(blockIdx.x) * w.k + feature] = fmaf(scale, number - zero, minimum);
+        float own_scale = scale, own_minimum = minimum;
+        if (is_small) {
+            const uint8_t multiplier = from[header.multiplier_at(column, 2 * b + row % 8 / 4)];
+            const bool has_minimums = w.offset_kind == EXL_OFFSET_SMALL_MINIMUMS;
+            own_scale *= has_minimums ? static_cast<float>(multiplier & 15)
+                                      : static_cast<float>(static_cast<int8_t>(multiplier));
+            own_minimum *= -static_cast<float>(multiplier >> 4);
+        }
+        y[static_cast<int64_t>(blockIdx.x) * w.k + feature] =
+            fmaf(own_scale, number - zero, own_minimum);
     }
 }
 
@@ -334,12 +382,15 @@ extern "C" int exl_cuda_quant_unpack(
     const dim3 grid(
         static_cast<unsigned>(ceil_div(columns, kWarps * kPanelColumns)), w->num_k_tiles
     );
+    const bool is_small = has_small_groups(w->offset_kind);
     const bool in_halves = w->scale_dtype == kF16 && w->offset_kind != EXL_OFFSET_MINIMUMS &&
                            w->values != EXL_VALUES_E4M3;
     const auto single_block = in_halves ? unpack_kernel<kHalves, 1> : unpack_kernel<kFloats, 1>;
     const auto multi_block =
         in_halves ? unpack_kernel<kHalves, kKTileBlocks> : unpack_kernel<kFloats, kKTileBlocks>;
-    const auto kernel = w->num_k_tiles == w->num_blocks ? single_block : multi_block;
+    const auto kernel = is_small ? unpack_kernel<kSmallFloats, kKTileBlocks>
+                        : w->num_k_tiles == w->num_blocks ? single_block
+                                                          : multi_block;
     return launch(
         kernel, grid, dim3(kThreads), 0, stream, *w, first_column / kPanelColumns, to, header_of(*w)
     );

@@ -70,6 +70,7 @@ class Checkpoint:
 
     `is_exact`: all matrices are dense, dequantized as their formats define.
     `in_4bit`: matrices of the layers that are stored as floats are rounded to 4-bit codes.
+    `has_factors`: all op tables which get the weights keep scales as products (`ScaleParts`).
     `min_group_rows`: that of the op tables which get the weights (`LinearOps`), the largest if they
     differ. GGUF blocks with smaller groups are dequantized. So are matrices of trellis codes whose
     columns are stored in another order than the model's, because they cannot be reordered.
@@ -85,6 +86,7 @@ class Checkpoint:
         is_exact: bool = False,
         in_4bit: bool = False,
         min_group_rows: int = BLOCK_ROWS,
+        has_factors: bool = False,
         rows: Iterable[ModuleRow] | None = None,
     ) -> None:
         self._source = source
@@ -92,6 +94,7 @@ class Checkpoint:
         self._is_exact = is_exact
         self._in_4bit = in_4bit
         self.min_group_rows = min_group_rows
+        self.has_factors = has_factors
         if rows is None:
             rows = module_table(config).rows
             for surplus in module_table(config).surplus:
@@ -152,7 +155,7 @@ class Checkpoint:
 
     def _packed_bytes(self, name: str) -> int:
         if self.rows[name].is_matrix:
-            return self.layout(name).size_bytes(self.min_group_rows)
+            return self.layout(name).size_bytes(self.min_group_rows, has_factors=self.has_factors)
         return self.stored[name].num_values * self.dtype(name).itemsize
 
     def packed_bytes_of(self, row: ModuleRow) -> int:

@@ -12,7 +12,6 @@ from torch import device
 from exl_core.errors import BackendError, RequestError
 from exl_core.ops.host_experts import HostExperts, NearExperts
 from exl_core.ops.table import OpTable
-from exl_core.ops.weights import BLOCK_ROWS
 from exl_core.settings import MAX_THREADS
 
 
@@ -75,7 +74,12 @@ def min_group_rows(name: str) -> int:
         from exl_core.ops.backends.cpu.linear import CpuLinearOps
 
         return CpuLinearOps.min_group_rows
-    return BLOCK_ROWS  # a GPU, whose library is loaded only when it is opened
+    return 16  # a GPU, whose library is loaded only when it is opened
+
+
+def has_factors(name: str) -> bool:
+    """Whether the table keeps scales as products (`ScaleParts`)."""
+    return name not in ("reference", "cpu")
 
 
 def available_isas() -> tuple[str, ...]:

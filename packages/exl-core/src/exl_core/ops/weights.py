@@ -93,7 +93,12 @@ class DenseLayout:
     def fill_step(self) -> int:
         return FILL_STEP
 
-    def size_bytes(self, min_group_rows: int = BLOCK_ROWS) -> int:  # noqa: ARG002 - has no groups
+    def size_bytes(
+        self,
+        min_group_rows: int = BLOCK_ROWS,  # noqa: ARG002 - has no groups
+        *,
+        has_factors: bool = False,  # noqa: ARG002
+    ) -> int:
         """Bytes in an op table's memory, without the bias."""
         return self.out_features * self.in_features * self.dtype.itemsize
 
@@ -112,7 +117,8 @@ class GroupedLayout:
 
     `features` is int32 [in_features]; None means that stored row r is input feature r.
     `scale_dtype` is float16 or float32 and applies to minimums too; zeros are uint8. That of mxfp4
-    is uint8, without `NO_EXPONENT`.
+    is uint8, without `NO_EXPONENT`. `factor_rows`: rows that share the factors of their scales, if
+    columns have `ScaleParts`; otherwise 0.
     """
 
     out_features: int
@@ -122,6 +128,7 @@ class GroupedLayout:
     scale_dtype: torch.dtype
     formula: Formula
     has_bias: bool = False
+    factor_rows: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -146,10 +153,14 @@ class GroupedLayout:
         """Dtype of the offsets; None if the formula has none."""
         return {"zeros": torch.uint8, "minimums": self.scale_dtype}.get(self.formula)
 
-    def size_bytes(self, min_group_rows: int = BLOCK_ROWS) -> int:
+    def size_bytes(self, min_group_rows: int = BLOCK_ROWS, *, has_factors: bool = False) -> int:
         """Bytes in the memory of an op table with this `min_group_rows`, without the bias and the
-        order of the rows."""
+        order of the rows. `has_factors`: it keeps `ScaleParts`, with factors once per 128 rows."""
         columns = -(-self.out_features // _PANEL_COLUMNS) * _PANEL_COLUMNS
+        if has_factors and self.factor_rows:
+            code_bits = sum(run.bits * run.groups * run.rows for run in self.runs)
+            factor_bytes = self.in_features // 128 * (4 if self.formula == "minimums" else 2)
+            return columns * (code_bits // 8 + self.num_groups + factor_bytes)
         code_bits = sum(self._padded_rows(run, min_group_rows) * run.bits for run in self.runs)
         offset_bytes = 0 if self.offset_dtype is None else self.offset_dtype.itemsize
         group_bytes = self.scale_dtype.itemsize + offset_bytes
@@ -208,7 +219,12 @@ class TrellisLayout:
         """A matrix is filled at once, because its parts are no columns."""
         return self.out_features
 
-    def size_bytes(self, min_group_rows: int = BLOCK_ROWS) -> int:  # noqa: ARG002 - has no groups
+    def size_bytes(
+        self,
+        min_group_rows: int = BLOCK_ROWS,  # noqa: ARG002 - has no groups
+        *,
+        has_factors: bool = False,  # noqa: ARG002
+    ) -> int:
         """Bytes in an op table's memory, without the bias."""
         tiles = (self.stored_in // TILE) * (self.stored_out // TILE)
         return 2 * (tiles * self.tile_words + self.stored_in + self.stored_out)
@@ -247,6 +263,22 @@ class DenseColumns:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ScaleParts:
+    """Scales of groups of 16 rows as products.
+
+    `factors` float16 [rows / factor_rows, columns] times `multipliers` uint8 [groups, columns].
+
+    With the formula middle, a multiplier is a signed byte. With minimums it is the low half of the
+    byte, and the offset is minus the product of the high half and `minimum_factors`, which are like
+    `factors`.
+    """
+
+    factors: Tensor
+    multipliers: Tensor
+    minimum_factors: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class GroupedColumns:
     """Some columns of a matrix of grouped codes as stored in a file.
 
@@ -261,6 +293,7 @@ class GroupedColumns:
     `source_rows`, int32 [in_features], gives the row of `codes` that holds each stored row; None
     means the same row. `scales` and `offsets` are [groups, columns]. `offsets` is None if the
     layout's formula has none. Both are None for GGML blocks. `bias` is float32 [columns].
+    `parts` has the same scales and offsets as products, if the layout has `factor_rows`.
     """
 
     packing: Packing
@@ -269,6 +302,7 @@ class GroupedColumns:
     scales: Tensor | None = None
     offsets: Tensor | None = None
     bias: Tensor | None = None
+    parts: ScaleParts | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

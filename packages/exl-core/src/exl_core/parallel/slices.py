@@ -38,6 +38,7 @@ from exl_core.ops.weights import (
     GroupedColumns,
     GroupedLayout,
     GroupRun,
+    ScaleParts,
     TrellisColumns,
     TrellisLayout,
     WeightColumns,
@@ -123,7 +124,7 @@ def slice_rows(layout: WeightLayout, features: Tensor) -> RowSlice:
     runs = tuple(GroupRun(width, len(list(same)), size) for (width, size), same in alike)
     is_identity = torch.equal(order, torch.arange(count, dtype=torch.int32))
     found = None if is_identity else order
-    cut = replace(layout, in_features=count, runs=runs, features=found)
+    cut = replace(layout, in_features=count, runs=runs, features=found, factor_rows=0)
     return RowSlice(cut, features, rows, torch.from_numpy(groups))
 
 
@@ -232,6 +233,16 @@ def pick_columns(columns: WeightColumns, picked: Tensor) -> WeightColumns:
         if columns.offsets is None
         else columns.offsets[:, _on(picked, columns.offsets)],
         bias=bias,
+        parts=None if columns.parts is None else _picked_parts(columns.parts, picked),
+    )
+
+
+def _picked_parts(parts: ScaleParts, picked: Tensor) -> ScaleParts:
+    index, minimums = _on(picked, parts.factors), parts.minimum_factors
+    return ScaleParts(
+        parts.factors[:, index],
+        parts.multipliers[:, index],
+        None if minimums is None else minimums[:, index],
     )
 
 

@@ -17,7 +17,7 @@ from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.source import Progress, StoredTensor
 from exl_core.formats.verify import VerifyReport, verify
 from exl_core.ops.backends.cuda.device import default_device
-from exl_core.ops.open import available_isas, min_group_rows
+from exl_core.ops.open import available_isas, has_factors, min_group_rows
 from exl_core.ops.weights import GroupRun, TrellisLayout
 from exl_core.session.mtp import find_mtp, open_mtp
 from exl_core.session.open import ModelFiles, open_model, stop_ids
@@ -121,6 +121,7 @@ def describe_model(spec: str | None = None) -> ModelDescription:
         files.config,
         files.quantization,
         min_group_rows=min_group_rows(default_device()),
+        has_factors=has_factors(default_device()),
     )
     tokenizer = files.tokenizer
     used = checkpoint.used_names

@@ -23,7 +23,7 @@ from exl_core.formats.containers.source import Progress
 from exl_core.model.mtp import MtpLayer
 from exl_core.model.transformer import Transformer
 from exl_core.ops.backends.cuda.device import check_head_dims, parse_device
-from exl_core.ops.open import get_table, min_group_rows
+from exl_core.ops.open import get_table, has_factors, min_group_rows
 from exl_core.ops.table import OpTable
 from exl_core.parallel.plan import AUTO, RankCount
 from exl_core.prompt.template import ChatTemplate
@@ -380,6 +380,7 @@ def checkpoint_of(
         in_4bit=options.load_in_4bit,
         min_group_rows=max(map(min_group_rows, devices)),
         rows=rows,
+        has_factors=all(map(has_factors, devices)),
     )
     if options.load_in_4bit and not any(map(checkpoint.is_rounded, checkpoint.stored)):
         raise RequestError(

@@ -30,9 +30,11 @@ from exl_core.ops.weights import (
     GroupedLayout,
     GroupRun,
     Packing,
+    ScaleParts,
 )
 
 GROUP_ROWS = 32  # of the types that are not in _SMALL_GROUPS
+SUPERBLOCK_ROWS = 256  # of the types in _SMALL_GROUPS
 SUPERBLOCK_GROUPS = 8  # groups per block of Q4_K, Q5_K and IQ4_XS
 
 
@@ -86,6 +88,7 @@ def layout_of(
         features=None,
         scale_dtype=form.scale_dtype,
         formula=form.formula,
+        factor_rows=SUPERBLOCK_ROWS if rows < GROUP_ROWS else 0,
     )
 
 
@@ -120,15 +123,29 @@ def columns_of(raw: Tensor, kind: GGMLQuantizationType) -> GroupedColumns:
         stored(parts.codes),
         scales=stored(parts.scales),
         offsets=None if parts.minimums is None else stored(parts.minimums),
+        parts=None
+        if parts.multipliers is None
+        else _scale_parts(blocks, kind, stored(parts.multipliers)),
     )
 
 
+def _scale_parts(blocks: Tensor, kind: GGMLQuantizationType, multipliers: Tensor) -> ScaleParts:
+    first = _FORMS[kind].scales_at
+    numbers = [
+        blocks[:, :, at : at + 2].contiguous().view(torch.float16).flatten(1).T.contiguous()
+        for at in range(first, first + 2 * _FORMS[kind].scales, 2)
+    ]
+    return ScaleParts(numbers[0], multipliers, numbers[1] if len(numbers) > 1 else None)
+
+
 class _Parts(NamedTuple):
-    """Codes, uint8 [columns, blocks, 256]; scales, minimums, float32 [columns, blocks, groups]."""
+    """Codes, uint8 [columns, blocks, 256]; scales, minimums, float32 [columns, blocks, groups];
+    multipliers of `ScaleParts`, uint8 in the shape of the scales."""
 
     codes: Tensor
     scales: Tensor
     minimums: Tensor | None = None
+    multipliers: Tensor | None = None
 
 
 def _unpack_k(blocks: Tensor, kind: GGMLQuantizationType) -> _Parts:
@@ -146,7 +163,7 @@ def _unpack_q2_k(blocks: Tensor) -> _Parts:
     factors, packed = _floats(blocks[:, :, 80:84]), blocks[:, :, :16]
     minimums = -(factors[:, :, 1:] * (packed >> 4))
     codes = _spread(blocks[:, :, 16:80], 32, 2)
-    return _Parts(codes, factors[:, :, :1] * (packed & 15), minimums)
+    return _Parts(codes, factors[:, :, :1] * (packed & 15), minimums, packed)
 
 
 def _unpack_q3_k(blocks: Tensor) -> _Parts:
@@ -154,14 +171,16 @@ def _unpack_q3_k(blocks: Tensor) -> _Parts:
     codes = _spread(blocks[:, :, 32:96], 32, 2) | _spread(blocks[:, :, :32], 32, 1) << 2
     low, high = _spread(blocks[:, :, 96:104], 8, 4), _spread(blocks[:, :, 104:108], 4, 2)
     scales = (low | high << 4).short() - 32
-    return _Parts(codes, _floats(blocks[:, :, 108:110]) * scales)
+    multipliers = scales.to(torch.int8).view(torch.uint8)
+    return _Parts(codes, _floats(blocks[:, :, 108:110]) * scales, None, multipliers)
 
 
 def _unpack_q6_k(blocks: Tensor) -> _Parts:
     """Low 4 bits of the codes, high 2 bits, scales of 8 bits with a sign, d."""
     codes = _spread(blocks[:, :, :128], 64, 4) | _spread(blocks[:, :, 128:192], 32, 2) << 4
     scales = blocks[:, :, 192:208].contiguous().view(torch.int8)
-    return _Parts(codes, _floats(blocks[:, :, 208:210]) * scales)
+    multipliers = scales.view(torch.uint8)
+    return _Parts(codes, _floats(blocks[:, :, 208:210]) * scales, None, multipliers)
 
 
 _SMALL_GROUPS = {

@@ -143,11 +143,12 @@ class CudaExperts:
 
 def grouped(experts: Sequence[tuple[object, ...]]) -> list[tuple[CudaQuantLinear, ...]] | None:
     """The parts of each expert, if kernels can index them: quantized matrices of equal sizes, one
-    or two of each expert."""
+    or two of each expert, without small groups."""
     found = []
     for parts in experts:
         quantized = tuple(part for part in parts if isinstance(part, CudaQuantLinear))
-        if len(quantized) < len(parts) or len(parts) > 2:
+        has_small_groups = any(part.layout.factor_rows for part in quantized)
+        if len(quantized) < len(parts) or len(parts) > 2 or has_small_groups:
             return None
         found.append(quantized)
     sizes = {(w.out_features, w.in_features) for parts in found for w in parts}
@@ -198,7 +199,7 @@ def _entry(w: CudaQuantLinear, loads: Tensor, num_loads: int) -> tuple[int, ...]
         0 if w.bias is None else w.bias.data_ptr(),
         matrix.panel_bytes,
         num_loads,
-        matrix.values << 14 | matrix.offset_kind << 16 | int(has_floats) << 18,
+        matrix.values << 14 | matrix.offset_kind << 16 | int(has_floats) << 19,
         w.num_blocks,
         PANEL_COLUMNS * (scale_bytes + offset_bytes[matrix.offset_kind]),
     )

@@ -16,7 +16,6 @@ from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, XIelu
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.weights import (
-    BLOCK_ROWS,
     DenseColumns,
     GroupedColumns,
     TrellisColumns,
@@ -30,7 +29,7 @@ class CudaLinearOps:
 
     _gpu: Gpu
     _linears: Linears
-    min_group_rows = BLOCK_ROWS
+    min_group_rows = 16  # of GGUF blocks; others are padded
 
     def new_linear(self, layout: WeightLayout, *, on_host: bool = False) -> PackedLinear:
         return self._linears.new(layout, on_host)

@@ -88,6 +88,25 @@ class TilePlan(NamedTuple):
         return len(self.stored_rows) // BLOCK_ROWS
 
 
+_SMALL_OFFSETS: dict[Formula, str] = {"middle": "small_middle", "minimums": "small_minimums"}
+"""The same `offset_kind` for small groups."""
+
+_SMALL_GROUPS = 8  # in a k-tile of 128 rows
+_SMALL_ORDER = np.arange(BLOCK_ROWS).reshape(2, 4, 4).swapaxes(0, 1).ravel()
+"""Stored row of each row of a block with two small groups: k16 step s multiplies group s."""
+
+
+@lru_cache(maxsize=64)
+def plan_small_groups(bits: int, rows: int, factor_bytes: int) -> TilePlan:
+    """Plan of a matrix of `rows` rows in groups of 16, whose factors take `factor_bytes` per
+    column."""
+    k_tile_rows = K_TILE_BLOCKS * BLOCK_ROWS
+    runs = (GroupRun(bits, rows // k_tile_rows, k_tile_rows),)
+    plan = plan_tiles(runs, factor_bytes, _SMALL_GROUPS)
+    stored = (plan.stored_rows.reshape(-1, BLOCK_ROWS)[:, _SMALL_ORDER]).ravel()
+    return plan._replace(stored_rows=stored, rows_digest=_digest(stored))
+
+
 @lru_cache(maxsize=64)
 def plan_tiles(runs: tuple[GroupRun, ...], scale_bytes: int, offset_bytes: int) -> TilePlan:
     """Computes a plan. Matrices with the same runs share it, as most of a model's do.
@@ -155,9 +174,17 @@ class CudaQuantLinear(LayoutSizes[GroupedLayout]):
         # Kernels read the scales of MXFP4 as floats.
         is_exponent = layout.formula == "mxfp4"
         self._scale_dtype = torch.float32 if is_exponent else layout.scale_dtype
-        plan_key = (layout.runs, self._scale_dtype.itemsize, offset_bytes)
         offset_kind, values = _FORMULAS[layout.formula]
-        plan = plan_tiles(*plan_key)
+        plan_key: tuple[Hashable, ...]
+        if layout.factor_rows:
+            self._scale_dtype = torch.float16
+            offset_kind = _SMALL_OFFSETS[layout.formula]
+            factor_bytes = 4 if layout.formula == "minimums" else 2
+            small_key = (layout.runs[0].bits, layout.in_features, factor_bytes)
+            plan, plan_key = plan_small_groups(*small_key), ("small", *small_key)
+        else:
+            tiles_key = (layout.runs, self._scale_dtype.itemsize, offset_bytes)
+            plan, plan_key = plan_tiles(*tiles_key), tiles_key
         num_panels = -(-layout.out_features // PANEL_COLUMNS)
         device = gpu.device
         self.layout = layout
@@ -233,11 +260,19 @@ class CudaQuantLinear(LayoutSizes[GroupedLayout]):
             raise OpInputError("fill_linear: codes (expected rows without gaps)")
         device = self._gpu.device
         codes = upload(columns.codes, device)
+        sources: list[Tensor | None]
+        if self.layout.factor_rows:
+            parts = columns.parts
+            if parts is None:
+                raise OpInputError("fill_linear: parts (expected scales as products)")
+            sources = [parts.factors, parts.minimum_factors, parts.multipliers]
+        else:
+            sources = [self._stored_scales(columns), columns.offsets, None]
         uploaded = [
             None if part is None else upload(part, device)
-            for part in (columns.source_rows, self._stored_scales(columns), columns.offsets)
+            for part in (columns.source_rows, *sources)
         ]
-        source_rows, scales, offsets = (
+        source_rows, scales, offsets, multipliers = (
             None if part is None else part.data_ptr() for part in uploaded
         )
         operands = cuda.QuantColumns(
@@ -252,6 +287,7 @@ class CudaQuantLinear(LayoutSizes[GroupedLayout]):
             bit_offsets=self._bit_offsets.data_ptr(),
             scales=scales,
             offsets=offsets,
+            multipliers=multipliers,
         )
         self._gpu.call("quant_pack", self.matrix, operands)
         if self.bias is not None and columns.bias is not None:
@@ -279,7 +315,7 @@ def _permutation(plan: TilePlan, features: NDArray[np.int32] | None) -> NDArray[
     if features is None:
         return rows
     is_padded = len(rows) > len(features)
-    return np.where(rows < 0, np.int32(-1), features[rows]) if is_padded else features
+    return np.where(rows < 0, np.int32(-1), features[rows]) if is_padded else features[rows]
 
 
 def _inverted(permutation: NDArray[np.int32]) -> NDArray[np.int32]:
