@@ -46,7 +46,7 @@ class CpuMoeOps:
         gate_up = cast(exl_kernels.Experts, experts.gate_up)
         down = cast(exl_kernels.Experts, experts.down)
         out = torch.empty(x.shape[0], down.out_features)
-        kind, is_gated = experts.kind, experts.is_gated
+        kind, is_gated = cast(str, experts.kind), experts.is_gated
         self._ops.expert_mlp(x, routed.ids, routed.weights, gate_up, down, kind, is_gated, out)
         return out
 
@@ -57,9 +57,9 @@ class CpuMoeOps:
         caller keeps their memory."""
         gate_up = cast(exl_kernels.Experts, experts.gate_up)
         down = cast(exl_kernels.Experts, experts.down)
-        ids, weights = routed.ids, routed.weights
+        kind, is_gated = cast(str, experts.kind), experts.is_gated
         return exl_kernels.ExpertCall(
-            self._ops, x, ids, weights, gate_up, down, experts.kind, experts.is_gated, out
+            self._ops, x, routed.ids, routed.weights, gate_up, down, kind, is_gated, out
         )
 
     def _product(self, x: Tensor, w: exl_kernels.Linear) -> Tensor:
