@@ -6,6 +6,7 @@ import gc
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import EngineOptions
+from exl_core.engine.events import FinishEvent
 from exl_core.engine.scheduler import Scheduler
-from exl_core.errors import DeviceError, RequestError, WeightValueError
+from exl_core.errors import DeviceError, RequestError, UnsupportedModelError, WeightValueError
 from exl_core.generate.dynamic import DynamicGenerator
 from exl_core.lora.adapter import load_adapter
 from exl_core.model import cuda_graphs
@@ -32,6 +34,7 @@ from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.ngram import NgramDrafter
 from support.adapters import random_pairs, stored, write_adapter
+from support.families import FAMILIES, save_family
 from support.quantized_models import (
     METHODS,
     SIZES,
@@ -50,6 +53,10 @@ from support.tiny_models import (
 pytestmark = pytest.mark.cuda
 
 
+def _family(name: str, folder: Path) -> Path:
+    return save_family(name, FAMILIES[name](), folder)
+
+
 ALL, LAST, NONE = LogitRows.ALL, LogitRows.LAST, LogitRows.NONE
 PAGES = 24
 GREEDY = SamplerParams(temperature=0)
@@ -59,6 +66,7 @@ BUILD: dict[str, Callable[[Path], Path]] = {
     "exl2": lambda folder: quantized_llama("exl2", folder),
     "gptq": lambda folder: quantized_llama("gptq", folder),
     "exl3": lambda folder: quantized_llama("exl3", folder),
+    **{name: partial(_family, name) for name in ("lfm2", "qwen3.5", "granite4-hybrid")},
 }
 WITH_LAYER_NORMS = {"command-r": tiny_cohere, "starcoder2": tiny_starcoder2}
 # Relative error of the logits. Activations are float16 on the GPU and float32 on the CPU, and
@@ -108,7 +116,7 @@ class Pair:
 
     def runners(self, kv_format: KVFormat) -> tuple[Runner, Runner]:
         first, second = (
-            Runner(one.model, store_for(one.model, kv_format, PAGES))
+            Runner(one.model, store_for(one.model, kv_format, PAGES, num_states=4))
             for one in (self.near, self.far)
         )
         return first, second
@@ -139,7 +147,9 @@ class Sequences:
             i = int(name[1:])
             ids = torch.randint(3, VOCAB_SIZE, (count,), generator=self._random).tolist()
             pages = tuple(range(6 * i, 6 * i + 6))
-            segments.append(Segment(tuple(ids), self._lengths[i], pages, logit_rows))
+            slot = (3 * i + 2) % 4
+            segment = Segment(tuple(ids), self._lengths[i], pages, logit_rows, state_slot=slot)
+            segments.append(segment)
             self._lengths[i] += count
         near, far = (runner.run(segments) for runner in self._runners)
         assert far.shape == near.shape
@@ -219,12 +229,16 @@ def assert_alike(
         assert len(near) == len(far)
         return
     runner, _ = pair.runners(KVFormat.FP16)
-    known = Segment(tuple(prompt + near[:first]), 0, tuple(range(PAGES)), LAST, adapters)
+    known = Segment(
+        tuple(prompt + near[:first]), 0, tuple(range(PAGES)), LAST, adapters, state_slot=0
+    )
     logits: Tensor = runner.run([known])[0]
     assert logits[near[first]] - logits[far[first]] < 0.02 * logits.std(), f"token {first}"
 
 
-def replies(generator: DynamicGenerator, prompts: list[list[int]], **fields: Any) -> list[Any]:
+def finishes(
+    generator: DynamicGenerator, prompts: list[list[int]], **fields: Any
+) -> list[FinishEvent]:
     jobs = [
         generator.enqueue(generator.request(prompt, stop=[], **{"sampler": GREEDY, **fields}))
         for prompt in prompts
@@ -233,7 +247,11 @@ def replies(generator: DynamicGenerator, prompts: list[list[int]], **fields: Any
         generator.iterate()
     for job in jobs:
         assert job.error is None
-    return [list(job.finish.token_ids) for job in jobs if job.finish is not None]
+    return [job.finish for job in jobs if job.finish is not None]
+
+
+def replies(generator: DynamicGenerator, prompts: list[list[int]], **fields: Any) -> list[Any]:
+    return [list(end.token_ids) for end in finishes(generator, prompts, **fields)]
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -246,6 +264,26 @@ def test_greedy_replies_agree_with_the_cpu(pair: Pair) -> None:
     near, far = (replies(generator_of(one), asked, max_tokens=40) for one in (pair.near, pair.far))
     for prompt, *both in zip(asked, near, far, strict=True):
         assert_alike(pair, prompt, *both)
+
+
+def test_replies_go_on_from_what_is_cached(pair: Pair) -> None:
+    """A conversation, a shared prefix, and a reply that goes back from a banned string."""
+    source = random.Random(6)
+    shared = [source.randrange(3, VOCAB_SIZE) for _ in range(300)]
+    near, far = (generator_of(one, max_batch=2) for one in (pair.near, pair.far))
+    text = list(shared)
+    for _ in range(3):
+        answers = [replies(one, [text, [*shared, 7, 8]], max_tokens=12) for one in (near, far)]
+        for prompt, *both in zip((text, [*shared, 7, 8]), *answers, strict=True):
+            assert_alike(pair, prompt, *both)
+        text = text + answers[0][0] + [source.randrange(3, VOCAB_SIZE) for _ in range(30)]
+    (plain,) = finishes(far, [shared], max_tokens=20)
+    banned = plain.text[4:7]
+    (one,), (other,) = (
+        finishes(each, [shared], max_tokens=20, banned_strings=(banned,)) for each in (near, far)
+    )
+    assert banned not in other.text
+    assert_alike(pair, shared, list(one.token_ids), list(other.token_ids))
 
 
 def test_async_passes_leave_replies_unchanged(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +309,9 @@ def test_async_passes_leave_replies_unchanged(pair: Pair, monkeypatch: pytest.Mo
             found = replies(generator, asked, max_tokens=70, sampler=sampler)
         both.append((found, len(begun) - before))
     assert both[0][0] == both[1][0]
-    assert (both[0][1], both[1][1]) == (69, 0)
+    # The row of a sequence that has ended would change its state.
+    has_states = any(shape is not None for shape in pair.far.config.state_shapes)
+    assert (both[0][1], both[1][1]) == (0 if has_states else 69, 0)
 
 
 @pytest.mark.parametrize("kind", ["ngram", "model"])
@@ -280,6 +320,10 @@ def test_drafts_leave_greedy_replies_unchanged(pair: Pair, kind: str) -> None:
     asked = [prompt * 6]  # text with repetitions
     plain = replies(generator_of(pair.far), asked, max_tokens=40)
     drafter: Drafter = NgramDrafter()
+    if kind == "model" and any(shape is not None for shape in pair.far.config.state_shapes):
+        with pytest.raises(UnsupportedModelError, match="recurrent layers"):
+            ModelDrafter(pair.far.model, vocab_size=VOCAB_SIZE, num_pages=16)
+        return
     if kind == "model":
         drafter = ModelDrafter(pair.far.model, vocab_size=VOCAB_SIZE, num_pages=16)
     drafted = replies(generator_of(pair.far, drafter=drafter), asked, max_tokens=40)

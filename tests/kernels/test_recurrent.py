@@ -202,3 +202,86 @@ def test_rows_and_slots_that_do_not_fit_are_refused(
     rows = StateRows(torch.tensor(starts, dtype=torch.int32), past, torch.tensor(slots))
     with pytest.raises(ValueError, match=f"causal_conv: {what}"):
         run(cpu_table, torch.zeros(4, width), states, rows)
+
+
+BIG = {
+    "conv-4": run_conv(4, has_bias=True),
+    "delta": run_delta(delta_rule_of(2, 4, 128, is_tiled=False, key_dim=128)),
+    "delta-odd": run_delta(delta_rule_of(1, 3, 33, is_tiled=True, key_dim=50)),
+    "delta-wide": run_delta(delta_rule_of(1, 2, 70, is_tiled=False, key_dim=256)),
+    "scan": run_scan(scan_of(4, 2, 128)),
+    "scan-odd": run_scan(scan_of(3, 1, 161)),
+}
+"""Sizes of real models, and others that fill neither a block of columns nor one of rows."""
+
+
+@pytest.mark.parametrize("name", BIG)
+@pytest.mark.parametrize(
+    "lengths",
+    [*[(count,) for count in (1, 2, 3, 4, 15, 16, 17, 63, 64, 65, 1000)], (5, 1, 30, 2, 1, 17, 3)],
+    ids=str,
+)
+def test_prompts_of_any_length_on_a_gpu(
+    gpu_table: OpTable, rng: torch.Generator, name: str, lengths: tuple[int, ...]
+) -> None:
+    check_on_gpu(gpu_table, rng, BIG[name], lengths)
+
+
+@pytest.mark.parametrize("name", BIG)
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 31, 32, 33])
+def test_decode_rows_on_a_gpu(
+    gpu_table: OpTable, rng: torch.Generator, name: str, count: int
+) -> None:
+    check_on_gpu(gpu_table, rng, BIG[name], (1,) * count)
+
+
+def check_on_gpu(
+    table: OpTable,
+    rng: torch.Generator,
+    case: tuple[Run, tuple[int, ...], int],
+    lengths: tuple[int, ...],
+) -> None:
+    """Two calls after one another, the first from zeros in every other sequence; slots permuted."""
+    (run, shape, width), seqs = case, len(lengths)
+    states = normal(rng, seqs + 3, *shape)
+    slots = torch.randperm(seqs + 3, generator=rng)[:seqs]
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    past = torch.arange(seqs, dtype=torch.int32) % 2 * 5
+    states[slots[past == 0]] = torch.nan  # of an earlier sequence
+    exact_states = states.clone()
+    for _ in range(2):
+        x = strided_rows(rng, sum(lengths), width)
+        rows = StateRows(starts, past, slots)
+        exact = run(get_table("reference", threads=1), x, exact_states, rows)
+        y = run(table, x, states, rows)
+        assert (y - exact).abs().max() <= 2e-5 * exact.abs().max()
+        kept = exact_states[slots]
+        assert (states[slots] - kept).abs().max() <= 2e-5 * kept.abs().max()
+        past = past + torch.tensor(lengths, dtype=torch.int32)
+    others = [slot for slot in range(seqs + 3) if slot not in slots.tolist()]
+    assert torch.equal(states[others], exact_states[others]), "other slots are not touched"
+
+
+@pytest.mark.parametrize("name", BIG)
+@pytest.mark.parametrize("lengths", [(5, 1, 30), (2,), (1, 1)], ids=str)
+def test_rows_of_padding_are_zeros_and_change_nothing(
+    gpu_table: OpTable, rng: torch.Generator, name: str, lengths: tuple[int, ...]
+) -> None:
+    run, shape, width = BIG[name]
+    count, padding = sum(lengths), 40
+    x = strided_rows(rng, count + padding, width)
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    past, slots = torch.zeros(len(lengths), dtype=torch.int32), torch.arange(len(lengths))
+    plain, padded = torch.zeros(4, *shape), torch.zeros(4, *shape)
+    expected = run(gpu_table, x[:count], plain, StateRows(starts, past, slots))
+    # Two sequences without rows, as in a captured graph.
+    more = StateRows(
+        torch.cat([starts, starts[-1:], starts[-1:]]),
+        torch.cat([past, past[:1], past[:1]]),
+        torch.cat([slots, torch.tensor([3, 3])]),
+    )
+    y = run(gpu_table, x, padded, more)
+    assert torch.equal(y[count:], torch.zeros(padding, y.shape[1]))
+    bound = 2e-5 * expected.abs().max()  # one row per sequence is computed by another kernel
+    assert (y[:count] - expected).abs().max() <= bound
+    assert torch.allclose(padded, plain, rtol=1e-4, atol=1e-5)

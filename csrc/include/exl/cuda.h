@@ -2,7 +2,7 @@
 //
 // exl/cuda/<family>.h declares the functions of an op family and their operands, and documents the
 // memory layouts that the library and its caller share. The families are linear, trellis,
-// attention, cache, elementwise, moe and sampling.
+// attention, cache, elementwise, moe, recurrent and sampling.
 //
 // The library knows neither Python nor torch. It allocates no device memory: the caller owns all of
 // it, including weights and workspaces. All work is enqueued on `stream`, and no function waits for
@@ -19,11 +19,11 @@
 //
 // Every kernel may start before the previous kernel in the stream has ended (programmatic dependent
 // launch). Before griddepcontrol.wait it reads weights only, which no kernel writes once a model
-// runs. Every block executes the wait before it ends. Cache kernels also read two other things
-// before the wait: operands that no function of this library writes (page tables, lengths, slots,
-// cosines and sines), and keys and values of earlier passes. Between two passes over one cache, the
-// caller must therefore put other work into the stream, such as a copy of the next tokens, or
-// launch another graph.
+// runs. Every block executes the wait before it ends. Cache kernels and recurrent kernels also read
+// two other things before the wait: operands that no function of this library writes (page tables,
+// lengths, slots, cosines and sines), and keys, values and states of earlier passes. Between two
+// passes over one cache, the caller must therefore put other work into the stream, such as a copy
+// of the next tokens, or launch another graph.
 #pragma once
 
 #include <stddef.h>

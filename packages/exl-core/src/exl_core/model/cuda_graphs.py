@@ -4,7 +4,8 @@ Launching the few hundred kernels of a pass takes the host longer than running t
 up to about a thousand rows. A graph is therefore captured once per bucket of shapes and replayed.
 Passes of one bucket differ in tokens, page ids and the rows that want logits; one copy writes these
 into the graph's input tensors. Padding rows write their keys and values to the store's spare page.
-Padding sequences have no rows, or one padding row each in decode.
+Padding sequences have no rows, or one padding row each in decode, which changes the spare slot of
+recurrent states.
 
 A decode pass (one row per sequence) is captured when its bucket first occurs. Other passes (prompt
 chunks, verification of drafts, either of them mixed with decode) come in more shapes. Their graph
@@ -63,12 +64,21 @@ class GraphInputs:
     """Input tensors of one bucket's graph, and the pinned host buffer that they are copied from."""
 
     def __init__(
-        self, shape: Shape, pages: int, page_size: int, spare_page: int, device: torch.device
+        self,
+        shape: Shape,
+        pages: int,
+        page_size: int,
+        spare_page: int,
+        device: torch.device,
+        *,
+        spare_state: int | None = None,
     ) -> None:
+        """`spare_state`: slot of the states of padding sequences; None for a model without any."""
         self.shape = shape
         self._page_size = page_size
         rows, seqs = shape.rows, shape.sequences
-        sizes64, sizes32 = (rows, rows, rows, shape.logits), (seqs + 1, seqs, seqs * pages)
+        sizes64 = (rows, rows, rows, shape.logits, 0 if spare_state is None else seqs)
+        sizes32 = (seqs + 1, seqs, seqs * pages)
         size = 8 * sum(sizes64) + 4 * sum(sizes32)
         is_gpu = device.type != "cpu"
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=is_gpu)
@@ -80,7 +90,9 @@ class GraphInputs:
             *second, table = memory[8 * sum(sizes64) :].view(torch.int32).split_with_sizes(sizes32)
             return (*first, *second, table.view(seqs, pages))
 
-        token_ids, positions, slots, logit_rows, row_starts, past_lens, table = fields(self._device)
+        token_ids, positions, slots, logit_rows, states, row_starts, past_lens, table = fields(
+            self._device
+        )
         self.batch = Batch(
             token_ids=token_ids,
             positions=positions,
@@ -89,9 +101,10 @@ class GraphInputs:
             page_table=table,
             slots=slots,
             logit_rows=logit_rows,
+            states=None if spare_state is None else states,
         )
         self._fields = tuple(field.numpy() for field in fields(self._host))
-        self._spare = spare_page
+        self._spare, self._spare_state = spare_page, spare_state
         # Page ids that the last decode pass left in each row of the page table.
         self._written_pages: list[tuple[int, ...]] = []
         if shape.is_decoding:
@@ -107,13 +120,22 @@ class GraphInputs:
             self._fill_decoding(segments)
         else:
             self._fill_any(segments)
+        if self._spare_state is not None:
+            self._fill_states(segments, self._spare_state)
         target, source = self._all_but_tokens if has_tokens else (self._device, self._host)
         target.copy_(source, non_blocking=True)
+
+    def _fill_states(self, segments: Sequence[Segment], spare: int) -> None:
+        states = self._fields[4]
+        slots = [one.state_slot for one in segments]
+        assert None not in slots, "the engine gives every sequence of such a model a slot"
+        states[: len(segments)] = slots
+        states[len(segments) :] = spare
 
     def _fill_decoding(self, segments: Sequence[Segment]) -> None:
         """One row per segment. Page tables are rewritten only where they differ from the previous
         pass, which mostly had the same sequences."""
-        token_ids, positions, slots, _, _, past_lens, table = self._fields
+        token_ids, positions, slots, _, _, _, past_lens, table = self._fields
         count, size, written = len(segments), self._page_size, self._written_pages
         past = [one.past_len for one in segments]
         token_ids[:count] = [one.token_ids[0] for one in segments]
@@ -133,7 +155,7 @@ class GraphInputs:
                 table[i, : len(one.page_ids)] = written[i] = one.page_ids
 
     def _fill_any(self, segments: Sequence[Segment]) -> None:
-        token_ids, positions, slots, logit_rows, row_starts, past_lens, table = self._fields
+        token_ids, positions, slots, logit_rows, _, row_starts, past_lens, table = self._fields
         wants_all = self.shape.logits == self.shape.rows
         row = num_logits = 0
         for i, segment in enumerate(segments):
@@ -235,8 +257,20 @@ class CudaGraphs:
     def _capture(self, shape: Shape, segments: Sequence[Segment], x: Tensor | None) -> Captured:
         store, model = self._store, self._model
         model.reserve_positions(self._pages * store.page_size)
-        inputs = GraphInputs(shape, self._pages, store.page_size, store.spare_page, self._device)
+        spare_state = None if store.states is None else store.states.spare_slot
+        inputs = GraphInputs(
+            shape,
+            self._pages,
+            store.page_size,
+            store.spare_page,
+            self._device,
+            spare_state=spare_state,
+        )
         inputs.fill(segments)
+        if (
+            inputs.batch.states is not None and spare_state is not None
+        ):  # the warm-up must not change the sequences' states
+            inputs.batch.states.fill_(spare_state)
         states = None
         if x is not None:
             states = torch.zeros(shape.rows, x.shape[1], dtype=x.dtype, device=self._device)

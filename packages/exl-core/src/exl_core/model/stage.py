@@ -105,15 +105,16 @@ class Stage:
         held = (store.states, self._state_rows(batch, store)) if self._has_states else (None, None)
         return PassState(store, bound, smoothing, buffers, factors, angles, *held)
 
-    @staticmethod
-    def _state_rows(batch: Batch, store: KVStore) -> StateRows:
-        """Slots of the sequences' states. Raises UnsupportedModelError for a caller without any."""
+    def _state_rows(self, batch: Batch, store: KVStore) -> StateRows:
+        """Slots of the sequences' states, on this device. Raises UnsupportedModelError for a caller
+        without any."""
         if batch.states is None or store.states is None:
             raise UnsupportedModelError(
                 "a model with recurrent layers is not supported here",
                 expected="attention in every layer",
             )
-        return StateRows(batch.row_starts, batch.past_lens, batch.states)
+        operands = (batch.row_starts, batch.past_lens, batch.states)
+        return StateRows(*(self.ops.bring(operand) for operand in operands))
 
     def run(
         self, x: Tensor, steps: Steps, blocks: Sequence[BlockWeights], state: PassState

@@ -26,8 +26,8 @@ class StateRows:
     row_starts[s] to row_starts[s + 1] - 1. Its slot holds its state after past_lens[s] tokens. No
     two sequences have the same slot, except those without rows and padding.
 
-    The three may be on the CPU; those of a captured graph are on its device, and then every
-    sequence has one row.
+    The three may be on the CPU. Those of a captured graph are on its device, where its padding rows
+    from row_starts[seqs] on belong to no sequence; their results are zeros.
     """
 
     row_starts: Tensor

@@ -1,97 +1,123 @@
-"""Recurrent ops of one GPU, in torch.
+"""Recurrent ops of one GPU.
 
-A pass in which every sequence has one row, as in decode, is computed for all sequences at once and
-without synchronization: captured graphs may contain it. Other passes compute one sequence after the
-other, in chunks.
+The host reads no operand, so that captured graphs may contain passes of any kind. Where the rows of
+a pass are on the CPU, each call copies them. `Stage.bind` therefore brings them once per pass.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.backends.recurrence import (
     DeltaInputs,
-    ScanInputs,
-    conv,
     delta_chunks,
     delta_inputs,
-    delta_step,
-    scan_chunks,
-    scan_inputs,
-    scan_step,
     spans,
     start_of,
 )
 from exl_core.ops.recurrent import DeltaRule, StateRows, StateScan, Taps
+from exl_kernels import cuda
 
 
 class CudaRecurrentOps:
     """RecurrentOps of one GPU."""
 
-    @staticmethod
-    def causal_conv(x: Tensor, taps: Taps, states: Tensor, rows: StateRows) -> Tensor:
-        wide = x.float()
-        if is_decoding(rows, x):
-            before = held_states(states, rows)  # [seqs, T - 1, C]
-            y, after = conv(wide[:, None], taps, before)
-            keep_states(states, rows, after)
-            return y[:, 0]
-        out = torch.empty(x.shape, device=x.device)
-        for span in spans(rows):
-            part = slice(span.first, span.last)
-            y, after = conv(wide[part], taps, start_of(states, span))
-            out[part], states[span.slot] = y, after
+    _gpu: Gpu
+
+    def causal_conv(self, x: Tensor, taps: Taps, states: Tensor, rows: StateRows) -> Tensor:
+        out = self._gpu.empty(*x.shape)
+        bound = self._bound(rows)
+        operands = cuda.CausalConv(
+            rows=_described(bound, len(x)),
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            weight=taps.weight.data_ptr(),
+            bias=None if taps.bias is None else taps.bias.data_ptr(),
+            states=states.data_ptr(),
+            y=out.data_ptr(),
+            x_dtype=TYPES[x.dtype],
+            channels=x.shape[1],
+            taps=len(taps.weight),
+            has_silu=taps.has_silu,
+        )
+        self._gpu.call("causal_conv", operands)
         return out
 
-    @staticmethod
     def delta_rule(
-        qkv: Tensor, ba: Tensor, rule: DeltaRule, states: Tensor, rows: StateRows
+        self, qkv: Tensor, ba: Tensor, rule: DeltaRule, states: Tensor, rows: StateRows
     ) -> Tensor:
-        inputs = delta_inputs(qkv.float(), ba.float(), rule)
-        if is_decoding(rows, qkv):
-            y, after = delta_step(inputs, held_states(states, rows))
-            keep_states(states, rows, after)
-            return y.flatten(1)
-        out = torch.empty(len(qkv), rule.value_heads * rule.value_dim, device=qkv.device)
-        for span in spans(rows):
-            part = slice(span.first, span.last)
-            before = start_of(states, span)
-            y, after = delta_chunks(DeltaInputs(*(x[part] for x in inputs)), before)
-            out[part], states[span.slot] = y.flatten(1), after
+        out = self._gpu.empty(len(qkv), rule.value_heads * rule.value_dim)
+        qkv, ba = qkv.float(), ba.float()
+        if rule.is_by_row:  # there is no kernel: in torch, with the rows on the host
+            inputs = delta_inputs(qkv, ba, rule)
+            for span in spans(rows):
+                part = slice(span.first, span.last)
+                before = start_of(states, span)
+                y, states[span.slot] = delta_chunks(DeltaInputs(*(x[part] for x in inputs)), before)
+                out[part] = y.flatten(1)
+            return out
+        bound = self._bound(rows)
+        operands = cuda.DeltaRule(
+            rows=_described(bound, len(qkv)),
+            qkv=qkv.data_ptr(),
+            qkv_stride=qkv.stride(0),
+            ba=ba.data_ptr(),
+            ba_stride=ba.stride(0),
+            decay=rule.decay.data_ptr(),
+            dt_bias=rule.dt_bias.data_ptr(),
+            states=states.data_ptr(),
+            y=out.data_ptr(),
+            key_heads=rule.key_heads,
+            value_heads=rule.value_heads,
+            key_dim=rule.key_dim,
+            value_dim=rule.value_dim,
+            is_tiled=rule.is_tiled,
+        )
+        self._gpu.call("delta_rule", operands)
         return out
 
-    @staticmethod
     def state_scan(
-        xbc: Tensor, dt: Tensor, scan: StateScan, states: Tensor, rows: StateRows
+        self, xbc: Tensor, dt: Tensor, scan: StateScan, states: Tensor, rows: StateRows
     ) -> Tensor:
-        inputs = scan_inputs(xbc.float(), dt.float(), scan)
-        if is_decoding(rows, xbc):
-            y, after = scan_step(inputs, held_states(states, rows), scan.skip)
-            keep_states(states, rows, after)
-            return y.flatten(1)
-        out = torch.empty(len(xbc), scan.heads * scan.head_dim, device=xbc.device)
-        for span in spans(rows):
-            part = slice(span.first, span.last)
-            before = start_of(states, span)
-            y, after = scan_chunks(ScanInputs(*(x[part] for x in inputs)), before, scan.skip)
-            out[part], states[span.slot] = y.flatten(1), after
+        out = self._gpu.empty(len(xbc), scan.heads * scan.head_dim)
+        xbc, dt = xbc.float(), dt.float()
+        bound = self._bound(rows)
+        operands = cuda.StateScan(
+            rows=_described(bound, len(xbc)),
+            xbc=xbc.data_ptr(),
+            xbc_stride=xbc.stride(0),
+            dt=dt.data_ptr(),
+            dt_stride=dt.stride(0),
+            decay=scan.decay.data_ptr(),
+            dt_bias=scan.dt_bias.data_ptr(),
+            skip=scan.skip.data_ptr(),
+            states=states.data_ptr(),
+            y=out.data_ptr(),
+            heads=scan.heads,
+            head_dim=scan.head_dim,
+            state_size=scan.state_size,
+            groups=scan.groups,
+            least_step=scan.steps[0],
+            largest_step=scan.steps[1],
+        )
+        self._gpu.call("state_scan", operands)
         return out
 
-
-def is_decoding(rows: StateRows, x: Tensor) -> bool:
-    """Whether every sequence has one row. Operands on the device are not read."""
-    if len(rows.slots) != len(x):
-        return False
-    return rows.row_starts.is_cuda or bool((rows.row_starts.diff() == 1).all())
-
-
-def held_states(states: Tensor, rows: StateRows) -> Tensor:
-    """States of the sequences, one after the other; zeros for sequences without cached tokens."""
-    held = states.index_select(0, rows.slots.to(states.device))
-    is_old = (rows.past_lens.to(states.device) > 0).view(-1, *[1] * (held.dim() - 1))
-    return torch.where(is_old, held, 0.0)  # a slot may hold NaN from an earlier sequence
+    def _bound(self, rows: StateRows) -> StateRows:
+        """The rows on this device."""
+        device = self._gpu.device
+        operands = (rows.row_starts, rows.past_lens, rows.slots)
+        return StateRows(*(upload(operand, device) for operand in operands))
 
 
-def keep_states(states: Tensor, rows: StateRows, after: Tensor) -> None:
-    states.index_copy_(0, rows.slots.to(states.device), after)
+def _described(rows: StateRows, count: int) -> cuda.StateRows:
+    """Rows on the device, for the library. The caller keeps them alive until its call."""
+    return cuda.StateRows(
+        row_starts=rows.row_starts.data_ptr(),
+        past_lens=rows.past_lens.data_ptr(),
+        slots=rows.slots.data_ptr(),
+        seqs=len(rows.slots),
+        rows=count,
+    )
