@@ -69,7 +69,12 @@ def _check_linear(table: OpTable, rng: torch.Generator, w: PackedLinear) -> None
         found = table.norm_gated_linear(on_gpu[0][part].contiguous(), on_gpu[2], w, "silu")
         return cast(Tensor, found).contiguous()
 
+    def activated(part: slice) -> Tensor:
+        found = table.norm_activated_linear(on_gpu[0][part].contiguous(), on_gpu[2], w, "gelu_tanh")
+        return cast(Tensor, found).contiguous()
+
     _check(lambda part: table.linear(on_gpu[0][part].contiguous(), w))
+    _check(activated)
     _check(added)
     _check(lambda part: table.norm_linear(on_gpu[0][part].contiguous(), on_gpu[2], w))
     if w.out_features == 2 * COLUMNS:

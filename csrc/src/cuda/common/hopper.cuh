@@ -39,6 +39,16 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint64_t* barrier, uint
                  "r"(bytes)
                  : "memory");
 }
+// Arrives at the barrier that the cluster's block `rank` has at the same offset. Orders this block's
+// memory accesses only.
+__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t rank) {
+    asm volatile(
+        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
+        " mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_offset(barrier)),
+        "r"(rank)
+        : "memory"
+    );
+}
 // Waits until the phase with this parity is complete. A barrier's first phase has parity 0.
 // Afterwards earlier writes are visible: those of this block and of its bulk copies or, with
 // `of_cluster`, those of all blocks of the cluster.
@@ -125,6 +135,32 @@ __device__ __forceinline__ void copy_bulk(
         "l"(global), "r"(bytes), "r"(shared_offset(barrier))
         : "memory"
     );
+}
+
+// The same into all blocks of the cluster that `blocks` has a bit for, at the same offset. In each
+// of them the mbarrier at the same offset counts the bytes.
+__device__ __forceinline__ void copy_bulk_to(
+    uint16_t blocks, void* shared, const void* global, uint32_t bytes, uint64_t* barrier
+) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1], %2, [%3], %4;" ::"r"(shared_offset(shared)),
+        "l"(global), "r"(bytes), "r"(shared_offset(barrier)), "h"(blocks)
+        : "memory"
+    );
+}
+
+// ---- registers ---------------------------------------------------------------------------------
+
+// Changes the number of registers of each thread. All four warps of a warpgroup must call it, in a
+// kernel with a bound on its registers.
+template <int count>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+template <int count>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 }
 
 // ---- warpgroup matrix products -----------------------------------------------------------------
