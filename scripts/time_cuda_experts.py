@@ -20,7 +20,7 @@ from torch import Tensor
 
 from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import PackedLinear
-from exl_core.ops.moe import ExpertMlp, Routing
+from exl_core.ops.moe import ExpertLayer, ExpertMlp, Routing
 from exl_core.ops.open import get_table
 from exl_core.ops.weights import (
     DenseColumns,
@@ -44,21 +44,22 @@ class Shape:
     kind: GateKind
     wide: Runs  # of gate and up
     narrow: Runs  # of down
-    formula: Formula
+    formula: Formula | None  # None: float16
     scale_dtype: torch.dtype
     is_permuted: bool
     layers: int
 
 
-def qwen3(wide: Runs, narrow: Runs, formula: Formula, *, is_permuted: bool) -> Shape:
+def qwen3(
+    wide: Runs, narrow: Runs, formula: Formula | None, *, is_permuted: bool = False, layers: int = 6
+) -> Shape:
     sizes = 2048, 768, 128, Routing(8), "silu"
-    return Shape(*sizes, wide, narrow, formula, torch.float16, is_permuted, layers=6)  # type: ignore[arg-type]
+    return Shape(*sizes, wide, narrow, formula, torch.float16, is_permuted, layers)  # type: ignore[arg-type]
 
 
 SHAPES = {
-    "qwen3-30b-a3b gptq": qwen3(
-        (GroupRun(4, 16, 128),), (GroupRun(4, 6, 128),), "zeros", is_permuted=False
-    ),
+    "qwen3-30b-a3b gptq": qwen3((GroupRun(4, 16, 128),), (GroupRun(4, 6, 128),), "zeros"),
+    "qwen3-30b-a3b float16": qwen3((), (), None, layers=3),
     "qwen3-30b-a3b exl2": qwen3(
         (GroupRun(5, 4, 32), GroupRun(4, 13, 128), GroupRun(3, 8, 32)),
         (GroupRun(5, 2, 32), GroupRun(4, 5, 128), GroupRun(3, 2, 32)),
@@ -115,6 +116,11 @@ class Layers:
         shape = self.shape
         runs = shape.wide if is_wide else shape.narrow
         n, k = (shape.inner, shape.hidden) if is_wide else (shape.hidden, shape.inner)
+        if shape.formula is None:
+            w = self.table.new_linear(DenseLayout(n, k, torch.float16))
+            weight = torch.randn(n, k, device="cuda") / k**0.5
+            self.table.fill_linear(w, 0, DenseColumns(weight.half()))
+            return cast(PackedLinear, w)
         bits = sum(run.bits * run.groups * run.rows for run in runs)
         groups = sum(run.groups for run in runs)
         layout = GroupedLayout(n, k, runs, order, shape.scale_dtype, shape.formula)
@@ -131,9 +137,8 @@ class Layers:
 
     def run(self, x: Tensor) -> None:
         for router, experts in zip(self.routers, self.experts, strict=True):
-            h = self.table.rms_norm(x, self.norm)
-            routed = self.table.route(h, router, self.shape.routing)
-            self.table.add_(x, self.table.expert_mlp(h, routed, experts))
+            layer = ExpertLayer(self.norm, router, self.shape.routing, None, experts)
+            self.table.add_experts_(x, layer)
 
     def used_bytes(self, x: Tensor) -> float:
         """Bytes of the distinct experts of a layer, on average, and of its router."""

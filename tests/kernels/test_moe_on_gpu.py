@@ -5,21 +5,25 @@ The kernels read the experts in use once each. They multiply tiles of 8 or 32 ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from kernel_support import assert_norm_within, normal, packed
 from quant_support import Matrix, Shape, filled, make_matrix
 from torch import Tensor
 
-from exl_core.ops.backends.cuda.experts import plan_loads
+from exl_core.formats.codecs.ggml.matrix import columns_of, layout_of
+from exl_core.ops.backends.cuda.experts import CudaExperts, plan_loads
 from exl_core.ops.backends.cuda.quantized import plan_tiles
-from exl_core.ops.elementwise import GateKind
-from exl_core.ops.moe import ExpertMlp, Routed, Routing
+from exl_core.ops.elementwise import ActivationKind, GateKind, RmsNorm
+from exl_core.ops.linear import PackedLinear
+from exl_core.ops.moe import ExpertLayer, ExpertMlp, Routed, Routing
 from exl_core.ops.table import OpTable
 from exl_core.ops.weights import GroupRun
 
@@ -170,6 +174,155 @@ def test_each_gate(gpu_table: OpTable, rng: torch.Generator, form: str, kind: Ga
         x, routed = 3 * normal(rng, rows, experts.d), choice(rng, rows, 5, 3)
         got = gpu_table.expert_mlp(x, routed, experts.mlp(kind))
         assert_norm_within(got, experts.outputs(x, routed, kind), BOUND)
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["pair", "one-matrix"])
+@pytest.mark.parametrize("inner", [96, 100], ids=["i96", "i100"])
+def test_float16_experts(
+    gpu_table: OpTable, rng: torch.Generator, inner: int, *, is_fused: bool
+) -> None:
+    if inner % 32 != 0 and not is_fused:
+        pytest.skip("down is not grouped then, whatever the form of gate and up")
+    count, d = 11, 160
+    gate, up = ((normal(rng, count, inner, d) / d**0.5).half() for _ in range(2))
+    down, bias = (normal(rng, count, d, inner) / inner**0.5).half(), normal(rng, count, d)
+    if is_fused:
+        both = torch.cat((gate, up), 1)
+        wide = gpu_table.stack([packed(gpu_table, one) for one in both])
+    else:
+        pairs = zip(gate, up, strict=True)
+        wide = gpu_table.stack(
+            [gpu_table.join([packed(gpu_table, a), packed(gpu_table, b)]) for a, b in pairs]
+        )
+    narrow = gpu_table.stack(
+        [packed(gpu_table, one, own) for one, own in zip(down, bias, strict=True)]
+    )
+    assert isinstance(wide, CudaExperts)
+    assert isinstance(narrow, CudaExperts) == (inner % 32 == 0)
+    for rows in ROWS:
+        x, routed = normal(rng, rows, d), choice(rng, rows, count, 3)
+        exact = torch.zeros(rows, d, dtype=torch.float64)
+        for slot in range(3):
+            e, xs = routed.ids[:, slot].long(), x.double()[..., None]
+            h = gated((gate.double()[e] @ xs)[..., 0], (up.double()[e] @ xs)[..., 0], "silu")
+            one = (down.double()[e] @ h[..., None])[..., 0] + bias.double()[e]
+            exact += routed.weights[:, slot, None].double() * one
+        got = gpu_table.expert_mlp(x, routed, ExpertMlp(wide, narrow, "silu"))
+        assert_norm_within(got, exact, BOUND)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "relu2"])
+@pytest.mark.parametrize("form", [*FORMS, "float16"])
+def test_experts_without_a_gate(
+    gpu_table: OpTable, rng: torch.Generator, form: str, kind: ActivationKind
+) -> None:
+    count, top_k = 7, 3
+    if form == "float16":
+        up, down = [(normal(rng, count, *s) / s[1] ** 0.5).half() for s in ((96, 64), (64, 96))]
+        exact = [[(one.double(), torch.zeros(len(one))) for one in each] for each in (up, down)]
+        wide, narrow = ([packed(gpu_table, one) for one in each] for each in (up, down))
+    else:
+        sources = [_scaled(rng, shapes, count) for shapes in FORMS[form]]
+        cpu = torch.device("cpu")
+        exact = [[(one.weights(), _bias(one, cpu)) for one in each] for each in sources]
+        wide, narrow = ([filled(gpu_table, one) for one in each] for each in sources)
+    mlp = ExpertMlp(gpu_table.stack(wide), gpu_table.stack(narrow), kind, is_gated=False)
+    assert isinstance(mlp.gate_up, CudaExperts)
+    acts: dict[str, Callable[[Tensor], Tensor]] = {
+        "silu": torch.nn.functional.silu,
+        "gelu_tanh": lambda y: torch.nn.functional.gelu(y, approximate="tanh"),
+        "relu2": lambda y: y.relu().square(),
+    }
+    for rows in ROWS:
+        x, routed = normal(rng, rows, exact[0][0][0].shape[1]), choice(rng, rows, count, top_k)
+        want = torch.zeros(x.shape, dtype=torch.float64)
+        for expert, (first, second) in enumerate(zip(*exact, strict=True)):
+            own, slots = (routed.ids == expert).nonzero(as_tuple=True)
+            h = acts[str(kind)](x[own].double() @ first[0].T + first[1])
+            outer = (h @ second[0].T + second[1]) * routed.weights[own, slots, None].double()
+            want.index_add_(0, own, outer)
+        assert_norm_within(gpu_table.expert_mlp(x, routed, mlp), want, BOUND)
+
+
+@pytest.mark.parametrize("narrow_kind", ["Q6_K", "Q3_K", "Q2_K"])
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_experts_with_small_groups(
+    gpu_table: OpTable, rng: torch.Generator, narrow_kind: str, top_k: int
+) -> None:
+    """Types of GGUF whose groups have 16 rows, in `down` beside a Q3_K `gate_up`."""
+    count, inner, d = 6, 256, 512
+    gate, up = (_of_blocks(gpu_table, rng, "Q3_K", count, (inner, d)) for _ in range(2))
+    down = _of_blocks(gpu_table, rng, narrow_kind, count, (d, inner))
+    joined = [gpu_table.join([a, b]) for a, b in zip(gate[0], up[0], strict=True)]
+    mlp = ExpertMlp(gpu_table.stack(joined), gpu_table.stack(down[0]), "silu")
+    assert isinstance(mlp.gate_up, CudaExperts)
+    assert mlp.gate_up.source == "small_groups"
+    for rows in ROWS:
+        x, routed = normal(rng, rows, d), choice(rng, rows, count, top_k)
+        want = torch.zeros(x.shape, dtype=torch.float64)
+        for expert in range(count):
+            own, slots = (routed.ids == expert).nonzero(as_tuple=True)
+            rows_of = x[own].double()
+            h = gated(rows_of @ gate[1][expert].T, rows_of @ up[1][expert].T, "silu")
+            weights = routed.weights[own, slots, None].double()
+            want.index_add_(0, own, (h @ down[1][expert].T) * weights)
+        assert_norm_within(gpu_table.expert_mlp(x, routed, mlp), want, BOUND)
+
+
+def _of_blocks(
+    table: OpTable, rng: torch.Generator, name: str, count: int, size: tuple[int, int]
+) -> tuple[list[PackedLinear], list[Tensor]]:
+    """Packed matrices of random blocks of a GGUF type, and their weights, float64."""
+    kind, (n, k) = GGMLQuantizationType[name], size
+    layout = layout_of(kind, n, k)
+    assert layout is not None
+    made, exact = [], []
+    for _ in range(count):
+        shape = (n, k // 256, GGML_QUANT_SIZES[kind][1])
+        blocks = torch.randint(0, 256, shape, generator=rng).to(torch.uint8).numpy()
+        for at in {"Q6_K": (208,), "Q3_K": (108,), "Q2_K": (80, 82)}[name]:
+            scale = {"Q6_K": 2400, "Q3_K": 45, "Q2_K": 8}[name] * k**0.5
+            blocks[:, :, at : at + 2] = np.array([1 / scale], np.float16).view(np.uint8)
+        raw = blocks.reshape(n, -1)
+        w = table.new_linear(layout)
+        table.fill_linear(w, 0, columns_of(torch.from_numpy(raw), kind))
+        made.append(w)
+        exact.append(torch.from_numpy(dequantize(raw, kind)).double())
+    return made, exact
+
+
+@pytest.mark.parametrize("form", ["4-bits", "permuted", "padded-and-permuted", "mxfp4"])
+def test_experts_are_added_after_their_norm(
+    gpu_table: OpTable, rng: torch.Generator, form: str
+) -> None:
+    """Every row has all experts, so that no rounding changes a choice."""
+    experts, count = Experts(gpu_table, rng, FORMS[form], 5), 5
+    weight = (normal(rng, count, experts.d) / experts.d**0.5).half()
+    w, gains = packed(gpu_table, weight, normal(rng, count)), 1 + 0.2 * normal(rng, experts.d)
+    table = cast(Any, gpu_table).on_device
+    norm = RmsNorm(gains.to(table.device), 1e-5)
+    layer = ExpertLayer(norm, w, Routing(count), None, experts.mlp())
+    for rows in ROWS:
+        x = 3 * normal(rng, rows, experts.d)
+        h = x.double() * (x.double().square().mean(1, keepdim=True) + 1e-5).rsqrt() * gains.double()
+        routed = gpu_table.route(h.float(), w, Routing(count))
+        added = experts.outputs(h.float(), routed)
+        got = table.add_experts_(x.to(table.device), layer).cpu()
+        assert_norm_within(got - x, added, BOUND)
+
+
+def test_a_fused_norm_and_router_choose_the_same_for_a_row_in_every_batch(
+    gpu_table: OpTable, rng: torch.Generator
+) -> None:
+    experts = Experts(gpu_table, rng, FORMS["4-bits"], 16)
+    table = cast(Any, gpu_table).on_device
+    w = packed(gpu_table, normal(rng, 16, experts.d))
+    norm = RmsNorm(torch.ones(experts.d, device=table.device), 1e-6)
+    layer = ExpertLayer(norm, w, Routing(4), None, experts.mlp())
+    x = normal(rng, 64, experts.d).to(table.device)
+    whole = table.add_experts_(x.clone(), layer)
+    for first, last in ((0, 1), (1, 3), (3, 11), (20, 64)):
+        assert torch.equal(table.add_experts_(x[first:last].clone(), layer), whole[first:last])
 
 
 @pytest.mark.parametrize("rows", [7, 8, 31, 32, 33, 100])

@@ -43,6 +43,8 @@ PAD_BLOCKS = 3  # after prepared inputs
 MAX_TOP = 512  # most top tokens that a sample can return
 SCORES = {"softmax": 0, "sigmoid": 1}
 MAX_EXPERTS = 768
+EXPERT_SOURCES = {"codes": 0, "small_groups": 1, "dense": 2}
+MAX_ROW_EXPERTS = 32  # EXL_CUDA_MAX_ROW_EXPERTS
 LOAD_BYTES = 16  # of ExlQuantLoad
 EXPERT_MATRIX_BYTES = 64  # of ExlExpertMatrix
 EXPERT_ITEM_BYTES = 16  # of ExlExpertItem
@@ -307,6 +309,8 @@ class Route(Structure):
         ("logits", c_void_p),
         ("counters", c_void_p),
         ("bias", c_void_p),
+        ("norm", c_void_p),
+        ("normed", c_void_p),
         ("ids", c_void_p),
         ("weights", c_void_p),
         ("x_dtype", c_int32),
@@ -321,6 +325,7 @@ class Route(Structure):
         ("normalizes", c_int32),
         ("eps", c_float),
         ("factor", c_float),
+        ("norm_eps", c_float),
     )
 
 
@@ -371,6 +376,8 @@ class ExpertLinear(Structure):
         ("tile_rows", c_int32),
         ("k", c_int32),
         ("x_dtype", c_int32),
+        ("source", c_int32),
+        ("is_early", c_int32),
     )
 
 
@@ -470,7 +477,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "expert_inputs": (POINTER(ExpertInputs), _P),
     "expert_linear": (POINTER(ExpertLinear), _P),
     "expert_row": (POINTER(ExpertLinear), _P, _P, _I, _P),
-    "expert_sum": (_P, _P, _I, _I, _I, _P, _P),
+    "expert_sum": (_P, _P, _I, _I, _I, _I, _P, _L, _P),
     "causal_conv": (POINTER(CausalConv), _P),
     "delta_rule": (POINTER(DeltaRule), _P),
     "state_scan": (POINTER(StateScan), _P),

@@ -3,8 +3,9 @@
 //
 // A pair is a row with one of its experts: pair top_k * row + slot. One MLP of experts takes four
 // calls: exl_cuda_expert_inputs, exl_cuda_expert_linear for gate and up, exl_cuda_expert_linear for
-// down, exl_cuda_expert_sum. One row takes two calls of exl_cuda_expert_row. The host never knows which experts the rows use: launches are sized for
-// the worst case, and surplus thread blocks end at once.
+// down, exl_cuda_expert_sum. One row takes two calls of exl_cuda_expert_row. The host never knows
+// which experts the rows use: launches are sized for the worst case, and surplus thread blocks end
+// at once.
 #pragma once
 
 #include "exl/cuda/linear.h"
@@ -30,8 +31,12 @@ typedef struct {
     float* logits;
     uint32_t* counters;  // [m], zero, and left zero
     const float* bias;   // [experts], added to the scores that choose; or null
-    int32_t* ids;        // [m, top_k], best first
-    float* weights;      // [m, top_k]
+    // RMS norm of x, float32 [d], or null. Then the logits are those of the normed rows, which
+    // `normed` [m, d] gets.
+    const float* norm;
+    float* normed;
+    int32_t* ids;    // [m, top_k], best first
+    float* weights;  // [m, top_k]
     int32_t x_dtype;
     int32_t m;
     int32_t d;
@@ -44,6 +49,7 @@ typedef struct {
     int32_t normalizes;
     float eps;
     float factor;
+    float norm_eps;
 } ExlRoute;
 EXL_CUDA_API int exl_cuda_route(const ExlRoute* args, void* stream);
 
@@ -60,7 +66,15 @@ typedef struct {
     uint32_t reserved;
 } ExlQuantLoad;
 
-// Matrix of one expert, in device memory.
+// How the matrices of a call store their weights.
+enum {
+    EXL_EXPERTS_CODES = 0,
+    EXL_EXPERTS_SMALL_GROUPS = 1,  // some have small groups (exl/cuda/linear.h); at most 8 rows
+    EXL_EXPERTS_DENSE = 2          // float16 [n, k], k a multiple of 32
+};
+
+// Matrix of one expert, in device memory. A dense one has its weights at `tiles`, and as many loads
+// as blocks of 32 rows of k, without a table.
 typedef struct {
     const uint8_t* tiles;
     const ExlQuantLoad* loads;           // [num_loads]
@@ -116,9 +130,10 @@ typedef struct {
 } ExlExpertInputs;
 EXL_CUDA_API int exl_cuda_expert_inputs(const ExlExpertInputs* args, void* stream);
 
-// y[pair] = x[pair] @ matrix of its expert (+ bias), or the gated activation of two such products.
-//   store  y [pairs, n] float32
-//   gated  y [pairs, n] float16 = act(gate) * up, in the order of the rows of `next`
+// y[pair] = x[pair] @ matrix of its expert (+ bias), or an activation of one or two such products.
+//   store      y [pairs, n] float32
+//   gated      y [pairs, n] float16 = act(gate) * up, in the order of the rows of `next`
+//   activated  y [pairs, n] float16 = act(x[pair] @ matrix), in the same order
 // Sums are deterministic, and no bit of a row depends on the other rows.
 typedef struct {
     const ExlExpertMatrix* matrices;  // [experts, parts]
@@ -129,7 +144,7 @@ typedef struct {
     const int32_t* pairs;
     const void* x[2];  // float16, for each part; see exl_cuda_expert_inputs
     void* y;
-    // Gated: matrices [experts] whose inverse permutations order the columns of y, or null: the
+    // Gated or activated: matrices [experts] whose inverse permutations order the columns of y, or null: the
     // order of the columns.
     const ExlExpertMatrix* next;
     int64_t max_items;
@@ -138,29 +153,39 @@ typedef struct {
     int32_t y_stride;
     int32_t n;  // columns of each part
     int32_t parts;
-    int32_t epilogue;  // EXL_EPILOGUE_STORE or, with two parts, EXL_EPILOGUE_GATED
+    int32_t epilogue;  // EXL_EPILOGUE_*: gated with two parts, others with one
     int32_t gate;
     int32_t pairs_per_row;  // of x: top_k if x has one row per row, 1 if it has one per pair
     int32_t load_bytes;     // the largest number of any load
     int32_t tile_rows;      // most rows of an item: 8 or 32
     int32_t k;              // exl_cuda_expert_row: numbers of a row of x, a multiple of 32
     int32_t x_dtype;        // exl_cuda_expert_row: float16, or float32 in the order of the features
+    int32_t source;         // EXL_EXPERTS_*
+    // Whether an earlier kernel than the previous one wrote items and pairs, so that the first
+    // weights are loaded before the previous kernel has ended.
+    int32_t is_early;
 } ExlExpertLinear;
 EXL_CUDA_API int exl_cuda_expert_linear(const ExlExpertLinear* args, void* stream);
 
-// exl_cuda_expert_linear for one row, whose experts are `ids` [top_k]. Items and pairs are not
+#define EXL_CUDA_MAX_ROW_EXPERTS 32  // their sums fit into shared memory
+
+// exl_cuda_expert_linear for one row, whose experts are `ids` [top_k], at most
+// EXL_CUDA_MAX_ROW_EXPERTS. Items and pairs are not
 // needed, and the bits are the same. Epilogues:
-//   gated  as above; `weights` is null
-//   store  y [n] float32: the sum over the experts, as exl_cuda_expert_sum
+//   gated, activated  as above; `weights` is null
+//   store             y [n] float32: the sum over the experts, as exl_cuda_expert_sum
+//   add               y [n] += that sum
+// An earlier kernel than the previous one wrote the ids, except for gated and activated products.
 EXL_CUDA_API int exl_cuda_expert_row(
     const ExlExpertLinear* args, const int32_t* ids, const float* weights, int32_t top_k,
     void* stream
 );
 
-// y [m, n] float32: y[row] = sum over j of weights[row, j] * x[top_k * row + j], in order of j.
+// y [m, n] float32, rows y_stride elements apart: y[row] = sum over j of weights[row, j] *
+// x[top_k * row + j], in order of j. With `is_added`, y[row] += that sum.
 EXL_CUDA_API int exl_cuda_expert_sum(
-    const float* x, const float* weights, int32_t m, int32_t top_k, int32_t n, float* y,
-    void* stream
+    const float* x, const float* weights, int32_t m, int32_t top_k, int32_t n, int32_t is_added,
+    float* y, int64_t y_stride, void* stream
 );
 
 #ifdef __cplusplus

@@ -23,6 +23,7 @@ constexpr int kMaxTileRows = 32;
 
 // ---- the kernel --------------------------------------------------------------------------------
 
+// Called before `wait_for_inputs` if the call is early.
 template <class Shape>
 __device__ __forceinline__ void multiply_item(
     const ExpertArgs& args, const ExlExpertItem& item, uint8_t* shared, WarpBarriers* barriers
@@ -37,10 +38,15 @@ __device__ __forceinline__ void multiply_item(
         args.stage_bytes, lane
     );
     const uint8_t* const bytes = w.tiles + work.panel * w.panel_bytes;
-    fill_ring(args, w, ring, bytes, first, last);
+    if constexpr (!Shape::kIsDense) fill_ring(args, w, ring, bytes, first, last);
     const LaneRows<Shape> rows(call, item, call.x[work.part], lane);
+    if (call.is_early) wait_for_inputs();
     PanelSums<Shape> total = {};
-    sum_loads<Shape>(total, args, w, ring, bytes, first, last, rows, lane);
+    if constexpr (Shape::kIsDense) {
+        sum_dense<Shape>(total, args, w, work.panel, first, last, rows, lane);
+    } else {
+        sum_loads<Shape>(total, args, w, ring, bytes, first, last, rows, lane);
+    }
     __syncthreads();  // the sums overwrite the stages
     auto* const sums = reinterpret_cast<float*>(shared);
     constexpr int kWarpFloats = Shape::kRows * kPitch;
@@ -50,26 +56,45 @@ __device__ __forceinline__ void multiply_item(
 }
 
 // kTileRows: most rows of an item, 8 or 32.
-template <int kTileRows>
+template <int kTileRows, int source>
 __global__ void __launch_bounds__(kThreads, 2) experts_kernel(
     const __grid_constant__ ExpertArgs args
 ) {
     extern __shared__ __align__(128) uint8_t shared[];
     auto* const barriers = reinterpret_cast<WarpBarriers*>(shared + args.ring_bytes);
+    // The next kernel may be an early call: then it begins after all kernels before this one have
+    // ended.
+    if (!args.call.is_early) wait_for_inputs();
     let_next_begin();
-    wait_for_inputs();
-    if (blockIdx.y >= *args.call.num_items) return;
+    if (static_cast<int>(blockIdx.y) >= __ldcg(args.call.num_items)) {
+        if (args.call.is_early) wait_for_inputs();
+        return;
+    }
     const int4 words = __ldcg(reinterpret_cast<const int4*>(args.call.items + blockIdx.y));
     const ExlExpertItem item = {
         static_cast<int32_t>(uniform(words.x)), static_cast<int32_t>(uniform(words.y)),
         static_cast<int32_t>(uniform(words.z)), 0
     };
     if (kTileRows == 8 || item.count <= 8) {
-        multiply_item<RowShape<1, false>>(args, item, shared, barriers);
-    } else if (item.count <= 16) {
-        multiply_item<RowShape<2, false>>(args, item, shared, barriers);
-    } else {
-        multiply_item<RowShape<4, false>>(args, item, shared, barriers);
+        multiply_item<ExpertShape<1, false, source>>(args, item, shared, barriers);
+    } else if constexpr (source != EXL_EXPERTS_SMALL_GROUPS) {
+        if (item.count <= 16) {
+            multiply_item<ExpertShape<2, false, source>>(args, item, shared, barriers);
+        } else {
+            multiply_item<ExpertShape<4, false, source>>(args, item, shared, barriers);
+        }
+    }
+}
+
+auto kernel_for(int tile_rows, int source) {
+    switch (source) {
+        case EXL_EXPERTS_DENSE:
+            return tile_rows == 8 ? experts_kernel<8, EXL_EXPERTS_DENSE>
+                                  : experts_kernel<kMaxTileRows, EXL_EXPERTS_DENSE>;
+        case EXL_EXPERTS_SMALL_GROUPS: return experts_kernel<8, EXL_EXPERTS_SMALL_GROUPS>;
+        default:
+            return tile_rows == 8 ? experts_kernel<8, EXL_EXPERTS_CODES>
+                                  : experts_kernel<kMaxTileRows, EXL_EXPERTS_CODES>;
     }
 }
 
@@ -80,11 +105,13 @@ __global__ void __launch_bounds__(kThreads, 2) experts_kernel(
 extern "C" int exl_cuda_expert_linear(const ExlExpertLinear* call, void* stream) {
     using namespace exl::cuda;
     const bool is_gated = call->epilogue == EXL_EPILOGUE_GATED;
-    const bool fits = (call->tile_rows == 8 || call->tile_rows == kMaxTileRows) &&
+    const bool is_small = call->source == EXL_EXPERTS_SMALL_GROUPS;
+    const bool fits = (call->tile_rows == 8 || (call->tile_rows == kMaxTileRows && !is_small)) &&
                       call->parts == (is_gated ? 2 : 1) &&
-                      (is_gated || call->epilogue == EXL_EPILOGUE_STORE) && call->n >= 1 &&
-                      call->num_loads >= 1 && call->load_bytes >= 16 && call->pairs_per_row >= 1 &&
-                      call->x_stride % 8 == 0 && call->max_items >= 0;
+                      (is_gated || call->epilogue == EXL_EPILOGUE_STORE ||
+                       call->epilogue == EXL_EPILOGUE_ACTIVATED) &&
+                      call->n >= 1 && call->num_loads >= 1 && call->load_bytes >= 16 &&
+                      call->pairs_per_row >= 1 && call->x_stride % 8 == 0 && call->max_items >= 0;
     if (!fits || call->max_items > 65535) return cudaErrorInvalidValue;
     if (call->max_items == 0) return cudaSuccess;
     DeviceInfo info;
@@ -107,7 +134,7 @@ extern "C" int exl_cuda_expert_linear(const ExlExpertLinear* call, void* stream)
         static_cast<unsigned>(call->max_items)
     );
     return launch(
-        call->tile_rows == 8 ? experts_kernel<8> : experts_kernel<kMaxTileRows>, grid,
-        dim3(kThreads), static_cast<size_t>(args.ring_bytes + barrier_bytes), stream, args
+        kernel_for(call->tile_rows, call->source), grid, dim3(kThreads),
+        static_cast<size_t>(args.ring_bytes + barrier_bytes), stream, args
     );
 }

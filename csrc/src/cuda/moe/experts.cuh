@@ -1,5 +1,6 @@
 // Products of rows with the matrix of one expert, for the kernels of `experts.cu` and `one_row.cu`:
 // a warp's ring of loads, its sums over the loads of a column panel, and the stores of a tile.
+// Dense matrices need no ring: a lane loads A fragments from global memory.
 #pragma once
 
 #include <algorithm>
@@ -26,11 +27,18 @@ struct ExpertArgs {
     int32_t ring_bytes;  // shared memory of all rings, or of the sums that overwrite them
 
     __host__ __device__ bool is_gated() const { return call.epilogue == EXL_EPILOGUE_GATED; }
+    __host__ __device__ bool has_activation() const { return call.epilogue >= EXL_EPILOGUE_GATED; }
     __host__ __device__ int part_bits() const { return unit_bits - is_gated(); }
 };
 
 struct WarpBarriers {
     uint64_t stages[kMaxRingStages];
+};
+
+// RowShape of the products with matrices that store their weights as `source` says.
+template <int num_row_tiles, bool is_one_row, int source>
+struct ExpertShape : RowShape<num_row_tiles, is_one_row, source == EXL_EXPERTS_SMALL_GROUPS> {
+    static constexpr bool kIsDense = source == EXL_EXPERTS_DENSE;
 };
 
 // Which loads of which column panel a warp adds up.
@@ -164,11 +172,12 @@ class Ring {
 
 // ---- products ----------------------------------------------------------------------------------
 
-// Pair of a row of an item.
+// Pair of a row of an item. An early call reads pairs before its wait, and therefore past the L1
+// cache.
 __device__ __forceinline__ int pair_of(
     const ExlExpertLinear& call, const ExlExpertItem& item, int row
 ) {
-    return call.pairs == nullptr ? item.first + row : call.pairs[item.first + row];
+    return call.pairs == nullptr ? item.first + row : __ldcg(call.pairs + item.first + row);
 }
 
 // Addresses of a lane's inputs: those of row lane / 4 of each row tile. Rows past the last one read
@@ -245,6 +254,29 @@ __device__ __forceinline__ void add_load(
     }
 }
 
+// The same for a load of small groups, which is one k-tile.
+template <int kForm, class Shape, class Rows>
+__device__ __forceinline__ void add_small_load(
+    PanelSums<Shape>& total, LoadInputs<Shape>& inputs, const Load& own, const Load& next,
+    const ExlExpertMatrix& w, const uint8_t* bytes, const Rows& rows, int lane
+) {
+    SmallGroupSums<kForm, Shape> sums;
+    const uint8_t* const blocks = bytes + w.header_bytes;
+#pragma unroll
+    for (int i = 0; i < kStageBlocks; ++i) {
+        if (i < own.blocks()) {
+            BlockCodes<kForm> codes;
+            codes.load(blocks + i * 128 * width_of(kForm), lane);
+            SmallMultipliers<2> multipliers;
+            multipliers.load(blocks - kPanelColumns * kSmallGroups, lane / 4, 2 * i);
+            sums.template add_step<0>(codes, multipliers, inputs[i].row_tiles[0]);
+            sums.template add_step<1>(codes, multipliers, inputs[i].row_tiles[0]);
+        }
+        if (i < next.blocks()) rows.load(inputs[i], next.first_block() + i);
+    }
+    sums.scale_into(total, bytes, lane);
+}
+
 // Starts the copies of the first loads of a column panel, whose bytes start at `panel`. All stages
 // are free.
 __device__ __forceinline__ void fill_ring(
@@ -264,6 +296,7 @@ __device__ __forceinline__ void sum_loads(
     const uint8_t* panel, int first, int last, const Rows& rows, int lane
 ) {
     const int values = w.kind >> 14 & 3;
+    const bool is_small = Shape::kHasSmall && has_small_groups(w.kind >> 16 & 7);
     if (first >= last) return;
     Load own = Load::at(w.loads, first);
     LoadInputs<Shape> inputs;
@@ -283,7 +316,14 @@ __device__ __forceinline__ void sum_loads(
                 total, inputs, own, next, w, ring.data(), rows, lane
             );
         };
-        switch (form_of(own.bits(), values)) {
+        const auto add_small = [&](auto form) {
+            if constexpr (Shape::kHasSmall) {
+                add_small_load<decltype(form)::value, Shape>(
+                    total, inputs, own, next, w, ring.data(), rows, lane
+                );
+            }
+        };
+        switch (is_small ? small_form(own.bits()) : form_of(own.bits(), values)) {
             case 2: add(std::integral_constant<int, 2>()); break;
             case 3: add(std::integral_constant<int, 3>()); break;
             case 4: add(std::integral_constant<int, 4>()); break;
@@ -293,6 +333,9 @@ __device__ __forceinline__ void sum_loads(
             case kE4m3: add(std::integral_constant<int, kE4m3>()); break;
             case kIq4: add(std::integral_constant<int, kIq4>()); break;
             case kMxfp4: add(std::integral_constant<int, kMxfp4>()); break;
+            case small_form(2): add_small(std::integral_constant<int, small_form(2)>()); break;
+            case small_form(3): add_small(std::integral_constant<int, small_form(3)>()); break;
+            case small_form(6): add_small(std::integral_constant<int, small_form(6)>()); break;
         }
         __syncwarp();
         if (i + args.num_stages < last) {
@@ -301,6 +344,87 @@ __device__ __forceinline__ void sum_loads(
         }
         ring.advance();
         own = next;
+    }
+}
+
+// ---- dense matrices ----------------------------------------------------------------------------
+
+// A lane's weights of one block of 32 rows of k: 8 of each column g, g + 8, g + 16 and g + 24 of the
+// panel, from row 8 (lane % 4) on. These are the rows of its inputs.
+struct DenseBlock {
+    uint4 columns[4];
+
+    __device__ __forceinline__ void load(const __half* const (&from)[4], int block) {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            uint4& to = columns[q];
+            asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+                         : "l"(from[q] + 32 * block));
+        }
+    }
+    // Adds the products with the inputs of the block.
+    template <class Shape>
+    __device__ __forceinline__ void add_to(
+        float (&sums)[Shape::kRowTiles][2][4], const InputFragments<Shape::kRowTiles>& rows
+    ) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint4 &low = columns[2 * half], &high = columns[2 * half + 1];
+            const uint32_t first[4] = {low.x, high.x, low.y, high.y};
+            const uint32_t second[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+            for (int i = 0; i < Shape::kRowTiles; ++i) {
+                const uint4& x = rows.row_tiles[i];
+                mma_16816(sums[i][half], first, x.x, x.y);
+                mma_16816(sums[i][half], second, x.z, x.w);
+            }
+        }
+    }
+};
+
+// Sum over the blocks first .. last - 1 of a column panel of a dense matrix.
+template <class Shape, class Rows>
+__device__ __forceinline__ void sum_dense(
+    PanelSums<Shape>& total, const ExpertArgs& args, const ExlExpertMatrix& w, int panel, int first,
+    int last, const Rows& rows, int lane
+) {
+    constexpr int kAtOnce = Shape::kRowTiles == 4 ? 2 : 4;  // blocks whose weights are in flight
+    const __half* from[4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+        // Columns past the last one read the last one; their sums are dropped.
+        const int64_t column = min(32 * panel + 8 * q + lane / 4, args.call.n - 1);
+        from[q] =
+            reinterpret_cast<const __half*>(w.tiles) + column * 32 * w.num_blocks + 8 * (lane % 4);
+    }
+    float sums[Shape::kRowTiles][2][4] = {};
+    DenseBlock blocks[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i < last) blocks[i].load(from, first + i);
+    }
+#pragma unroll 1
+    for (int block = first; block < last; block += kAtOnce) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (block + i < last) {
+                InputFragments<Shape::kRowTiles> x;
+                rows.load(x, block + i);
+                blocks[i].template add_to<Shape>(sums, x);
+            }
+            if (block + i + kAtOnce < last) blocks[i].load(from, block + i + kAtOnce);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < Shape::kRowTiles; ++i) {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+#pragma unroll
+            for (int c = 0; c < Shape::kLaneRows; ++c) {
+                total[i][q][c] = sums[i][q / 2][2 * (q % 2) + c];
+            }
+        }
     }
 }
 
@@ -353,12 +477,15 @@ __device__ __forceinline__ void store_tile(
         float y = add_slices(from, slices, args.unit_bits, warp_floats);
         if (bias != nullptr) y += bias[column];
         const int64_t to = static_cast<int64_t>(pair_of(call, item, row)) * call.y_stride;
-        if (!args.is_gated()) {
+        if (!args.has_activation()) {
             static_cast<float*>(call.y)[to + column] = y;
             continue;
         }
-        float up = add_slices(from + panels * warp_floats, slices, args.unit_bits, warp_floats);
-        if (up_bias != nullptr) up += up_bias[column];
+        float up = 1.0f;
+        if (args.is_gated()) {
+            up = add_slices(from + panels * warp_floats, slices, args.unit_bits, warp_floats);
+            if (up_bias != nullptr) up += up_bias[column];
+        }
         const int place = places == nullptr ? column : places[column];
         static_cast<__half*>(call.y)[to + place] = from_float<__half>(gated(call.gate, y, up));
     }

@@ -172,7 +172,8 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(
 // One thread per vector of four columns, or per column.
 template <int kColumns>
 __global__ void __launch_bounds__(kThreads) sum_kernel(
-    const float* x, const float* weights, int top_k, int n, float* y
+    const float* x, const float* weights, int top_k, int n, bool is_added, float* y,
+    int64_t y_stride
 ) {
     let_next_begin();
     wait_for_inputs();
@@ -194,7 +195,11 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) sums[i] = fmaf(weight, values[i], sums[i]);
     }
-    float* to = y + row * n + column;
+    float* to = y + row * y_stride + column;
+    if (is_added) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) sums[i] += to[i];
+    }
     if constexpr (kColumns == 4) {
         *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(sums);
     } else {
@@ -230,18 +235,19 @@ extern "C" int exl_cuda_expert_inputs(const ExlExpertInputs* args, void* stream)
 }
 
 extern "C" int exl_cuda_expert_sum(
-    const float* x, const float* weights, int32_t m, int32_t top_k, int32_t n, float* y,
-    void* stream
+    const float* x, const float* weights, int32_t m, int32_t top_k, int32_t n, int32_t is_added,
+    float* y, int64_t y_stride, void* stream
 ) {
     using namespace exl::cuda;
     if (m < 0 || m > 65535 || top_k < 1 || n < 1) return cudaErrorInvalidValue;
     if (m == 0) return cudaSuccess;
-    const int columns = n % 4 == 0 ? 4 : 1;
+    const bool is_aligned = reinterpret_cast<uintptr_t>(y) % 16 == 0 && y_stride % 4 == 0;
+    const int columns = n % 4 == 0 && is_aligned ? 4 : 1;
     const dim3 grid(
         static_cast<unsigned>(ceil_div(n, columns * kThreads)), static_cast<unsigned>(m)
     );
     return launch(
         columns == 4 ? sum_kernel<4> : sum_kernel<1>, grid, dim3(kThreads), 0, stream, x, weights,
-        top_k, n, y
+        top_k, n, is_added != 0, y, y_stride
     );
 }

@@ -7,6 +7,9 @@
 //            column panel. Its warps take the pairs' slices, and the block adds up the weighted
 //            outputs, in the order of the slots.
 // Accuracy   The sums of `experts.cu` and of exl_cuda_expert_sum, in the same order: the same bits.
+// Overlap    `gate_up_kernel` lets the next kernel begin only after its own wait. All kernels before
+//            it have ended then, so that `down_kernel` may read the ids before its wait, and loads
+//            its first weights while those of gate and up are multiplied.
 // Floor      The bytes of top_k experts, at memory bandwidth. Latency dominates: the ids, the table
 //            of matrices, and the first loads are read one after another.
 #include "cuda/common/rows.cuh"
@@ -16,7 +19,8 @@ namespace exl::cuda {
 
 namespace {
 
-using Shape = RowShape<1, true>;
+template <int source>
+using Shape = ExpertShape<1, true, source>;
 
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kDownWarps = 16;  // most warps of a thread block of `down_kernel`
@@ -36,15 +40,16 @@ __device__ __forceinline__ void copy_row(__half* to, const void* x, int k) {
     }
 }
 
-template <class X>
+template <class X, int source>
 __global__ void __launch_bounds__(kThreads, 2) gate_up_kernel(
     const __grid_constant__ ExpertArgs args, const int32_t* const ids
 ) {
+    using Shape = Shape<source>;
     const ExlExpertLinear& call = args.call;
     auto* const barriers = reinterpret_cast<WarpBarriers*>(shared + args.ring_bytes);
     auto* const rows = reinterpret_cast<__half*>(barriers + kWarps);
-    let_next_begin();
     wait_for_inputs();
+    let_next_begin();
     const int pair = static_cast<int>(blockIdx.y);
     const ExlExpertItem item = {static_cast<int32_t>(uniform(__ldcg(ids + pair))), pair, 1, 0};
     const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
@@ -56,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, 2) gate_up_kernel(
         args.stage_bytes, lane
     );
     const uint8_t* const bytes = w.tiles + work.panel * w.panel_bytes;
-    fill_ring(args, w, ring, bytes, first, last);
+    if constexpr (!Shape::kIsDense) fill_ring(args, w, ring, bytes, first, last);
     const int64_t row = static_cast<int64_t>(pair / call.pairs_per_row) * call.x_stride;
     copy_row<X>(rows, static_cast<const X*>(call.x[0]) + row, call.k);
     const bool has_two = call.x[1] != call.x[0];  // each part has its own order
@@ -64,7 +69,11 @@ __global__ void __launch_bounds__(kThreads, 2) gate_up_kernel(
     __syncthreads();
     PanelSums<Shape> total = {};
     const SharedRow own(rows + (has_two ? work.part * call.k : 0), lane);
-    sum_loads<Shape>(total, args, w, ring, bytes, first, last, own, lane);
+    if constexpr (Shape::kIsDense) {
+        sum_dense<Shape>(total, args, w, work.panel, first, last, own, lane);
+    } else {
+        sum_loads<Shape>(total, args, w, ring, bytes, first, last, own, lane);
+    }
     __syncthreads();  // the sums overwrite the stages
     auto* const sums = reinterpret_cast<float*>(shared);
     store_sums<Shape>(total, sums + warp * kPitch, 1, lane);
@@ -79,17 +88,18 @@ struct UnitSums {
     float columns[32];
 };
 
+template <int source>
 __global__ void __launch_bounds__(kDownWarps* kWarp, 1) down_kernel(
     const __grid_constant__ ExpertArgs args, const int32_t* const ids, const float* const weights,
     const int top_k
 ) {
+    using Shape = Shape<source>;
     const ExlExpertLinear& call = args.call;
     const int num_warps = blockDim.x / kWarp, slices = kWarps >> args.unit_bits;
     auto* const sums = reinterpret_cast<UnitSums*>(shared + args.ring_bytes);
     auto* const biases = sums + top_k * slices;
     auto* const barriers = reinterpret_cast<WarpBarriers*>(biases + top_k);
     let_next_begin();
-    wait_for_inputs();
     const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
     const int panel = static_cast<int>(blockIdx.x), column = 32 * panel + lane;
     Ring ring(
@@ -104,10 +114,15 @@ __global__ void __launch_bounds__(kDownWarps* kWarp, 1) down_kernel(
         const WarpWork work = {0, panel, slice, slices};
         const int first = work.first(w), last = work.last(w);
         const uint8_t* const bytes = w.tiles + panel * w.panel_bytes;
-        fill_ring(args, w, ring, bytes, first, last);
+        if constexpr (!Shape::kIsDense) fill_ring(args, w, ring, bytes, first, last);
+        if (unit == warp) wait_for_inputs();  // every warp has a first unit
         const LaneRows<Shape> rows(call, item, call.x[0], lane);
         PanelSums<Shape> total = {};
-        sum_loads<Shape>(total, args, w, ring, bytes, first, last, rows, lane);
+        if constexpr (Shape::kIsDense) {
+            sum_dense<Shape>(total, args, w, panel, first, last, rows, lane);
+        } else {
+            sum_loads<Shape>(total, args, w, ring, bytes, first, last, rows, lane);
+        }
         store_sums<Shape>(total, sums[unit].columns, 1, lane);
         if (slice == 0) {
             const bool has_bias = w.bias != nullptr && column < call.n;
@@ -123,7 +138,8 @@ __global__ void __launch_bounds__(kDownWarps* kWarp, 1) down_kernel(
         one += biases[pair].columns[lane];
         y = fmaf(__ldcg(weights + pair), one, y);
     }
-    static_cast<float*>(call.y)[column] = y;
+    float* const to = static_cast<float*>(call.y) + column;
+    *to = call.epilogue == EXL_EPILOGUE_ADD ? *to + y : y;
 }
 
 // Stages of a warp's ring, and the bytes of the rings of `warps` warps that fit beside `rest` bytes.
@@ -134,8 +150,25 @@ bool size_rings(ExpertArgs& args, int warps, int rest, int most) {
     args.num_stages = std::min(
         {kMaxRingStages, (most - rest) / (warps * args.stage_bytes), std::max(warp_loads, 1)}
     );
-    args.ring_bytes = warps * args.num_stages * args.stage_bytes;
+    const int sums_bytes = kWarps * kPitch * static_cast<int>(sizeof(float));
+    args.ring_bytes = std::max(warps * args.num_stages * args.stage_bytes, sums_bytes);
     return args.num_stages >= 1;
+}
+
+template <class X>
+auto gate_up_kernel_for(int source) {
+    switch (source) {
+        case EXL_EXPERTS_DENSE: return gate_up_kernel<X, EXL_EXPERTS_DENSE>;
+        case EXL_EXPERTS_SMALL_GROUPS: return gate_up_kernel<X, EXL_EXPERTS_SMALL_GROUPS>;
+        default: return gate_up_kernel<X, EXL_EXPERTS_CODES>;
+    }
+}
+auto down_kernel_for(int source) {
+    switch (source) {
+        case EXL_EXPERTS_DENSE: return down_kernel<EXL_EXPERTS_DENSE>;
+        case EXL_EXPERTS_SMALL_GROUPS: return down_kernel<EXL_EXPERTS_SMALL_GROUPS>;
+        default: return down_kernel<EXL_EXPERTS_CODES>;
+    }
 }
 
 }  // namespace
@@ -148,19 +181,21 @@ extern "C" int exl_cuda_expert_row(
 ) {
     using namespace exl::cuda;
     const bool is_gated = call->epilogue == EXL_EPILOGUE_GATED;
-    const bool fits = call->parts == (is_gated ? 2 : 1) && is_gated == (weights == nullptr) &&
-                      (is_gated || call->epilogue == EXL_EPILOGUE_STORE) && call->n >= 1 &&
-                      call->num_loads >= 1 && call->load_bytes >= 16 && call->pairs_per_row >= 1 &&
+    const bool is_first = is_gated || call->epilogue == EXL_EPILOGUE_ACTIVATED;
+    const bool is_last = call->epilogue == EXL_EPILOGUE_STORE || call->epilogue == EXL_EPILOGUE_ADD;
+    const bool fits = call->parts == (is_gated ? 2 : 1) && is_first == (weights == nullptr) &&
+                      (is_first || is_last) && call->n >= 1 && call->num_loads >= 1 &&
+                      call->load_bytes >= 16 && call->pairs_per_row >= 1 &&
                       call->x_stride % 8 == 0 && call->k >= 32 && call->k % 32 == 0 && top_k >= 1 &&
-                      top_k <= 256 && call->pairs == nullptr &&
-                      (call->x_dtype == kF16 || (is_gated && call->x_dtype == kF32));
+                      top_k <= EXL_CUDA_MAX_ROW_EXPERTS && call->pairs == nullptr &&
+                      (call->x_dtype == kF16 || (is_first && call->x_dtype == kF32));
     if (!fits) return cudaErrorInvalidValue;
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
     ExpertArgs args = {};
     args.call = *call;
     args.unit_bits = unit_bits_for(*call);
-    if (is_gated) {
+    if (is_first) {
         const int rest = kWarps * static_cast<int>(sizeof(WarpBarriers)) + 4 * call->k;
         const int most = std::min(kMaxSharedBytes, info.shared_per_block);
         if (!size_rings(args, kWarps, rest, most)) return cudaErrorInvalidValue;
@@ -168,7 +203,8 @@ extern "C" int exl_cuda_expert_row(
             static_cast<unsigned>(ceil_div(ceil_div(call->n, 32), 1 << args.part_bits())),
             static_cast<unsigned>(top_k)
         );
-        const auto kernel = call->x_dtype == kF32 ? gate_up_kernel<float> : gate_up_kernel<__half>;
+        const auto kernel = call->x_dtype == kF32 ? gate_up_kernel_for<float>(call->source)
+                                                  : gate_up_kernel_for<__half>(call->source);
         const size_t bytes = args.ring_bytes + rest;
         return launch(kernel, grid, dim3(kThreads), bytes, stream, args, ids);
     }
@@ -178,5 +214,8 @@ extern "C" int exl_cuda_expert_row(
     if (!size_rings(args, warps, rest, info.shared_per_block)) return cudaErrorInvalidValue;
     const dim3 grid(static_cast<unsigned>(ceil_div(call->n, 32)));
     const size_t bytes = args.ring_bytes + rest;
-    return launch(down_kernel, grid, dim3(warps * kWarp), bytes, stream, args, ids, weights, top_k);
+    return launch(
+        down_kernel_for(call->source), grid, dim3(warps * kWarp), bytes, stream, args, ids, weights,
+        top_k
+    );
 }

@@ -1,7 +1,8 @@
 // Router of a mixture of experts: logits of all experts, and the choice of experts for each row.
 //
 // Contract   exl/cuda/moe.h (exl_cuda_route).
-// Mapping    One launch. A warp computes the logits of one expert for a chunk of 1 to 8 rows. The
+// Mapping    One launch, with the norm of the rows before it if there is one: the norm's factor of a
+//            row multiplies its logits, and every warp sums the squares beside its products. A warp computes the logits of one expert for a chunk of 1 to 8 rows. The
 //            thread block that finishes a chunk last chooses the experts of its rows, one row after
 //            another: every thread counts the experts that rank before its own, so that the choice
 //            needs no rounds. Of more experts than threads, only those count that rank at least as
@@ -238,23 +239,28 @@ __global__ void __launch_bounds__(kThreads) choose_kernel(const ExlRoute args) {
 // Weights of one expert: vectors of a lane, `kStep` numbers apart.
 constexpr int kStep = kWarp * kVector;
 
-// Products of a chunk of rows with the weights of one expert, for the vectors of one lane.
+// Sums of a chunk of rows for one expert, over the vectors of one lane: products with the weights
+// (and with the norm's), and squares.
 template <class X, int kRows, bool kIsAligned>
 struct LogitSums {
     // Vectors of inputs that are in flight at a time: 64 registers of float32.
     static constexpr int kVectors = 8 / kRows;
     float sums[kRows] = {};
+    float squares[kRows] = {};
 
     // Adds kInFlight vectors from feature `start` on. Past the last feature, inputs are zero.
     __device__ __forceinline__ void add(
-        const X* const (&rows)[kRows], const Vector<__half> (&weights)[kInFlight], int start, int d
+        const X* const (&rows)[kRows], const Vector<__half> (&weights)[kInFlight],
+        const float* norm, int start, int d
     ) {
 #pragma unroll
         for (int first = 0; first < kInFlight; first += kVectors) {
             Vector<X> x[kVectors][kRows] = {};
+            Vector<float> gains[kVectors] = {};
 #pragma unroll
             for (int n = 0; n < kVectors; ++n) {
                 const int i = start + (first + n) * kStep;
+                if (norm != nullptr && i < d) gains[n] = load_vector(norm + i, d - i, kIsAligned);
 #pragma unroll
                 for (int r = 0; r < kRows; ++r) {
                     if (i < d) x[n][r] = load_vector(rows[r] + i, d - i, kIsAligned);
@@ -262,23 +268,48 @@ struct LogitSums {
             }
 #pragma unroll
             for (int n = 0; n < kVectors; ++n) {
-                float factors[kVector];
+                float factors[kVector], values[kVector];
                 weights[first + n].to_floats(factors);
+                if (norm != nullptr) {
+                    gains[n].to_floats(values);
+#pragma unroll
+                    for (int j = 0; j < kVector; ++j) factors[j] *= values[j];
+                }
 #pragma unroll
                 for (int r = 0; r < kRows; ++r) {
-                    float values[kVector];
                     x[n][r].to_floats(values);
 #pragma unroll
-                    for (int j = 0; j < kVector; ++j)
+                    for (int j = 0; j < kVector; ++j) {
                         sums[r] = fmaf(values[j], factors[j], sums[r]);
+                        if (norm != nullptr) squares[r] = fmaf(values[j], values[j], squares[r]);
+                    }
                 }
             }
         }
     }
 };
 
+// Writes the thread block's share of the normed rows of its chunk, with one warp.
+template <class X, int kRows>
+__device__ __forceinline__ void write_normed(
+    const ExlRoute& args, const X* const (&rows)[kRows], const float (&factors)[kRows],
+    int first_row, int count, int lane
+) {
+    const int share = (args.d + gridDim.x - 1) / gridDim.x, first = blockIdx.x * share;
+    const int end = min(args.d, first + share);
+    for (int i = first + lane; i < end; i += kWarp) {
+        const float gain = args.norm[i];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            if (r >= count) continue;
+            args.normed[static_cast<int64_t>(first_row + r) * args.d + i] =
+                to_float(rows[r][i]) * (factors[r] * gain);
+        }
+    }
+}
+
 template <class X, int kRows, bool kIsAligned>
-__global__ void __launch_bounds__(kThreads) router_kernel(const ExlRoute args) {
+__global__ void __launch_bounds__(kThreads, 2) router_kernel(const ExlRoute args) {
     __shared__ bool is_last;
     let_next_begin();
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -310,12 +341,22 @@ __global__ void __launch_bounds__(kThreads) router_kernel(const ExlRoute args) {
     }
     LogitSums<X, kRows, kIsAligned> logits;
     for (int start = own; start < d; start += kInFlight * kStep) {
-        logits.add(rows, ahead, start, d);
+        logits.add(rows, ahead, args.norm, start, d);
         load_weights(start + kInFlight * kStep);
+    }
+    float factors[kRows];  // of the norm
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        factors[r] = 1.0f;
+        if (args.norm == nullptr) continue;
+        factors[r] = rsqrtf(warp_sum(logits.squares[r]) / args.d + args.norm_eps);
+    }
+    if (args.norm != nullptr && warp == 0) {  // this warp has an expert
+        write_normed<X, kRows>(args, rows, factors, first_row, count, lane);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        const float logit = warp_sum(logits.sums[r]) + logit_bias;
+        const float logit = warp_sum(logits.sums[r]) * factors[r] + logit_bias;
         if (lane != 0 || !has_expert || r >= count) continue;
         args.logits[static_cast<int64_t>(first_row + r) * args.experts + expert] = logit;
     }
@@ -362,7 +403,8 @@ extern "C" int exl_cuda_route(const ExlRoute* args, void* stream) {
                       a.top_k >= 1 && a.top_k <= a.experts && a.groups >= 1 &&
                       a.experts % a.groups == 0 && a.kept_groups >= 1 &&
                       a.kept_groups <= a.groups && a.group_scores >= 1 &&
-                      (a.x == nullptr || (a.d >= 1 && (a.x_dtype == kF32 || a.x_dtype == kF16)));
+                      (a.x == nullptr || (a.d >= 1 && (a.x_dtype == kF32 || a.x_dtype == kF16))) &&
+                      (a.norm == nullptr || (a.x != nullptr && a.normed != nullptr));
     if (!fits) return cudaErrorInvalidValue;
     if (a.m == 0) return cudaSuccess;
     const size_t scratch_bytes = Scratch::bytes(a.experts);
@@ -371,8 +413,9 @@ extern "C" int exl_cuda_route(const ExlRoute* args, void* stream) {
         return launch(choose_kernel, grid, dim3(kThreads), scratch_bytes, stream, a);
     }
     const int64_t x_bytes = a.x_dtype == kF32 ? 4 : 2;
-    const bool is_aligned =
-        rows_are_aligned(a.x, a.d, a.x_stride, x_bytes) && rows_are_aligned(a.weight, a.d, a.d, 2);
+    const bool is_aligned = rows_are_aligned(a.x, a.d, a.x_stride, x_bytes) &&
+                            rows_are_aligned(a.weight, a.d, a.d, 2) &&
+                            rows_are_aligned(a.norm, a.d, 0, 4);
     const int rows = chunk_rows(a.m, is_aligned);
     const int64_t chunks = ceil_div(a.m, rows);
     if (chunks > 65535) return cudaErrorInvalidValue;

@@ -219,6 +219,15 @@ class MoeWeights:
     host: HostExperts | None = None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a layer is its norm, its router and its experts alone."""
+        others = (
+            *(self.shared, self.host, self.expert_factors, self.latent_down),
+            *(self.post_norm, self.router_norm, self.expert_norm, self.expert_post_norm),
+        )
+        return all(one is None for one in others)
+
+    @property
     def matrices(self) -> dict[Packed, PackedLinear]:
         """Matrices that every token passes, except the routers."""
         found: dict[Packed, PackedLinear] = {}

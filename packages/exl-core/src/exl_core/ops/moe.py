@@ -11,7 +11,7 @@ from typing import Literal, Protocol, cast
 
 from torch import Tensor
 
-from exl_core.ops.elementwise import ActivationKind, GateKind
+from exl_core.ops.elementwise import ActivationKind, GateKind, RmsNorm
 from exl_core.ops.linear import PackedLinear
 
 ScoreKind = Literal["softmax", "sigmoid"]
@@ -87,6 +87,17 @@ class ExpertMlp:
         return cast(ActivationKind, self.kind)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertLayer:
+    """A norm, a router, its routing and bias, and the experts."""
+
+    norm: RmsNorm
+    router: PackedLinear
+    routing: Routing
+    bias: Tensor | None
+    experts: ExpertMlp
+
+
 class RoutedOps(Protocol):
     """Routes rows, and computes their experts."""
 
@@ -108,6 +119,11 @@ class RoutedOps(Protocol):
         x [m, d] strided rows -> [m, d], float32. The k parts of a row are added in an order that
         depends on the row alone. Roundings of x and of the activations are those of `linear`.
         """
+        ...
+
+    def add_experts_(self, x: Tensor, layer: ExpertLayer) -> Tensor:
+        """x [m, d] float32 += expert_mlp(h, routed, experts), with h = rms_norm(x, norm) and
+        routed = route(h, router, routing, bias)."""
         ...
 
 

@@ -18,7 +18,7 @@ from exl_core.ops.attention import (
 from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, Norm, RmsNorm
 from exl_core.ops.latent import LatentUp
 from exl_core.ops.linear import Inputs, PackedLinear
-from exl_core.ops.moe import ExpertMlp, Routed, Routing
+from exl_core.ops.moe import ExpertLayer, ExpertMlp, Routed, Routing
 from exl_core.ops.recurrent import DeltaRule, StateRows, StateScan, Taps
 from exl_core.ops.table import LayerOps
 
@@ -119,6 +119,9 @@ class WrappedOps:
 
     def expert_mlp(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
         return self.inner.expert_mlp(x, routed, experts)
+
+    def add_experts_(self, x: Tensor, layer: ExpertLayer) -> Tensor:
+        return self.inner.add_experts_(x, layer)
 
     def causal_conv(self, x: Tensor, taps: Taps, states: Tensor, rows: StateRows) -> Tensor:
         return self.inner.causal_conv(x, taps, states, rows)

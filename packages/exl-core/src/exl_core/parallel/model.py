@@ -28,6 +28,7 @@ from exl_core.model.weights import (
     ModelWeights,
     MoeWeights,
 )
+from exl_core.ops.backends.composed import ComposedExpertOps
 from exl_core.ops.checks import check_range
 from exl_core.ops.elementwise import Norm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
@@ -57,7 +58,7 @@ class DividedNorm(RmsNorm):
     copies: int
 
 
-class SummingOps(WrappedOps):
+class SummingOps(ComposedExpertOps, WrappedOps):
     """Ops of a layer, with products of `PartialLinear` and of experts, and the squares of a
     `DividedNorm`, summed over the ranks."""
 

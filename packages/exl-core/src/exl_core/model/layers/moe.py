@@ -18,9 +18,9 @@ from exl_core.model.layers.residual import (
 )
 from exl_core.model.layers.state import PassState
 from exl_core.model.weights import BlockWeights, MlpWeights, MoeWeights
-from exl_core.ops.elementwise import ActivationKind, GateKind
+from exl_core.ops.elementwise import ActivationKind, GateKind, RmsNorm
 from exl_core.ops.linear import Inputs
-from exl_core.ops.moe import Routed, Routing
+from exl_core.ops.moe import ExpertLayer, Routed, Routing
 from exl_core.ops.table import LayerOps
 
 
@@ -59,6 +59,11 @@ def moe(step: MoeStep, ops: LayerOps, x: Tensor, block: BlockWeights, state: Pas
     """x [R, hidden] plus the weighted outputs of each row's experts, times the factor of the
     layer."""
     weights = cast(MoeWeights, block.mlp)
+    if isinstance(weights.norm, RmsNorm) and not step.weighs_inputs and weights.is_plain:
+        router, bias = weights.router, weights.router_bias
+        layer = ExpertLayer(weights.norm, router, step.routing, bias, weights.experts)
+        x = ops.add_experts_(x, layer)
+        return x if block.scalar is None else x * block.scalar
     h = x if weights.norm is None else normed(ops, x, weights.norm)  # [R, hidden]
     scored = h if weights.router_norm is None else normed(ops, x, weights.router_norm)
     inputs = h if weights.expert_norm is None else normed(ops, x, weights.expert_norm)

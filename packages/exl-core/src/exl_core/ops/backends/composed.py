@@ -1,14 +1,20 @@
-"""Activations that backends compute with torch, on their own device.
+"""Ops that backends compute with torch, on their own device, or with other ops.
 
-Few families need them, and they take a small part of a layer's time.
+Few families need these activations, and they take a small part of a layer's time.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from exl_core.ops.elementwise import SWIGLU_ALPHA, SWIGLU_LIMIT, XIelu
+from exl_core.ops.elementwise import SWIGLU_ALPHA, SWIGLU_LIMIT, RowOps, XIelu
+from exl_core.ops.moe import ExpertLayer, RoutedOps
+
+
+class _Ops(RowOps, RoutedOps, Protocol): ...
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -21,3 +27,12 @@ def xielu(x: Tensor, numbers: XIelu) -> Tensor:
     """xIELU of every element, in the type of x."""
     low = torch.expm1(x.clamp(max=numbers.eps)) - x
     return torch.where(x > 0, numbers.alpha_p * x * x, numbers.alpha_n * low) + numbers.beta * x
+
+
+class ComposedExpertOps:
+    """`RoutedOps.add_experts_` by other ops of the table."""
+
+    def add_experts_(self: _Ops, x: Tensor, layer: ExpertLayer) -> Tensor:
+        h = self.rms_norm(x, layer.norm)
+        routed = self.route(h, layer.router, layer.routing, layer.bias)
+        return self.add_(x, self.expert_mlp(h, routed, layer.experts))

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.autograd.linear import AutogradProductOps, RoleMatrices
+from exl_core.ops.backends.composed import ComposedExpertOps
 from exl_core.ops.backends.routing import StackedExperts, choose
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import ExpertMlp, Routed, Routing
 
 
-class AutogradRoutedOps:
+class AutogradRoutedOps(ComposedExpertOps):
     """RoutedOps for states [R, T, hidden]. Rows are the R * T tokens, one sequence after the
     other. An expert that no row chose is not computed."""
 

@@ -8,12 +8,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from exl_core.ops.backends.composed import ComposedExpertOps
 from exl_core.ops.backends.cpu.library import exl_kernels
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import ExpertMlp, PackedExperts, Routed, Routing
 
 
-class CpuMoeOps:
+class CpuMoeOps(ComposedExpertOps):
     """MoeOps of the CPU kernels."""
 
     _ops: exl_kernels.Table

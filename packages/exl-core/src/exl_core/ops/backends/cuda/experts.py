@@ -1,4 +1,4 @@
-"""Quantized matrices of the experts of one layer: a table that kernels index by expert.
+"""Matrices of the experts of one layer, quantized or float16: a table that kernels index by expert.
 
 `exl/cuda/moe.h` defines the table. The matrices stay where they are; the table points to them.
 Experts may have layouts of their own. If all have the same order of rows, a row of inputs is
@@ -8,9 +8,10 @@ prepared once for all of its experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,16 +19,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.matmul import CudaLinear
 from exl_core.ops.backends.cuda.quantized import (
+    BLOCK_ROWS,
     K_TILE_BLOCKS,
     PANEL_COLUMNS,
+    SMALL_GROUPS,
     CudaQuantLinear,
     TilePlan,
+    plan_small_groups,
     plan_tiles,
     shared_table,
 )
 from exl_core.ops.backends.cuda.upload import upload
-from exl_core.ops.weights import GroupRun
 from exl_kernels import cuda
 
 _LOAD = np.dtype(
@@ -59,15 +63,23 @@ _MATRIX = np.dtype(
 )
 assert _MATRIX.itemsize == cuda.EXPERT_MATRIX_BYTES
 
+Source = Literal["codes", "small_groups", "dense"]
+"""How the matrices of a layer's experts store their weights."""
+
+Part = CudaLinear | CudaQuantLinear
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaExperts:
     """PackedExperts that the kernels index by expert.
 
-    Each expert has `parts` matrices: one, or a gate and an up of equal sizes.
+    Each expert has one matrix, or a gate and an up of equal sizes.
     """
 
-    matrices: tuple[tuple[CudaQuantLinear, ...], ...]
+    matrices: tuple[tuple[Part, ...], ...]
+    parts: int  # matrices of each expert that the table has: one, or two halves of one
+    columns: int  # outputs of each part
+    source: Source
     table: Tensor  # ExlExpertMatrix [experts, parts]
     tables_of_loads: tuple[Tensor, ...]  # keeps them alive
     num_loads: int  # the largest number of any matrix
@@ -78,36 +90,58 @@ class CudaExperts:
     is_plain: bool  # that order is the order of the features, and no row is padding
     has_inverses: bool  # no row of any matrix is padding
 
+    halves: CudaExperts | None = None  # gate and up, if these are the halves of one matrix
+
     @classmethod
-    def of(cls, experts: Sequence[tuple[CudaQuantLinear, ...]], gpu: Gpu) -> CudaExperts:
-        table = np.zeros((len(experts), len(experts[0])), _MATRIX)
+    def of(cls, experts: Sequence[tuple[Part, ...]], gpu: Gpu) -> CudaExperts:
+        whole = cls._with_parts(experts, gpu, divided_by=1)
+        step = 1 if whole.source == "dense" else PANEL_COLUMNS
+        if whole.parts > 1 or whole.columns % (2 * step) != 0:
+            return whole
+        return replace(whole, halves=cls._with_parts(experts, gpu, divided_by=2))
+
+    @classmethod
+    def _with_parts(
+        cls, experts: Sequence[tuple[Part, ...]], gpu: Gpu, *, divided_by: int
+    ) -> CudaExperts:
+        """The columns of each matrix are divided into as many parts."""
+        each = [w for parts in experts for w in parts]
+        columns = each[0].out_features // divided_by
+        table = np.zeros((len(experts), divided_by * len(experts[0])), _MATRIX)
         held: dict[int, Tensor] = {}
         num_loads = load_bytes = 0
         for expert, parts in enumerate(experts):
-            for part, w in enumerate(parts):
+            for i in range(table.shape[1]):
+                w, first = parts[i // divided_by], i % divided_by * columns
+                if isinstance(w, CudaLinear):
+                    table[expert, i] = _dense_entry(w, first)
+                    num_loads, load_bytes = w.in_features // BLOCK_ROWS, 128
+                    continue
                 loads = _loads_of(w.plan_key)
                 on_device = shared_table(
                     gpu.device, ("loads", w.plan_key), partial(loads.view, np.uint8)
                 )
                 held[on_device.data_ptr()] = on_device
-                table[expert, part] = _entry(w, on_device, len(loads))
+                table[expert, i] = _entry(w, first, on_device, len(loads))
                 num_loads = max(num_loads, len(loads))
                 load_bytes = max(load_bytes, int(loads["bytes"].max()))
-        each = [w for parts in experts for w in parts]
-        has_inverses = all(w.inverse_permutation is not None for w in each)
+        orders = [[_order(w) for w in parts] for parts in experts]
         return cls(
             matrices=tuple(experts),
+            parts=table.shape[1],
+            columns=columns,
+            source=_source(each),
             table=upload(torch.from_numpy(table.view(np.uint8)), gpu.device),
             tables_of_loads=tuple(held.values()),
             num_loads=num_loads,
             load_bytes=load_bytes,
-            num_blocks=max(w.num_blocks for w in each),
-            has_common_order=all(w.permutation is each[0].permutation for w in each),
-            has_one_order=all(
-                w.permutation is parts[0].permutation for parts in experts for w in parts
+            num_blocks=int(table["num_blocks"].max()),
+            has_common_order=all(one is orders[0][0] for of in orders for one in of),
+            has_one_order=all(one is of[0] for of in orders for one in of),
+            is_plain=all(map(_is_plain, each)),
+            has_inverses=all(
+                isinstance(w, CudaLinear) or w.inverse_permutation is not None for w in each
             ),
-            is_plain=has_inverses and all(w.layout.features is None for w in each),
-            has_inverses=has_inverses,
         )
 
     @property
@@ -115,13 +149,9 @@ class CudaExperts:
         return len(self.matrices)
 
     @property
-    def parts(self) -> int:
-        return len(self.matrices[0])
-
-    @property
-    def columns(self) -> int:
-        """Outputs of each part."""
-        return self.matrices[0][0].out_features
+    def permutation(self) -> Tensor | None:
+        """The order of the rows of all matrices, if it is the same and not that of the features."""
+        return None if self.is_plain else _order(self.matrices[0][0])
 
     @property
     def out_features(self) -> int:
@@ -141,24 +171,50 @@ class CudaExperts:
         return self.tables_of_loads[0] if len(self.tables_of_loads) == 1 else None
 
 
-def grouped(experts: Sequence[tuple[object, ...]]) -> list[tuple[CudaQuantLinear, ...]] | None:
-    """The parts of each expert, if kernels can index them: quantized matrices of equal sizes, one
-    or two of each expert, without small groups."""
-    found = []
+def grouped(experts: Sequence[tuple[object, ...]]) -> list[tuple[Part, ...]] | None:
+    """The parts of each expert, if kernels can index them: quantized or float16 matrices of equal
+    sizes, one or two of each expert."""
+    found: list[tuple[Part, ...]] = []
     for parts in experts:
-        quantized = tuple(part for part in parts if isinstance(part, CudaQuantLinear))
-        has_small_groups = any(part.layout.factor_rows for part in quantized)
-        if len(quantized) < len(parts) or len(parts) > 2 or has_small_groups:
+        known = tuple(part for part in parts if isinstance(part, CudaLinear | CudaQuantLinear))
+        if len(known) < len(parts) or len(parts) > 2:
             return None
-        found.append(quantized)
-    sizes = {(w.out_features, w.in_features) for parts in found for w in parts}
+        found.append(known)
+    each = [w for parts in found for w in parts]
+    is_dense = isinstance(each[0], CudaLinear)
+    sizes = {(w.out_features, w.in_features) for w in each}
     counts = {len(parts) for parts in found}
     fits = len(sizes) == len(counts) == 1 and len(found) <= cuda.MAX_EXPERTS
-    return found if fits else None
+    fits = fits and all(isinstance(w, CudaLinear) == is_dense for w in each)
+    has_blocks = not is_dense or each[0].in_features % BLOCK_ROWS == 0
+    return found if fits and has_blocks else None
+
+
+def _source(matrices: Sequence[Part]) -> Source:
+    quantized = [w for w in matrices if isinstance(w, CudaQuantLinear)]
+    if not quantized:
+        return "dense"
+    return "small_groups" if any(w.layout.factor_rows for w in quantized) else "codes"
+
+
+def _order(w: Part) -> Tensor | None:
+    """The order of the rows of a matrix; None if it is that of the features."""
+    return None if isinstance(w, CudaLinear) else w.permutation
+
+
+def _is_plain(w: Part) -> bool:
+    """Whether the order of the rows is that of the features, and no row is padding."""
+    if isinstance(w, CudaLinear):
+        return True
+    is_stored_so = w.layout.features is None and not w.layout.factor_rows
+    return is_stored_so and w.inverse_permutation is not None
 
 
 @lru_cache(maxsize=64)
-def _loads_of(plan_key: tuple[tuple[GroupRun, ...], int, int]) -> NDArray[np.void]:
+def _loads_of(plan_key: tuple[Any, ...]) -> NDArray[np.void]:
+    """`plan_key`: of a `CudaQuantLinear`."""
+    if plan_key[0] == "small":
+        return plan_loads(plan_small_groups(*plan_key[1:]))
     return plan_loads(plan_tiles(*plan_key))
 
 
@@ -182,7 +238,13 @@ def plan_loads(plan: TilePlan) -> NDArray[np.void]:
     return np.array(loads, _LOAD)
 
 
-def _entry(w: CudaQuantLinear, loads: Tensor, num_loads: int) -> tuple[int, ...]:
+def _dense_entry(w: CudaLinear, first_column: int) -> tuple[int, ...]:
+    blocks = w.in_features // BLOCK_ROWS
+    bias = 0 if w.bias is None else w.bias[first_column:].data_ptr()
+    return w.weight[first_column:].data_ptr(), 0, 0, 0, bias, 0, blocks, 0, blocks, 0
+
+
+def _entry(w: CudaQuantLinear, first_column: int, loads: Tensor, num_loads: int) -> tuple[int, ...]:
     matrix, inverse = w.matrix, w.inverse_permutation
     has_floats = matrix.scale_dtype == TYPES[torch.float32]
     scale_bytes = 4 if has_floats else 2
@@ -190,13 +252,15 @@ def _entry(w: CudaQuantLinear, loads: Tensor, num_loads: int) -> tuple[int, ...]
         cuda.OFFSETS["middle"]: 0,
         cuda.OFFSETS["zeros"]: 1,
         cuda.OFFSETS["minimums"]: scale_bytes,
+        cuda.OFFSETS["small_middle"]: SMALL_GROUPS,
+        cuda.OFFSETS["small_minimums"]: scale_bytes + SMALL_GROUPS,
     }
     return (
-        matrix.tiles,
+        matrix.tiles + first_column // PANEL_COLUMNS * matrix.panel_bytes,
         loads.data_ptr(),
         w.permutation.data_ptr(),
         0 if inverse is None else inverse.data_ptr(),
-        0 if w.bias is None else w.bias.data_ptr(),
+        0 if w.bias is None else w.bias[first_column:].data_ptr(),
         matrix.panel_bytes,
         num_loads,
         matrix.values << 14 | matrix.offset_kind << 16 | int(has_floats) << 19,

@@ -1,8 +1,8 @@
 """Mixture of experts of one GPU, without synchronization: captured graphs may contain it.
 
-The host does not know which experts the rows use. Kernels of quantized experts find out on the
-device, and read each expert in use once. Experts with other matrices are all computed for all rows,
-and the outputs of those that a row does not use are dropped.
+The host does not know which experts the rows use. Kernels of quantized and of float16 experts find
+out on the device, and read each expert in use once. Experts with other matrices are all computed
+for all rows, and the outputs of those that a row does not use are dropped.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from exl_core.ops.backends.composed import ComposedExpertOps
 from exl_core.ops.backends.cuda.elementwise import CudaElementwiseOps
 from exl_core.ops.backends.cuda.experts import CudaExperts, grouped
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.linear import CudaLinearOps
-from exl_core.ops.backends.cuda.matmul import CudaJoined, CudaLinear, parts_of
+from exl_core.ops.backends.cuda.matmul import CudaJoined, CudaLinear, PlainKind, parts_of
 from exl_core.ops.backends.routing import StackedExperts, choose
+from exl_core.ops.elementwise import XIelu
 from exl_core.ops.linear import PackedLinear
-from exl_core.ops.moe import ExpertMlp, PackedExperts, Routed, Routing
+from exl_core.ops.moe import ExpertLayer, ExpertMlp, PackedExperts, Routed, Routing
 from exl_kernels import cuda
 
 MAX_ROUTER_ROWS = 64
@@ -31,7 +33,8 @@ MAX_PAIRS = 1 << 15
 """Most pairs of a row and an expert that are computed at once: their outputs take memory."""
 
 SMALL_TILE, TILE = 8, 32
-"""Rows of an expert that are multiplied at once: with up to 8 rows in all, and with more."""
+"""Rows of an expert that are multiplied at once: with up to 8 rows in all, and with more. Kernels
+of small groups have the small tile only."""
 
 
 class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
@@ -48,15 +51,29 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
     def route(
         self, x: Tensor, w: PackedLinear, routing: Routing, bias: Tensor | None = None
     ) -> Routed:
-        gpu, rows, experts = self._gpu, x.shape[0], w.out_features
-        if experts > cuda.MAX_EXPERTS:
+        if w.out_features > cuda.MAX_EXPERTS:
             return choose(self.linear(x, w), routing, bias)
-        is_fused = isinstance(w, CudaLinear) and (rows <= MAX_ROUTER_ROWS or gpu.is_invariant)
-        logits = gpu.empty(rows, experts) if is_fused else self.linear(x, w)
-        ids = gpu.empty(rows, routing.top_k, dtype=torch.int32)
-        weights = gpu.empty(rows, routing.top_k)
-        if rows == 0:
-            return Routed(ids, weights)
+        if self._can_fuse_router(x, w):
+            logits = self._gpu.empty(len(x), w.out_features)
+            args, routed = self._new_route(logits, routing, bias)
+            self._call_router(args, x, cast(CudaLinear, w))
+            return routed
+        logits = self.linear(x, w)
+        args, routed = self._new_route(logits, routing, bias)
+        if len(x):
+            self._gpu.call("route", args)
+        return routed
+
+    def _can_fuse_router(self, x: Tensor, w: PackedLinear) -> bool:
+        is_known = isinstance(w, CudaLinear) and w.out_features <= cuda.MAX_EXPERTS
+        return is_known and (len(x) <= MAX_ROUTER_ROWS or self._gpu.is_invariant)
+
+    def _new_route(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None
+    ) -> tuple[cuda.Route, Routed]:
+        rows, experts = logits.shape
+        ids = self._gpu.empty(rows, routing.top_k, dtype=torch.int32)
+        weights = self._gpu.empty(rows, routing.top_k)
         args = cuda.Route(
             logits=logits.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
@@ -73,35 +90,56 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
             eps=routing.eps,
             factor=routing.factor,
         )
-        if is_fused:
-            dense = cast(CudaLinear, w)
-            args.x, args.x_stride, args.x_dtype = x.data_ptr(), x.stride(0), TYPES[x.dtype]
-            args.weight, args.d = dense.weight.data_ptr(), x.shape[1]
-            args.logit_bias = None if dense.bias is None else dense.bias.data_ptr()
-            args.counters = self._counters(rows).data_ptr()
-        gpu.call("route", args)
-        return Routed(ids, weights)
+        return args, Routed(ids, weights)
+
+    def _call_router(self, args: cuda.Route, x: Tensor, w: CudaLinear) -> None:
+        """Computes the logits and the choice by one kernel."""
+        args.x, args.x_stride, args.x_dtype = x.data_ptr(), x.stride(0), TYPES[x.dtype]
+        args.weight, args.d = w.weight.data_ptr(), x.shape[1]
+        args.logit_bias = None if w.bias is None else w.bias.data_ptr()
+        args.counters = self._counters(len(x)).data_ptr()
+        if len(x):
+            self._gpu.call("route", args)
 
     def _counters(self, rows: int) -> Tensor:
         """Counters of the router's kernel for that many rows."""
         return self._gpu.buffer("router", max(4 * rows, 4096))
 
     def expert_mlp(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
-        gate_up, down = experts.gate_up, experts.down
-        if not (isinstance(gate_up, CudaExperts) and isinstance(down, CudaExperts)):
-            return self._all_experts(x, routed, experts)
-        if gate_up.parts != 2 or down.parts != 1:
-            return self._all_experts(x, routed, experts)
-        y = self._gpu.empty(len(x), down.out_features)
-        if len(x) == 1:
-            self._experts_of_one_row(x, routed, (gate_up, down), experts, y)
-            return y
-        most = max(MAX_PAIRS // routed.ids.shape[1], 1)
+        y = self._gpu.empty(len(x), experts.down.out_features)
+        self._write_experts(x, routed, experts, y, is_added=False)
+        return y
+
+    def add_experts_(self, x: Tensor, layer: ExpertLayer) -> Tensor:
+        if not self._can_fuse_router(x, layer.router):
+            return ComposedExpertOps.add_experts_(self, x, layer)
+        h = self._gpu.empty(*x.shape)
+        logits = self._gpu.empty(len(x), layer.router.out_features)
+        args, routed = self._new_route(logits, layer.routing, layer.bias)
+        args.norm, args.norm_eps = layer.norm.weight.data_ptr(), layer.norm.eps
+        args.normed = h.data_ptr()
+        self._call_router(args, x, cast(CudaLinear, layer.router))
+        self._write_experts(h, routed, layer.experts, x, is_added=True)
+        return x
+
+    def _write_experts(
+        self, x: Tensor, routed: Routed, experts: ExpertMlp, y: Tensor, *, is_added: bool
+    ) -> None:
+        """Writes `expert_mlp` to y [m, d], or adds it."""
+        found = _indexed(experts)
+        if found is None:
+            outputs = self._all_experts(x, routed, experts)
+            y.add_(outputs) if is_added else y.copy_(outputs)
+            return
+        top_k = routed.ids.shape[1]
+        if len(x) == 1 and top_k <= cuda.MAX_ROW_EXPERTS:
+            self._experts_of_one_row(x, routed, found, experts, y, is_added=is_added)
+            return
+        most = max(MAX_PAIRS // top_k, 1)
         for first in range(0, len(x), most):
             rows = slice(first, first + most)
             part = Routed(routed.ids[rows].contiguous(), routed.weights[rows].contiguous())
-            self._indexed_experts(x[rows], part, (gate_up, down), experts, y[rows])
-        return y
+            self._indexed_experts(x[rows], part, found, experts, y[rows], is_added=is_added)
 
     def _indexed_experts(
         self,
@@ -110,16 +148,19 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         matrices: tuple[CudaExperts, CudaExperts],
         experts: ExpertMlp,
         y: Tensor,
+        *,
+        is_added: bool,
     ) -> None:
         gpu, (rows, top_k), (gate_up, down) = self._gpu, routed.ids.shape, matrices
-        items = _Items(gpu, rows, top_k, gate_up.num_experts)
+        tile_rows = SMALL_TILE if rows <= SMALL_TILE or _are_small(matrices) else TILE
+        items = _Items(gpu, rows, top_k, gate_up.num_experts, tile_rows)
         inputs = self._expert_inputs(x, routed.ids, gate_up, items)
         # The kernel stores the inputs of `down` in the order of its rows, unless some are padding.
         is_final = down.has_inverses
         width = 32 * down.num_blocks if is_final else down.in_features
         inner = gpu.empty(rows * top_k, width, dtype=torch.float16)
         args = items.product(gate_up, inputs, inner)
-        args.epilogue, args.gate = cuda.GATED, cuda.GATES[experts.gate]
+        args.epilogue, args.gate = _activation(experts)
         if is_final and not down.is_plain:
             args.next = down.table.data_ptr()
         gpu.call("expert_linear", args)
@@ -127,9 +168,11 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         if not is_final:
             inner_inputs = self._expert_inputs(inner, routed.ids.view(-1, 1), down, None)
         outputs = gpu.empty(rows * top_k, down.out_features)
-        gpu.call("expert_linear", items.product(down, inner_inputs, outputs))
-        operands = outputs.data_ptr(), routed.weights.data_ptr()
-        gpu.call("expert_sum", *operands, rows, top_k, down.out_features, y.data_ptr())
+        args = items.product(down, inner_inputs, outputs)
+        args.is_early = True
+        gpu.call("expert_linear", args)
+        operands = outputs.data_ptr(), routed.weights.data_ptr(), rows, top_k, down.columns
+        gpu.call("expert_sum", *operands, is_added, y.data_ptr(), y.stride(0))
 
     def _experts_of_one_row(
         self,
@@ -138,6 +181,8 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         matrices: tuple[CudaExperts, CudaExperts],
         experts: ExpertMlp,
         y: Tensor,
+        *,
+        is_added: bool,
     ) -> None:
         """`_indexed_experts` of one row, with the same bits: its pairs need no sorting."""
         gpu, top_k, (gate_up, down) = self._gpu, routed.ids.shape[1], matrices
@@ -150,7 +195,7 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         if not is_raw:
             inputs = self._expert_inputs(x, routed.ids, gate_up, None)
         args = _product(gate_up, inputs, inner)
-        args.epilogue, args.gate = cuda.GATED, cuda.GATES[experts.kind]
+        args.epilogue, args.gate = _activation(experts)
         if is_final and not down.is_plain:
             args.next = down.table.data_ptr()
         ids, weights = routed.ids.data_ptr(), routed.weights.data_ptr()
@@ -158,7 +203,9 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         inner_inputs = _Inputs([inner], 1)
         if not is_final:
             inner_inputs = self._expert_inputs(inner, routed.ids.view(-1, 1), down, None)
-        gpu.call("expert_row", _product(down, inner_inputs, y), ids, weights, top_k)
+        args = _product(down, inner_inputs, y)
+        args.epilogue = cuda.ADD if is_added else cuda.STORE
+        gpu.call("expert_row", args, ids, weights, top_k)
 
     def _expert_inputs(
         self, x: Tensor, ids: Tensor, experts: CudaExperts, items: _Items | None
@@ -186,8 +233,8 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
             args.out[i] = out.data_ptr()
         if not is_by_row:
             args.matrices, args.matrix_stride = experts.table.data_ptr(), experts.parts
-        elif not experts.is_plain:
-            args.permutation = experts.matrices[0][0].permutation.data_ptr()
+        elif experts.permutation is not None:
+            args.permutation = experts.permutation.data_ptr()
         if items is not None:
             args.tile_rows, args.num_items = items.tile_rows, items.num_items
             args.items, args.pairs = items.items, items.pairs
@@ -200,7 +247,11 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         weights.scatter_(1, routed.ids.long(), routed.weights)  # [m, E]
         y = x.new_zeros(len(x), down[0].out_features, dtype=torch.float32)
         for expert, (wide, narrow) in enumerate(zip(gate_up, down, strict=True)):
-            h = self.gated_activation(self.linear(x, wide), experts.gate)
+            h = self.linear(x, wide)
+            if experts.is_gated:
+                h = self.gated_activation(h, experts.gate)
+            else:
+                h = self.activation(h, experts.activation)
             weight = weights[:, expert, None]
             # An output of infinity times a weight of zero would be NaN.
             y += torch.where(weight == 0, 0.0, self.linear(h, narrow) * weight)
@@ -217,9 +268,9 @@ class _Inputs(NamedTuple):
 class _Items:
     """Memory for the pairs sorted by expert, and for the items, which thread blocks take."""
 
-    def __init__(self, gpu: Gpu, rows: int, top_k: int, experts: int) -> None:
+    def __init__(self, gpu: Gpu, rows: int, top_k: int, experts: int, tile_rows: int) -> None:
         pairs = rows * top_k
-        self.tile_rows = SMALL_TILE if rows <= SMALL_TILE else TILE
+        self.tile_rows = tile_rows
         self.max_items = cuda.max_items(pairs, experts, self.tile_rows)
         item_words = cuda.EXPERT_ITEM_BYTES // 4
         self._memory = gpu.empty(item_words * (1 + self.max_items) + pairs, dtype=torch.int32)
@@ -251,9 +302,34 @@ def _product(experts: CudaExperts, x: _Inputs, y: Tensor) -> cuda.ExpertLinear:
         load_bytes=experts.load_bytes,
         k=first.shape[1],
         x_dtype=TYPES[first.dtype],
+        source=cuda.EXPERT_SOURCES[experts.source],
     )
     args.x[0], args.x[1] = first.data_ptr(), x.forms[-1].data_ptr()
     return args
+
+
+def _indexed(experts: ExpertMlp) -> tuple[CudaExperts, CudaExperts] | None:
+    """gate_up and down, if kernels can index them by expert."""
+    gate_up, down = experts.gate_up, experts.down
+    if not (isinstance(gate_up, CudaExperts) and isinstance(down, CudaExperts)):
+        return None
+    if experts.is_gated and gate_up.parts == 1:
+        if gate_up.halves is None:
+            return None
+        gate_up = gate_up.halves
+    has_parts = gate_up.parts == (2 if experts.is_gated else 1) and down.parts == 1
+    return (gate_up, down) if has_parts and not isinstance(experts.kind, XIelu) else None
+
+
+def _are_small(matrices: Sequence[CudaExperts]) -> bool:
+    return any(one.source == "small_groups" for one in matrices)
+
+
+def _activation(experts: ExpertMlp) -> tuple[int, int]:
+    """Epilogue and activation of gate and up, or of up alone."""
+    if experts.is_gated:
+        return cuda.GATED, cuda.GATES[experts.gate]
+    return cuda.ACTIVATED, cuda.ACTIVATIONS[cast(PlainKind, experts.activation)]
 
 
 def _is_whole(x: Tensor) -> bool:

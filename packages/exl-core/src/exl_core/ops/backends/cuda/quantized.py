@@ -91,7 +91,7 @@ class TilePlan(NamedTuple):
 _SMALL_OFFSETS: dict[Formula, str] = {"middle": "small_middle", "minimums": "small_minimums"}
 """The same `offset_kind` for small groups."""
 
-_SMALL_GROUPS = 8  # in a k-tile of 128 rows
+SMALL_GROUPS = 8  # in a k-tile of 128 rows
 _SMALL_ORDER = np.arange(BLOCK_ROWS).reshape(2, 4, 4).swapaxes(0, 1).ravel()
 """Stored row of each row of a block with two small groups: k16 step s multiplies group s."""
 
@@ -102,7 +102,7 @@ def plan_small_groups(bits: int, rows: int, factor_bytes: int) -> TilePlan:
     column."""
     k_tile_rows = K_TILE_BLOCKS * BLOCK_ROWS
     runs = (GroupRun(bits, rows // k_tile_rows, k_tile_rows),)
-    plan = plan_tiles(runs, factor_bytes, _SMALL_GROUPS)
+    plan = plan_tiles(runs, factor_bytes, SMALL_GROUPS)
     stored = (plan.stored_rows.reshape(-1, BLOCK_ROWS)[:, _SMALL_ORDER]).ravel()
     return plan._replace(stored_rows=stored, rows_digest=_digest(stored))
 

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from exl_core.ops.backends.composed import ComposedExpertOps
 from exl_core.ops.backends.reference.elementwise import ReferenceElementwiseOps
 from exl_core.ops.backends.reference.linear import ReferenceLinearOps
 from exl_core.ops.backends.routing import StackedExperts
@@ -17,7 +18,7 @@ from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import ExpertMlp, PackedExperts, Routed, Routing
 
 
-class ReferenceMoeOps:
+class ReferenceMoeOps(ComposedExpertOps):
     """MoeOps in plain torch."""
 
     @staticmethod
