@@ -26,7 +26,10 @@ namespace exl::cuda {
 
 namespace {
 
-constexpr int blocks_per_multiprocessor(int rows) { return rows <= 32 ? 2 : 1; }
+constexpr int blocks_per_multiprocessor(int rows, bool has_small) {
+    // With two blocks, 32 rows of small groups would lack registers for asynchronous products.
+    return rows <= (has_small ? 16 : 32) ? 2 : 1;
+}
 
 #if EXL_IS_HOPPER
 
@@ -127,7 +130,7 @@ __device__ __forceinline__ void run_consumers(
 
 template <int kRows, bool is_by_rows, bool has_small>
 __global__ void __launch_bounds__(
-    kSmallBatchThreads, blocks_per_multiprocessor(kRows)
+    kSmallBatchThreads, blocks_per_multiprocessor(kRows, has_small)
 ) small_batch_kernel(const __grid_constant__ SmallBatchArgs args) {
 #if EXL_IS_HOPPER
     extern __shared__ __align__(1024) uint8_t shared[];
@@ -314,15 +317,14 @@ void choose_partition(
     divide_tiles(args, best);
 }
 
-// Rows of the launch for which the batch-invariant mode chooses its partition. Small groups have no
-// variant for 32 rows, which would not have enough registers for asynchronous products.
-constexpr int invariant_rows(bool has_small) { return has_small ? 64 : 32; }
+// Rows of the launch for which the batch-invariant mode chooses its partition.
+constexpr int kInvariantRows = 32;
 
 template <int kRows, bool is_by_rows, bool has_small>
 cudaError_t launch_shape(
     SmallBatchArgs& args, const ExlQuantLinear& call, const DeviceInfo& info, void* stream
 ) {
-    const int resident = blocks_per_multiprocessor(kRows);
+    const int resident = blocks_per_multiprocessor(kRows, has_small);
     const int shared_bytes = std::min(228 * 1024 / resident - 1024, info.shared_per_block);
     const int state = static_cast<int>(sizeof(SmallBatchState));
     ClusterOccupancy occupancy;
@@ -330,8 +332,8 @@ cudaError_t launch_shape(
         cluster_occupancy<kRows, is_by_rows, has_small>(&occupancy, info, shared_bytes);
     if (error != cudaSuccess) return error;
     if (call.is_invariant) {
-        constexpr int kInvariantRows = invariant_rows(has_small);
-        constexpr int kShared = 228 * 1024 / blocks_per_multiprocessor(kInvariantRows) - 1024;
+        constexpr int kShared =
+            228 * 1024 / blocks_per_multiprocessor(kInvariantRows, has_small) - 1024;
         ClusterOccupancy chosen;
         const cudaError_t failure = cluster_occupancy<kInvariantRows, false, has_small>(
             &chosen, info, std::min(kShared, info.shared_per_block)
@@ -386,9 +388,7 @@ cudaError_t launch_rows(
     SmallBatchArgs& args, const ExlQuantLinear& call, const DeviceInfo& info, void* stream
 ) {
     if (args.m <= 16) return launch_shape<16, is_by_rows, has_small>(args, call, info, stream);
-    if constexpr (!has_small) {
-        if (args.m <= 32) return launch_shape<32, is_by_rows, has_small>(args, call, info, stream);
-    }
+    if (args.m <= 32) return launch_shape<32, is_by_rows, has_small>(args, call, info, stream);
     return launch_shape<64, is_by_rows, has_small>(args, call, info, stream);
 }
 
