@@ -34,7 +34,7 @@ from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.ngram import NgramDrafter
 from support.adapters import random_pairs, stored, write_adapter
-from support.families import FAMILIES, save_family
+from support.families import HYBRID_FAMILIES, save_family
 from support.quantized_models import (
     METHODS,
     SIZES,
@@ -54,19 +54,20 @@ pytestmark = pytest.mark.cuda
 
 
 def _family(name: str, folder: Path) -> Path:
-    return save_family(name, FAMILIES[name](), folder)
+    return save_family(name, HYBRID_FAMILIES[name](), folder)
 
 
 ALL, LAST, NONE = LogitRows.ALL, LogitRows.LAST, LogitRows.NONE
 PAGES = 24
 GREEDY = SamplerParams(temperature=0)
+HYBRIDS = ("lfm2", "qwen3.5", "qwen3.5-moe", "granite4-hybrid", "nemotron-h")
 BUILD: dict[str, Callable[[Path], Path]] = {
     "llama": lambda folder: save(tiny_llama(**SIZES), folder),
     "gemma3": lambda folder: save(tiny_gemma3(**SIZES, query_pre_attn_scalar=32), folder),
     "exl2": lambda folder: quantized_llama("exl2", folder),
     "gptq": lambda folder: quantized_llama("gptq", folder),
     "exl3": lambda folder: quantized_llama("exl3", folder),
-    **{name: partial(_family, name) for name in ("lfm2", "qwen3.5", "granite4-hybrid")},
+    **{name: partial(_family, name) for name in HYBRIDS},
 }
 WITH_LAYER_NORMS = {"command-r": tiny_cohere, "starcoder2": tiny_starcoder2}
 # Relative error of the logits. Activations are float16 on the GPU and float32 on the CPU, and
