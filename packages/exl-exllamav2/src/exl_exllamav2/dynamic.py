@@ -191,10 +191,11 @@ class ExLlamaV2DynamicGenerator:
         by_job: dict[str, list[Event]] = {}
         for event in events:
             by_job.setdefault(event.request_id, []).append(event)
+        now, padded_vocab = time.time(), self._padded_vocab
         for request_id, job in list(self._jobs.items()):
             assert job.reader is not None, "jobs are enqueued with a reader"
             job.reader.store_cut(self.engine, request_id)
-            error = self._collect(job, by_job.get(request_id, ()), results)
+            error = self._collect(job, by_job.get(request_id, ()), results, now, padded_vocab)
             failure = failure or error
         if failure is not None:
             self._waiting_results = results
@@ -211,23 +212,29 @@ class ExLlamaV2DynamicGenerator:
                 self.engine.set_sampler(job.request_id, params)
 
     def _collect(
-        self, job: ExLlamaV2DynamicJob, events: Sequence[Event], results: list[Result]
+        self,
+        job: ExLlamaV2DynamicJob,
+        events: Sequence[Event],
+        results: list[Result],
+        now: float,
+        padded_vocab: int,
     ) -> BaseException | None:
-        """Add the results of one job: at least one for each token that was sampled."""
+        """Add the results of one job: at least one for each token that was sampled. `now`: the time
+        of the step's end."""
         sequence = job.sequences[0].running
         assert sequence is not None, "queued jobs have a sequence"
         own: list[Result] = []
         finish: FinishEvent | None = None
         for event in events:
             match event:
+                case TextEvent():  # first, because most events are of this kind
+                    own.append(job.streamed(event, padded_vocab))
                 case StartEvent():
                     job.is_started = True
-                    job.time_first_prefill = time.time()
+                    job.time_first_prefill = now
                     own.append(job.result("started"))
                 case PrefillEvent():
                     own.append(_progress(job, event))
-                case TextEvent():
-                    own.append(job.streamed(event, self._padded_vocab))
                 case RewindEvent():
                     own.append(_suppressed(job, event))
                 case FinishEvent():
@@ -239,12 +246,12 @@ class ExLlamaV2DynamicGenerator:
         length = len(sequence.token_ids)
         num_new, job.num_sampled = length - job.num_sampled, length
         if num_new > 0:
-            now = time.time()
             job.time_first_token = job.time_first_token or now
             job.time_last_token = now
         job.new_tokens = max(0, length - len(sequence.request.prompt_ids))
         shown = sum(one["stage"] == "streaming" for one in own)
-        own += [job.result("streaming") for _ in range(num_new - shown)]
+        if shown < num_new:
+            own += [job.result("streaming") for _ in range(num_new - shown)]
         if finish is not None:
             del self._jobs[job.request_id]
             if finish.reason is not FinishReason.CANCELLED:

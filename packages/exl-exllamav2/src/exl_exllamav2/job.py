@@ -156,13 +156,8 @@ class ExLlamaV2DynamicJob:
             self.sequences[1].running = sequence.negative
 
     def result(self, stage: str, **values: Any) -> Result:
-        found: Result = {
-            "job": self,
-            "stage": stage,
-            "eos": False,
-            "serial": self.serial_number,
-            **values,
-        }
+        serial = self.serial_number
+        found: Result = {"job": self, "stage": stage, "eos": False, "serial": serial, **values}
         if self.identifier is not None:
             found["identifier"] = self.identifier
         return found
@@ -170,11 +165,11 @@ class ExLlamaV2DynamicJob:
     def streamed(self, event: TextEvent, padded_vocab: int) -> Result:
         self.full_completion += event.text
         self.num_emitted += len(event.token_ids)
-        return self.result(
-            "streaming",
-            text=event.text,
-            **self._tokens(event.token_ids, event.tokens, padded_vocab),
-        )
+        found = self.result("streaming")
+        found["text"] = event.text
+        if event.token_ids:
+            found |= self._tokens(event.token_ids, event.tokens, padded_vocab)
+        return found
 
     def finished(
         self, event: FinishEvent, last: Result | None, tokenizer: ExLlamaV2Tokenizer
