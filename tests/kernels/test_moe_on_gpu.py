@@ -1,6 +1,7 @@
 """Experts on a GPU in the shapes that matter to its kernels, against float64.
 
-The kernels read the experts in use once each. They multiply tiles of 8 or 32 rows of an expert.
+The kernels read the experts in use once each. They multiply tiles of 8 or 32 rows of an expert;
+the kernel for prompts multiplies 128.
 """
 
 from __future__ import annotations
@@ -164,6 +165,69 @@ def test_any_number_of_rows(
         x, routed = normal(rng, rows, experts.d), choice(rng, rows, 13, top_k)
         got = gpu_table.expert_mlp(x, routed, experts.mlp())
         assert_norm_within(got, experts.outputs(x, routed), BOUND)
+
+
+MANY_ROWS = {
+    "zeros": sizes(
+        [Shape(((4, 3, 128),), 0, "zeros", has_bias=True)],
+        [Shape(((4, 3, 64),), 0, "minimums", torch.float32, has_bias=True)],
+    ),
+    "widths": sizes(
+        [Shape(((8, 2, 128), (3, 1, 64)), 0)], [Shape(((6, 1, 128), (5, 1, 64), (2, 2, 32)), 0)]
+    ),
+    "groups-of-32": FORMS["groups-of-32"],
+    "padded": sizes([Shape(((4, 2, 75), (4, 1, 30)), 0, "zeros")], [Shape(((4, 5, 128),), 0)]),
+}
+"""Experts that the kernel for prompts multiplies: also with a part of a tile of four panels."""
+
+
+@pytest.mark.parametrize("form", MANY_ROWS)
+@pytest.mark.parametrize("kind", ["silu", "clamped_swiglu"])
+def test_prompts(
+    gpu_table: OpTable,
+    rng: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
+    kind: GateKind,
+) -> None:
+    table = cast(Any, gpu_table).on_device
+    gpu, calls = table._gpu, []
+
+    def call(name: str, *operands: object) -> None:
+        calls.append(name)
+        type(gpu).call(gpu, name, *operands)
+
+    monkeypatch.setattr(gpu, "call", call)
+    is_for_prompts = torch.cuda.get_device_capability()[0] == 9 and not gpu.is_invariant
+    experts = Experts(gpu_table, rng, MANY_ROWS[form], 5)
+    for rows in (160, 500, 2000):
+        x, routed = normal(rng, rows, experts.d), choice(rng, rows, 5, 2)
+        calls.clear()
+        got = gpu_table.expert_mlp(x, routed, experts.mlp(kind))
+        assert_norm_within(got, experts.outputs(x, routed, kind), BOUND)
+        assert ("expert_many_rows" in calls) == is_for_prompts
+    # All rows with one expert, and repeated: the tiles of other launches leave nothing behind.
+    routed = Routed(torch.full((2000, 1), 4, dtype=torch.int32), torch.rand(2000, 1, generator=rng))
+    got = gpu_table.expert_mlp(x, routed, experts.mlp(kind))
+    assert_norm_within(got, experts.outputs(x, routed, kind), BOUND)
+    assert torch.equal(gpu_table.expert_mlp(x, routed, experts.mlp(kind)), got)
+
+
+def test_prompts_without_a_gate(gpu_table: OpTable, rng: torch.Generator) -> None:
+    sources = [
+        _scaled(rng, (shape,), 4)
+        for shape in (Shape(((4, 3, 128),), 160), Shape(((4, 5, 32),), 384))
+    ]
+    wide, narrow = ([filled(gpu_table, one) for one in each] for each in sources)
+    mlp = ExpertMlp(gpu_table.stack(wide), gpu_table.stack(narrow), "relu2", is_gated=False)
+    x, routed = normal(rng, 300, 384), choice(rng, 300, 4, 2)
+    want = torch.zeros(300, 384, dtype=torch.float64)
+    for expert, (up, down) in enumerate(zip(*sources, strict=True)):
+        own, slots = (routed.ids == expert).nonzero(as_tuple=True)
+        h = (x[own].double() @ up.weights().T).relu().square()
+        weights = routed.weights[own, slots, None].double()
+        want.index_add_(0, own, (h @ down.weights().T) * weights)
+    assert_norm_within(gpu_table.expert_mlp(x, routed, mlp), want, BOUND)
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "clamped_swiglu"])

@@ -45,6 +45,7 @@ SCORES = {"softmax": 0, "sigmoid": 1}
 MAX_EXPERTS = 768
 EXPERT_SOURCES = {"codes": 0, "small_groups": 1, "dense": 2}
 MAX_ROW_EXPERTS = 32  # EXL_CUDA_MAX_ROW_EXPERTS
+EXPERT_ITEM_ROWS = 128  # EXL_CUDA_EXPERT_ITEM_ROWS
 LOAD_BYTES = 16  # of ExlQuantLoad
 EXPERT_MATRIX_BYTES = 64  # of ExlExpertMatrix
 EXPERT_ITEM_BYTES = 16  # of ExlExpertItem
@@ -477,6 +478,8 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "expert_inputs": (POINTER(ExpertInputs), _P),
     "expert_linear": (POINTER(ExpertLinear), _P),
     "expert_row": (POINTER(ExpertLinear), _P, _P, _I, _P),
+    "expert_many_rows": (POINTER(ExpertLinear), _P, _I, _P),
+    "expert_gather": (POINTER(ExpertInputs), _L, _P),
     "expert_sum": (_P, _P, _I, _I, _I, _I, _P, _L, _P),
     "causal_conv": (POINTER(CausalConv), _P),
     "delta_rule": (POINTER(DeltaRule), _P),

@@ -167,6 +167,24 @@ typedef struct {
 } ExlExpertLinear;
 EXL_CUDA_API int exl_cuda_expert_linear(const ExlExpertLinear* args, void* stream);
 
+// The same for prompts, on compute capability 9.0. Items have up to EXL_CUDA_EXPERT_ITEM_ROWS rows.
+// Inputs are those of exl_cuda_expert_gather, and x_stride is the number of rows of their matrices.
+// All matrices have integer codes and the k-tiles `k_tiles`; `num_loads` and `loads` are not used.
+// Gated or activated products are stored as exl_cuda_expert_gather stores inputs, of y_stride
+// numbers per row; `next` is null and n even. Weights are rounded to float16, so that the bits are
+// not those of exl_cuda_expert_linear.
+#define EXL_CUDA_EXPERT_ITEM_ROWS 128
+EXL_CUDA_API int exl_cuda_expert_many_rows(
+    const ExlExpertLinear* args, const ExlQuantKTile* k_tiles, int32_t num_k_tiles, void* stream
+);
+
+// Inputs of the rows of each item, out[0] [max_items][2 chunks][num_blocks][4][64 rows][8] float16:
+// prepared inputs of two chunks of 64 rows (exl/cuda/linear.h). Items and pairs are inputs;
+// `permutation` is the order of all matrices. Rows that an item does not have are not written.
+EXL_CUDA_API int exl_cuda_expert_gather(
+    const ExlExpertInputs* args, int64_t max_items, void* stream
+);
+
 #define EXL_CUDA_MAX_ROW_EXPERTS 32  // their sums fit into shared memory
 
 // exl_cuda_expert_linear for one row, whose experts are `ids` [top_k], at most

@@ -128,6 +128,14 @@ __device__ __forceinline__ __half2 two_of(const X* row, int2 features) {
     return __halves2half2(from_float<__half>(first), from_float<__half>(second));
 }
 
+// Features of a position and the one after it, -1: padding.
+__device__ __forceinline__ int2 features_of(
+    const ExlExpertInputs& args, const int32_t* permutation, int position
+) {
+    if (permutation != nullptr) return *reinterpret_cast<const int2*>(permutation + position);
+    return make_int2(position < args.k ? position : -1, position + 1 < args.k ? position + 1 : -1);
+}
+
 // Converts slice `index` of all slices of all forms.
 template <class X>
 __device__ __forceinline__ void convert(const ExlExpertInputs& args, int64_t index, int slices) {
@@ -146,9 +154,7 @@ __device__ __forceinline__ void convert(const ExlExpertInputs& args, int64_t ind
         permutation = matrix->permutation;
     }
     if (position >= rows_of_k) return;
-    int2 features =
-        make_int2(position < args.k ? position : -1, position + 1 < args.k ? position + 1 : -1);
-    if (permutation != nullptr) features = *reinterpret_cast<const int2*>(permutation + position);
+    const int2 features = features_of(args, permutation, position);
     const __half2 two = two_of(static_cast<const X*>(args.x) + row * args.x_stride, features);
     auto* const out = static_cast<__half*>(form == 1 ? args.out[1] : args.out[0]);
     *reinterpret_cast<__half2*>(out + out_row * 32 * args.num_blocks + position) = two;
@@ -167,6 +173,39 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(
         return;
     }
     convert<X>(args, blockIdx.x - sorts, slices);
+}
+
+constexpr int kGatherBlocks = 4;  // blocks of 32 rows of k that a thread converts
+
+// A thread block converts the rows of one chunk: 8 rows per warp, and a group of 8 of the 32
+// numbers of a block per lane.
+template <class X>
+__global__ void __launch_bounds__(kThreads) gather_kernel(const ExlExpertInputs args) {
+    wait_for_inputs();
+    let_next_begin();
+    constexpr int kChunkRows = EXL_CUDA_CHUNK_ROWS;
+    static_assert(kChunkRows == 8 * kWarps);
+    const int chunk = blockIdx.y, group = threadIdx.x % 4, in_chunk = threadIdx.x / 4;
+    if (chunk / 2 >= *args.num_items) return;
+    const ExlExpertItem item = args.items[chunk / 2];
+    const int row = chunk % 2 * kChunkRows + in_chunk;
+    if (row >= item.count) return;
+    const int64_t x_row = args.pairs[item.first + row] / args.top_k;
+    const X* const x = static_cast<const X*>(args.x) + x_row * args.x_stride;
+    const int64_t first_block = static_cast<int64_t>(chunk) * args.num_blocks;
+    for (int i = 0; i < kGatherBlocks; ++i) {
+        const int block = kGatherBlocks * blockIdx.x + i;
+        if (block >= args.num_blocks) return;
+        alignas(16) __half2 to[4];
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+            const int at = 32 * block + 8 * t + 2 * group;
+            to[t] = two_of(x, features_of(args, args.permutation, at));
+        }
+        auto* const out = static_cast<__half*>(args.out[0]) +
+                          (((first_block + block) * 4 + group) * kChunkRows + in_chunk) * 8;
+        *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(to);
+    }
 }
 
 // One thread per vector of four columns, or per column.
@@ -231,6 +270,26 @@ extern "C" int exl_cuda_expert_inputs(const ExlExpertInputs* args, void* stream)
         a.x_dtype == kF32 ? inputs_kernel<float> : inputs_kernel<__half>,
         dim3(static_cast<unsigned>(blocks)), dim3(kThreads), shared_bytes, stream, a,
         static_cast<int>(slices)
+    );
+}
+
+extern "C" int exl_cuda_expert_gather(
+    const ExlExpertInputs* args, int64_t max_items, void* stream
+) {
+    using namespace exl::cuda;
+    const ExlExpertInputs& a = *args;
+    const bool fits = a.top_k >= 1 && a.k >= 1 && a.num_blocks >= 1 && a.num_items != nullptr &&
+                      a.tile_rows == EXL_CUDA_EXPERT_ITEM_ROWS && max_items >= 0 &&
+                      2 * max_items <= 65535 && (a.x_dtype == kF32 || a.x_dtype == kF16);
+    if (!fits) return cudaErrorInvalidValue;
+    if (max_items == 0) return cudaSuccess;
+    const dim3 grid(
+        static_cast<unsigned>(ceil_div(a.num_blocks, kGatherBlocks)),
+        static_cast<unsigned>(2 * max_items)
+    );
+    return launch(
+        a.x_dtype == kF32 ? gather_kernel<float> : gather_kernel<__half>, grid, dim3(kThreads), 0,
+        stream, a
     );
 }
 

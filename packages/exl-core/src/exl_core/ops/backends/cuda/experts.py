@@ -166,6 +166,16 @@ class CudaExperts:
         return sum(w.size_bytes for parts in self.matrices for w in parts)
 
     @property
+    def k_tiles(self) -> tuple[int, int] | None:
+        """Address and number of the k-tiles, if all matrices share them and have integer codes."""
+        first = self.matrices[0][0]
+        if self.source != "codes" or len(self.tables_of_loads) > 1:
+            return None
+        if not isinstance(first, CudaQuantLinear) or first.matrix.values != cuda.VALUES["integers"]:
+            return None
+        return first.matrix.k_tiles, first.matrix.num_k_tiles
+
+    @property
     def common_loads(self) -> Tensor | None:
         """The table of loads, if all matrices have the same one."""
         return self.tables_of_loads[0] if len(self.tables_of_loads) == 1 else None

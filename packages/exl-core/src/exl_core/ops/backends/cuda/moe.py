@@ -36,6 +36,10 @@ SMALL_TILE, TILE = 8, 32
 """Rows of an expert that are multiplied at once: with up to 8 rows in all, and with more. Kernels
 of small groups have the small tile only."""
 
+MANY_ROWS = 32
+"""Rows per expert, on average, from which the kernel for prompts is used. It multiplies tiles of
+128 rows, and rounds weights to float16: a row does not keep its bits."""
+
 
 class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
     """MoeOps of one GPU."""
@@ -139,7 +143,56 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         for first in range(0, len(x), most):
             rows = slice(first, first + most)
             part = Routed(routed.ids[rows].contiguous(), routed.weights[rows].contiguous())
-            self._indexed_experts(x[rows], part, found, experts, y[rows], is_added=is_added)
+            compute = self._indexed_experts
+            if self._are_many_rows(part, found):
+                compute = self._experts_of_many_rows
+            compute(x[rows], part, found, experts, y[rows], is_added=is_added)
+
+    def _are_many_rows(self, routed: Routed, matrices: tuple[CudaExperts, CudaExperts]) -> bool:
+        gpu, (gate_up, down) = self._gpu, matrices
+        return (
+            routed.ids.numel() >= MANY_ROWS * gate_up.num_experts
+            and not gpu.is_invariant
+            and torch.cuda.get_device_capability(gpu.device)[0] == 9
+            and gate_up.k_tiles is not None
+            and gate_up.has_common_order
+            and down.k_tiles is not None
+            and down.is_plain
+        )
+
+    def _experts_of_many_rows(
+        self,
+        x: Tensor,
+        routed: Routed,
+        matrices: tuple[CudaExperts, CudaExperts],
+        experts: ExpertMlp,
+        y: Tensor,
+        *,
+        is_added: bool,
+    ) -> None:
+        """`_indexed_experts` for prompts: inputs are gathered by item."""
+        gpu, (rows, top_k), (gate_up, down) = self._gpu, routed.ids.shape, matrices
+        items = _Items(gpu, rows, top_k, gate_up.num_experts, cuda.EXPERT_ITEM_ROWS)
+        item_rows = items.max_items * cuda.EXPERT_ITEM_ROWS
+        inputs, inner = (
+            gpu.empty(item_rows, 32 * one.num_blocks, dtype=torch.float16)
+            for one in (gate_up, down)
+        )
+        args = _input_args(x, routed.ids, gate_up)
+        items.set_in(args)
+        gpu.call("expert_inputs", args)  # sorts the pairs
+        args.out[0] = inputs.data_ptr()
+        if gate_up.permutation is not None:
+            args.permutation = gate_up.permutation.data_ptr()
+        gpu.call("expert_gather", args, items.max_items)
+        product = items.product(gate_up, _Inputs([inputs], 1), inner)
+        product.epilogue, product.gate = _activation(experts)
+        gpu.call("expert_many_rows", product, *_k_tiles(gate_up))
+        outputs = gpu.empty(rows * top_k, down.out_features)
+        product = items.product(down, _Inputs([inner], 1), outputs)
+        gpu.call("expert_many_rows", product, *_k_tiles(down))
+        operands = outputs.data_ptr(), routed.weights.data_ptr(), rows, top_k, down.columns
+        gpu.call("expert_sum", *operands, is_added, y.data_ptr(), y.stride(0))
 
     def _indexed_experts(
         self,
@@ -217,18 +270,7 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         count = rows if is_by_row else rows * top_k
         width = 32 * experts.num_blocks
         outputs = [gpu.empty(count, width, dtype=torch.float16) for _ in range(forms)]
-        args = cuda.ExpertInputs(
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
-            ids=ids.data_ptr(),
-            num_blocks=experts.num_blocks,
-            count=forms,
-            x_dtype=TYPES[x.dtype],
-            m=rows,
-            k=experts.in_features,
-            top_k=top_k,
-            experts=experts.num_experts,
-        )
+        args = _input_args(x, ids, experts, forms)
         for i, out in enumerate(outputs):
             args.out[i] = out.data_ptr()
         if not is_by_row:
@@ -236,8 +278,7 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         elif experts.permutation is not None:
             args.permutation = experts.permutation.data_ptr()
         if items is not None:
-            args.tile_rows, args.num_items = items.tile_rows, items.num_items
-            args.items, args.pairs = items.items, items.pairs
+            items.set_in(args)
         gpu.call("expert_inputs", args)
         return _Inputs(outputs, top_k if is_by_row else 1)
 
@@ -278,12 +319,37 @@ class _Items:
         self.items = self.num_items + cuda.EXPERT_ITEM_BYTES
         self.pairs = self.items + cuda.EXPERT_ITEM_BYTES * self.max_items
 
+    def set_in(self, args: cuda.ExpertInputs) -> None:
+        args.tile_rows, args.num_items = self.tile_rows, self.num_items
+        args.items, args.pairs = self.items, self.pairs
+
     def product(self, experts: CudaExperts, x: _Inputs, y: Tensor) -> cuda.ExpertLinear:
         """Arguments of `exl_cuda_expert_linear` that stores y."""
         args = _product(experts, x, y)
         args.num_items, args.max_items = self.num_items, self.max_items
         args.items, args.pairs, args.tile_rows = self.items, self.pairs, self.tile_rows
         return args
+
+
+def _input_args(x: Tensor, ids: Tensor, experts: CudaExperts, forms: int = 0) -> cuda.ExpertInputs:
+    """Arguments of `exl_cuda_expert_inputs`, without outputs and the order of the rows."""
+    rows, top_k = ids.shape
+    return cuda.ExpertInputs(
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
+        ids=ids.data_ptr(),
+        num_blocks=experts.num_blocks,
+        count=forms,
+        x_dtype=TYPES[x.dtype],
+        m=rows,
+        k=experts.in_features,
+        top_k=top_k,
+        experts=experts.num_experts,
+    )
+
+
+def _k_tiles(experts: CudaExperts) -> tuple[int, int]:
+    return cast(tuple[int, int], experts.k_tiles)
 
 
 def _product(experts: CudaExperts, x: _Inputs, y: Tensor) -> cuda.ExpertLinear:
