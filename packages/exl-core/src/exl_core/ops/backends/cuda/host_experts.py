@@ -33,6 +33,13 @@ class _Buffers(NamedTuple):
     outputs: Tensor  # [m, d]
 
 
+class _Call(NamedTuple):
+    """A call, and the experts whose address is its key."""
+
+    experts: ExpertMlp
+    call: ExpertCall
+
+
 class CudaHostExperts:
     """HostExperts of one GPU."""
 
@@ -41,7 +48,7 @@ class CudaHostExperts:
         self._gpu = gpu
         self._stream = torch.cuda.Stream(gpu.device)  # type: ignore[no-untyped-call]
         self._buffers: dict[tuple[int, ...], _Buffers] = {}
-        self._calls: dict[tuple[int, int, int], ExpertCall] = {}
+        self._calls: dict[tuple[int, int, int], _Call] = {}
         self._captured: set[tuple[int, int, int]] = set()
 
     def start(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Callable[[], Tensor]:
@@ -86,8 +93,8 @@ class CudaHostExperts:
             if len(self._calls) >= MAX_CALLS and not is_capturing:
                 torch.cuda.synchronize(self._gpu.device)
                 self._calls = {one: self._calls[one] for one in self._captured}
-            self._calls[key] = self._new_call(rows, top_k, experts, buffers)
-        return self._calls[key]
+            self._calls[key] = _Call(experts, self._new_call(rows, top_k, experts, buffers))
+        return self._calls[key].call
 
     def _new_call(self, rows: int, top_k: int, experts: ExpertMlp, buffers: _Buffers) -> ExpertCall:
         width = experts.gate_up.in_features
