@@ -79,6 +79,23 @@ def test_with_float16_costs_the_rings_are_those_of_exllamav3(
     assert torch.equal(search(targets.half(), values, rate, 128), states.int() & 0xFFFF)
 
 
+@pytest.mark.parametrize(("rate", "codebook"), KINDS)
+def test_a_gpu_finds_the_rings_of_the_cpu(
+    gpu_table: OpTable, rng: torch.Generator, rate: float, codebook: Codebook
+) -> None:
+    """Bit by bit: both add squares with one rounding. The GPU has more rings than blocks."""
+    values = exl3.codebook_values(codebook).float()
+    targets = torch.randn(140, 300, generator=rng)[:, :256]
+    targets[3] = 0  # many equal costs
+    targets[5] = targets[5].round()
+    states = gpu_table.nearest_rings(targets, values, rate)
+    assert_rings(states, rate)
+    some = torch.tensor([0, 3, 5, 131, 139])
+    expected = get_table("cpu", threads=2).nearest_rings(targets[some], values, rate)
+    assert torch.equal(states[some], expected)
+    assert torch.equal(gpu_table.nearest_rings(targets[139:], values, rate)[0], states[139])
+
+
 def test_a_ring_that_exists_is_found(kernels: OpTable, rng: torch.Generator) -> None:
     values = exl3.codebook_values("mul1").float()
     for rate in TRELLIS_RATES:
@@ -98,13 +115,13 @@ def test_results_do_not_depend_on_threads_or_other_rings(rng: torch.Generator) -
     assert one.nearest_rings(targets[:0], values, 3).shape == (0, 256)
 
 
-def test_targets_without_a_value_do_no_harm(kernels: OpTable) -> None:
+def test_targets_without_a_value_do_no_harm(table: OpTable) -> None:
     values = exl3.codebook_values("mul1").float()
     for value in (torch.inf, torch.nan, 1e30):
         targets = torch.zeros(1, 256)
         targets[0, ::7] = value
         for rate in (1, 2.5, 8):
-            states = kernels.nearest_rings(targets, values, rate)
+            states = table.nearest_rings(targets, values, rate)
             assert int(states.min()) >= 0
             assert int(states.max()) < 1 << 16
 

@@ -2,7 +2,7 @@
 //
 // exl/cuda/<family>.h declares the functions of an op family and their operands, and documents the
 // memory layouts that the library and its caller share. The families are linear, trellis,
-// attention, cache, elementwise, moe, recurrent and sampling.
+// rings, attention, cache, elementwise, moe, recurrent and sampling.
 //
 // The library knows neither Python nor torch. It allocates no device memory: the caller owns all of
 // it, including weights and workspaces. All work is enqueued on `stream`, and no function waits for

@@ -203,6 +203,21 @@ class TrellisLinear(Structure):
     )
 
 
+class NearestRings(Structure):
+    _fields_ = (
+        ("targets", c_void_p),
+        ("target_stride", c_int64),
+        ("values", c_void_p),
+        ("states", c_void_p),
+        ("count", c_int32),
+        ("even_bits", c_int32),
+        ("odd_bits", c_int32),
+        ("reach", c_int32),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_int64),
+    )
+
+
 class Cache(Structure):
     _fields_ = (
         ("key_cache", c_void_p),
@@ -464,6 +479,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "trellis_unpack": (POINTER(TrellisMatrix), _I, _I, _P, _P),
     "trellis_prepare": (POINTER(TrellisPrepare), _P),
     "trellis_linear": (POINTER(TrellisLinear), _P),
+    "nearest_rings": (POINTER(NearestRings), _P),
     "rms_norm": (_P, _I, _L, _P, _F, _I, _I, _P, _I, _L, _P),
     "rms_norm_heads": (_P, _I, _L, _P, _F, _I, _I, _I, _P),
     "rope": (_P, _I, _L, _P, _P, _I, _I, _I, _I, _P),
@@ -490,6 +506,7 @@ _SIZES: dict[str, tuple[object, ...]] = {
     "quant_linear_workspace": (_I, _I),
     "trellis_inputs_bytes": (_I, _I, _I),
     "trellis_linear_workspace": (_I, _I),
+    "nearest_rings_workspace": (_I, _I),
     "attention_workspace": (_I, _I),
     "sample_workspace": (_I, _I),
 }

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -66,13 +67,19 @@ class TrellisWeights(NamedTuple):
 
 def encode_tiles(values: Tensor, rate: float, codebook: Codebook, ops: RingOps) -> EncodedTiles:
     """Nearest codes of tiles [n, 16, 16], by input feature and column."""
-    table = exl3.codebook_values(codebook).float().to(values.device)
-    places = exl3.tile_places().to(values.device)
+    table, places = _tables(codebook, values.device)
     targets = values.reshape(-1, POSITIONS)[:, places].contiguous()
     states = ops.nearest_rings(targets, table, rate)
     decoded = torch.empty_like(targets)
     decoded[:, places] = table[states.long()]
-    return EncodedTiles(exl3.pack_states(states.cpu(), rate), decoded.view(-1, TILE, TILE))
+    return EncodedTiles(exl3.pack_states(states, rate), decoded.view(-1, TILE, TILE))
+
+
+@lru_cache(maxsize=4)
+def _tables(codebook: Codebook, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Values of all states, float32, and the place of each position in its tile."""
+    values = exl3.codebook_values(codebook).float()
+    return values.to(device), exl3.tile_places().to(device)
 
 
 class TrellisQuantizer:

@@ -29,7 +29,7 @@ class RingOps(Protocol):
         """States of the ring that is nearest to each row of targets: int32 [n, 256].
 
         targets  float32 [n, 256], in the order of positions
-        values   float32 [65536], value of each state
+        values   float32 [65536], value of each state: a float16 number
         rate     bits per position: one of `TRELLIS_RATES`
 
         Minimizes the sum of (values[state] - target)^2 over the rings through one node before

@@ -1,6 +1,6 @@
 """Search of rings in torch, on any device: all states of all positions, tile by tile in parallel.
 
-It is the reference of the compiled search, and what a GPU computes.
+It is the reference of the compiled searches, and serves GPUs that theirs does not fit.
 """
 
 from __future__ import annotations

@@ -212,13 +212,20 @@ def unpack_states(words: Tensor, rate: float) -> Tensor:
 
 def pack_states(states: Tensor, rate: float) -> Tensor:
     """Inverse of `unpack_states` for closed rings: only the new bits of each state are read."""
+    position, shift, place = _packing(rate, states.device)
+    bits = states[..., position] >> shift & 1
+    wide = (bits.view(*bits.shape[:-1], -1, WORD_BITS) << place).sum(-1)
+    return (wide - (wide >> 31 << 32)).to(torch.int32).view(torch.int16)
+
+
+@cache
+def _packing(rate: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Position of each bit of a ring, its place in the state there, and the places in a word."""
     counts = new_bits(rate)
     position = torch.arange(POSITIONS).repeat_interleave(counts)
-    ends = counts.cumsum(0)[position]
-    bits = states[..., position] >> (ends - 1 - torch.arange(len(position))) & 1
-    bits = bits.view(*bits.shape[:-1], -1, WORD_BITS)
-    wide = (bits << torch.arange(WORD_BITS - 1, -1, -1)).sum(-1)
-    return (wide - (wide >> 31 << 32)).to(torch.int32).view(torch.int16)
+    shift = counts.cumsum(0)[position] - 1 - torch.arange(len(position))
+    place = torch.arange(WORD_BITS - 1, -1, -1)
+    return position.to(device), shift.to(device), place.to(device)
 
 
 def decode_tiles(trellis: Tensor, codebook: Codebook) -> Tensor:

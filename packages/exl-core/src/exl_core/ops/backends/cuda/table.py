@@ -19,9 +19,9 @@ from exl_core.ops.backends.cuda.linear import CudaLinearOps
 from exl_core.ops.backends.cuda.matmul import Linears
 from exl_core.ops.backends.cuda.moe import CudaMoeOps
 from exl_core.ops.backends.cuda.recurrent import CudaRecurrentOps
+from exl_core.ops.backends.cuda.rings import CudaRingOps
 from exl_core.ops.backends.cuda.sampling import CudaSamplingOps, RowSampler
 from exl_core.ops.backends.cuda.upload import upload
-from exl_core.ops.backends.rings import TorchRingOps
 
 
 class CudaTable(
@@ -32,7 +32,7 @@ class CudaTable(
     CudaElementwiseOps,
     CudaRecurrentOps,
     CudaSamplingOps,
-    TorchRingOps,
+    CudaRingOps,
 ):
     """OpTable of one GPU. `threads` is the number of threads that fill matrices."""
 
