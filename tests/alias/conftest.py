@@ -27,9 +27,9 @@ Run = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of 1,024 positions with a byte tokenizer. Read-only."""
+    """A random Llama of 1,024 positions with a byte tokenizer. A GPU takes it. Read-only."""
     folder = tmp_path_factory.mktemp("tiny-llama")
-    tiny_models.save(tiny_models.tiny_llama(max_position_embeddings=1024), folder)
+    tiny_models.save(tiny_models.tiny_llama(max_position_embeddings=1024, head_dim=32), folder)
     (folder / "tokenizer_config.json").write_text(
         '{"bos_token": "<s>", "eos_token": "</s>"}', encoding="utf-8"
     )
