@@ -145,3 +145,10 @@ def test_gpu_failures_become_typed_errors(monkeypatch: pytest.MonkeyPatch) -> No
 def test_errors_on_the_cpu_are_not_converted() -> None:
     with pytest.raises(RuntimeError, match="as it was"), device_failures(torch.device("cpu"), "x"):
         raise RuntimeError("as it was")
+
+
+@pytest.mark.parametrize(("kind", "size", "most"), [("taps", 9, 8), ("depth", 264, 256)])
+def test_recurrent_sizes_that_no_kernel_takes_are_refused(kind: str, size: int, most: int) -> None:
+    device.check_states([(kind, most), ("taps", 4)], "a model")
+    with pytest.raises(DeviceError, match=f"a model: .* at most {most}, got {size}"):
+        device.check_states([(kind, size)], "a model")

@@ -25,6 +25,8 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
+from exl_kernels.cuda_recurrent import CausalConv, DeltaRule, StateScan
+
 ABI = 15
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
@@ -49,8 +51,6 @@ EXPERT_ITEM_ROWS = 128  # EXL_CUDA_EXPERT_ITEM_ROWS
 LOAD_BYTES = 16  # of ExlQuantLoad
 EXPERT_MATRIX_BYTES = 64  # of ExlExpertMatrix
 EXPERT_ITEM_BYTES = 16  # of ExlExpertItem
-MAX_TAPS = 8
-MAX_STATE_DEPTH = 256  # elements of a key, or state_size of Mamba-2
 
 
 class CudaError(RuntimeError):
@@ -394,72 +394,6 @@ class ExpertLinear(Structure):
         ("x_dtype", c_int32),
         ("source", c_int32),
         ("is_early", c_int32),
-    )
-
-
-class StateRows(Structure):
-    _fields_ = (
-        ("row_starts", c_void_p),
-        ("past_lens", c_void_p),
-        ("slots", c_void_p),
-        ("seqs", c_int32),
-        ("rows", c_int32),
-    )
-
-
-class CausalConv(Structure):
-    _fields_ = (
-        ("rows", StateRows),
-        ("x", c_void_p),
-        ("x_stride", c_int64),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("states", c_void_p),
-        ("y", c_void_p),
-        ("x_dtype", c_int32),
-        ("channels", c_int32),
-        ("taps", c_int32),
-        ("has_silu", c_int32),
-    )
-
-
-class DeltaRule(Structure):
-    _fields_ = (
-        ("rows", StateRows),
-        ("qkv", c_void_p),
-        ("qkv_stride", c_int64),
-        ("ba", c_void_p),
-        ("ba_stride", c_int64),
-        ("decay", c_void_p),
-        ("dt_bias", c_void_p),
-        ("states", c_void_p),
-        ("y", c_void_p),
-        ("key_heads", c_int32),
-        ("value_heads", c_int32),
-        ("key_dim", c_int32),
-        ("value_dim", c_int32),
-        ("is_tiled", c_int32),
-    )
-
-
-class StateScan(Structure):
-    _fields_ = (
-        ("rows", StateRows),
-        ("xbc", c_void_p),
-        ("xbc_stride", c_int64),
-        ("dt", c_void_p),
-        ("dt_stride", c_int64),
-        ("decay", c_void_p),
-        ("dt_bias", c_void_p),
-        ("skip", c_void_p),
-        ("states", c_void_p),
-        ("y", c_void_p),
-        ("heads", c_int32),
-        ("head_dim", c_int32),
-        ("state_size", c_int32),
-        ("groups", c_int32),
-        ("least_step", c_float),
-        ("largest_step", c_float),
     )
 
 

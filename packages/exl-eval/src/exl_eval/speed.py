@@ -111,7 +111,6 @@ def measure_speed(
     ]
     peak = peak_memory_bytes()  # before the buffer of the next line
     floor = StepFloor(loaded.model, options)
-    weights = loaded.model.decode_weight_bytes
     cache_bytes = kv_read_bytes(config, options)
     runs = []
     for prompt, size, prefill in grid:
@@ -140,7 +139,7 @@ def measure_speed(
         exact=loaded.exact,
         repeat=options.repeat,
         weights_bytes=loaded.weights_bytes,
-        decode_weight_bytes=weights,
+        decode_weight_bytes=loaded.model.decode_weight_bytes,
         read_bytes_per_s=floor.bytes_per_s,
         load_s=loaded.load_s,
         start_memory_bytes=start_memory_bytes,

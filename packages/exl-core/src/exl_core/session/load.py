@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 from exl_core.arch.checks import check_config
 from exl_core.arch.experts import with_experts_per_token
+from exl_core.arch.layers import GatedDeltaNet, LayerSpec, Mamba2, ShortConv
 from exl_core.arch.modules import ModuleRow
 from exl_core.arch.spec import ModelConfig, RopeMethod
 from exl_core.cache.format import KVFormat
@@ -22,7 +24,7 @@ from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.source import Progress
 from exl_core.model.mtp import MtpLayer
 from exl_core.model.transformer import Transformer
-from exl_core.ops.backends.cuda.device import check_head_dims, parse_device
+from exl_core.ops.backends.cuda.device import check_head_dims, check_states, parse_device
 from exl_core.ops.open import get_table, has_factors, min_group_rows
 from exl_core.ops.table import OpTable
 from exl_core.parallel.plan import AUTO, RankCount
@@ -232,10 +234,7 @@ def load_model(
     on_host = options.embeddings_on == "cpu"
     loading = Loading(config, checkpoint, files.path, threads, progress, on_host)
     if divided.tensor_parallel == 1:
-        own = str(ops.device) if opening is not None else device
-        names = dict.fromkeys(stage.device for stage in plan)
-        names |= {"cpu": None} if any(stage.host_layers for stage in plan) else {}
-        tables = {name: ops if name == own else make_table(name) for name in names}
+        tables = _tables(plan, device, ops, make_table)
         weights, stages, last = loading.read(plan, tables, ops, options.held_bytes)
         transformer = Transformer(config, weights, last, files.sample_ids, split=stages)
     else:
@@ -256,6 +255,16 @@ def load_model(
         parameters=count_parameters(checkpoint, config),
         mtp=None if mtp is None else mtp.read(transformer, threads),
     )
+
+
+def _tables(
+    plan: Sequence[StagePlan], device: str, ops: OpTable, make_table: Callable[[str], OpTable]
+) -> dict[str, OpTable]:
+    """The table of each device that the plan names, with `ops` for `device`."""
+    own = str(ops.device) if device.startswith("cuda") else device
+    names = dict.fromkeys(stage.device for stage in plan)
+    names |= {"cpu": None} if any(stage.host_layers for stage in plan) else {}
+    return {name: ops if name == own else make_table(name) for name in names}
 
 
 def _mtp_of(
@@ -294,7 +303,18 @@ def _config_on(device: str, files: ModelFiles, options: LoadOptions) -> ModelCon
         for is_shared in (False, True):
             heads = (shape.head_dim for shape in shapes if shape.is_shared is is_shared)
             check_head_dims(heads, files.path, is_shared=is_shared)
+        check_states(chain.from_iterable(map(_state_sizes, config.layers)), files.path)
     return config
+
+
+def _state_sizes(layer: LayerSpec) -> Iterator[tuple[str, int]]:
+    """Sizes of a recurrent layer that the kernels of a GPU limit."""
+    match layer.mixer:
+        case ShortConv(taps=taps):
+            yield "taps", taps
+        case GatedDeltaNet(taps=taps, key_dim=depth) | Mamba2(taps=taps, state_size=depth):
+            yield "taps", taps
+            yield "depth", depth
 
 
 def _plan(

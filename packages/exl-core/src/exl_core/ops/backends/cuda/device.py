@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from exl_core.errors import DeviceError, OutOfMemoryError, RequestError
-from exl_kernels import cuda
+from exl_kernels import cuda, cuda_recurrent
 
 OLDEST = 75
 """Lowest compute capability, times ten, that the kernels support."""
@@ -58,6 +58,22 @@ def check_head_dims(head_dims: Iterable[int], where: object, *, is_shared: bool 
                 where=where,
                 expected=f"a multiple of {HEAD_STEP} of at most {most}",
                 got=head_dim,
+                next_step=_USE_CPU,
+            )
+
+
+def check_states(sizes: Iterable[tuple[str, int]], where: object) -> None:
+    """Raises DeviceError for a size of recurrent layers that the kernels do not take: of "taps" of
+    a convolution, or of a "depth" (elements of a key, or of Mamba-2's state)."""
+    most = {"taps": cuda_recurrent.MAX_TAPS, "depth": cuda_recurrent.MAX_STATE_DEPTH}
+    names = {"taps": "convolutions over so many tokens", "depth": "states of this depth"}
+    for kind, size in dict.fromkeys(sizes):
+        if size > most[kind]:
+            raise DeviceError(
+                f"a GPU cannot run a model with {names[kind]}",
+                where=where,
+                expected=f"at most {most[kind]}",
+                got=size,
                 next_step=_USE_CPU,
             )
 

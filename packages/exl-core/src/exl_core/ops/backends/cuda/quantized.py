@@ -162,6 +162,17 @@ def plan_tiles(runs: tuple[GroupRun, ...], scale_bytes: int, offset_bytes: int) 
     )
 
 
+def _plan_of(layout: GroupedLayout, scale_bytes: int) -> tuple[TilePlan, tuple[Hashable, ...]]:
+    """The plan of a matrix, and a key that equal plans share."""
+    if layout.factor_rows:
+        factor_bytes = 4 if layout.formula == "minimums" else 2
+        key = (layout.runs[0].bits, layout.in_features, factor_bytes)
+        return plan_small_groups(*key), ("small", *key)
+    offset_bytes = 0 if layout.offset_dtype is None else layout.offset_dtype.itemsize
+    tiles_key = (layout.runs, scale_bytes, offset_bytes)
+    return plan_tiles(*tiles_key), tiles_key
+
+
 class CudaQuantLinear(LayoutSizes[GroupedLayout]):
     """A quantized matrix on the GPU (`PackedLinear`).
 
@@ -170,21 +181,14 @@ class CudaQuantLinear(LayoutSizes[GroupedLayout]):
     """
 
     def __init__(self, layout: GroupedLayout, gpu: Gpu, *, on_host: bool = False) -> None:
-        offset_bytes = 0 if layout.offset_dtype is None else layout.offset_dtype.itemsize
         # Kernels read the scales of MXFP4 as floats.
         is_exponent = layout.formula == "mxfp4"
         self._scale_dtype = torch.float32 if is_exponent else layout.scale_dtype
         offset_kind, values = _FORMULAS[layout.formula]
-        plan_key: tuple[Hashable, ...]
         if layout.factor_rows:
             self._scale_dtype = torch.float16
             offset_kind = _SMALL_OFFSETS[layout.formula]
-            factor_bytes = 4 if layout.formula == "minimums" else 2
-            small_key = (layout.runs[0].bits, layout.in_features, factor_bytes)
-            plan, plan_key = plan_small_groups(*small_key), ("small", *small_key)
-        else:
-            tiles_key = (layout.runs, self._scale_dtype.itemsize, offset_bytes)
-            plan, plan_key = plan_tiles(*tiles_key), tiles_key
+        plan, plan_key = _plan_of(layout, self._scale_dtype.itemsize)
         num_panels = -(-layout.out_features // PANEL_COLUMNS)
         device = gpu.device
         self.layout = layout

@@ -18,7 +18,7 @@ from exl_core.ops.backends.recurrence import (
     start_of,
 )
 from exl_core.ops.recurrent import DeltaRule, StateRows, StateScan, Taps
-from exl_kernels import cuda
+from exl_kernels import cuda_recurrent
 
 
 class CudaRecurrentOps:
@@ -29,7 +29,7 @@ class CudaRecurrentOps:
     def causal_conv(self, x: Tensor, taps: Taps, states: Tensor, rows: StateRows) -> Tensor:
         out = self._gpu.empty(*x.shape)
         bound = self._bound(rows)
-        operands = cuda.CausalConv(
+        operands = cuda_recurrent.CausalConv(
             rows=_described(bound, len(x)),
             x=x.data_ptr(),
             x_stride=x.stride(0),
@@ -59,7 +59,7 @@ class CudaRecurrentOps:
                 out[part] = y.flatten(1)
             return out
         bound = self._bound(rows)
-        operands = cuda.DeltaRule(
+        operands = cuda_recurrent.DeltaRule(
             rows=_described(bound, len(qkv)),
             qkv=qkv.data_ptr(),
             qkv_stride=qkv.stride(0),
@@ -84,7 +84,7 @@ class CudaRecurrentOps:
         out = self._gpu.empty(len(xbc), scan.heads * scan.head_dim)
         xbc, dt = xbc.float(), dt.float()
         bound = self._bound(rows)
-        operands = cuda.StateScan(
+        operands = cuda_recurrent.StateScan(
             rows=_described(bound, len(xbc)),
             xbc=xbc.data_ptr(),
             xbc_stride=xbc.stride(0),
@@ -112,9 +112,9 @@ class CudaRecurrentOps:
         return StateRows(*(upload(operand, device) for operand in operands))
 
 
-def _described(rows: StateRows, count: int) -> cuda.StateRows:
+def _described(rows: StateRows, count: int) -> cuda_recurrent.StateRows:
     """Rows on the device, for the library. The caller keeps them alive until its call."""
-    return cuda.StateRows(
+    return cuda_recurrent.StateRows(
         row_starts=rows.row_starts.data_ptr(),
         past_lens=rows.past_lens.data_ptr(),
         slots=rows.slots.data_ptr(),
