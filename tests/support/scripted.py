@@ -8,6 +8,7 @@ marked. A page that is mixed up, evicted or shared wrongly changes the reply or 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -18,6 +19,7 @@ from exl_core.arch.layers import KVShape, StateShape
 from exl_core.cache.state_store import StateStore
 from exl_core.cache.store import KVStore
 from exl_core.model.batch import Batch
+from exl_core.model.segment import Segment
 from exl_core.ops.open import get_table
 from exl_core.ops.table import OpTable
 from exl_core.tokenizer.base import ControlIds, Tokenizer
@@ -134,6 +136,17 @@ class ScriptedModel:
     @property
     def is_streamed(self) -> bool:
         return False
+
+    @property
+    def num_ranks(self) -> int:
+        return 1
+
+    def replaying(
+        self,
+        store: KVStore,
+        segments: Sequence[Segment],
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @property
     def stages(self) -> tuple[ScriptedStage, ...]:

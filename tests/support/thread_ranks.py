@@ -50,6 +50,11 @@ class ThreadExchange:
         self._barrier.wait()
         return found if self.rank.index == 0 else [part]
 
+    def spread_(self, values: Tensor) -> Tensor:
+        values.copy_(self._all(values.clone())[0])
+        self._barrier.wait()
+        return values
+
     def _all(self, part: Tensor) -> list[Tensor]:
         self._parts[self.rank.index] = part
         self._barrier.wait()

@@ -10,12 +10,12 @@ import torch
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.errors import RequestError
-from exl_core.parallel.plan import parse_ranks
+from exl_core.parallel.plan import Rank, parse_ranks
 from exl_core.session import ranks
 from exl_core.session.load import LoadOptions, load_model
 from exl_core.session.open import open_model
 from exl_core.session.placement import GPU_OVERHEAD, DeviceMemory
-from exl_core.session.ranks import choose_ranks, ranks_for
+from exl_core.session.ranks import check_ranks, choose_ranks, device_of, ranks_for
 from exl_core.session.split import LayerSizes
 from support.tiny_models import save, tiny_llama
 
@@ -93,10 +93,10 @@ def test_every_pair_of_gpus_needs_access(config: ModelConfig) -> None:
     [
         ("cuda:1", [24, 24], "--device cuda:1 is one GPU"),
         ("auto", [24], "there is no second GPU"),
-        ("auto", [24, 24], "processes run on the CPU only so far, although 2 GPUs hold the 40.00"),
+        ("auto", [24, 8, 24], "the first 2 GPUs do not hold equal shares"),
     ],
 )
-def test_gpus_are_not_used_by_ranks_so_far(
+def test_reasons_for_one_rank_on_gpus(
     config: ModelConfig,
     monkeypatch: pytest.MonkeyPatch,
     asked: str,
@@ -108,6 +108,43 @@ def test_gpus_are_not_used_by_ranks_so_far(
     found = choose_ranks(LoadOptions(device=asked), "cuda", lambda: sizes(config, 40), config)
     assert found.count == 1
     assert found.reason.startswith(reason)
+
+
+def test_two_gpus_are_two_ranks(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "device_memory", lambda: [None, *gpus(24, 24)])
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    found = choose_ranks(LoadOptions(device="auto"), "cuda", lambda: sizes(config, 40), config)
+    assert str(found) == (
+        "--tensor-parallel auto: 2 processes, because 2 GPUs hold the 40.00 GB of weights and cache"
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "refusal"),
+    [
+        ("cuda", 2, None),
+        ("cpu", 3, None),
+        ("cuda", 3, "every rank needs a GPU of its own .expected at most 2 ranks"),
+        (
+            "cuda:1",
+            2,
+            "every rank has a GPU of its own, rank 0 the first one .*got --device cuda:1",
+        ),
+    ],
+)
+def test_every_rank_has_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, count: int, refusal: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    options = LoadOptions(device=device, tensor_parallel=count)
+    if refusal is None:
+        check_ranks(options, device)
+        found = [device_of(device, Rank(index, count)) for index in range(count)]
+        assert found == (["cuda:0", "cuda:1"] if device == "cuda" else ["cpu"] * count)
+        return
+    with pytest.raises(RequestError, match=refusal) as caught:
+        check_ranks(options, device)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_machine_without_gpus_has_one_rank(tmp_path: Path) -> None:

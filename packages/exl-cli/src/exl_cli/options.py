@@ -173,9 +173,9 @@ TensorParallel = Annotated[
     typer.Option(
         "--tensor-parallel",
         metavar="N|auto",
-        help="Divide every matrix among N processes, which compute each token together. On the CPU "
-        "only so far. --threads is the number of threads of all of them. auto: as many as the GPUs "
-        "and their memory suggest.",
+        help="Divide every matrix among N processes, which compute each token together, each on "
+        "a GPU of its own or all on the CPU. --threads is the number of threads of all of them. "
+        "auto: as many as the GPUs and their memory suggest.",
         rich_help_panel=_RUNNING,
     ),
 ]

@@ -224,12 +224,14 @@ class CudaGraphs:
         x: Tensor | None = None,
         *,
         has_tokens: bool = False,
+        is_decided: bool = False,
     ) -> Tensor | None:
         """Logits [n, vocab_size], or the states [R, hidden] after a stage that is not the last one,
         valid until the next run; None if the pass has no graph.
 
         `x` [R, hidden]: states after the stage before. With `has_tokens` the token ids are in the
         tensor that `next_ids` returned, or earlier work on the stream writes them there.
+        `is_decided`: rank 0 has decided that the pass runs as a graph.
         """
         shape = shape_of(segments, self._pages)
         if shape is None:
@@ -237,10 +239,21 @@ class CudaGraphs:
         self._store.grow(1 + max(one.last_written_page(self._store.page_size) for one in segments))
         if shape not in self._graphs:
             self._passes[shape] += 1
-            if not shape.is_decoding and (
-                self._passes[shape] < PASSES_BEFORE_CAPTURE or len(self._graphs) >= MAX_GRAPHS
-            ):
+            is_early = self._passes[shape] < PASSES_BEFORE_CAPTURE
+            is_rare = not shape.is_decoding and (is_early or len(self._graphs) >= MAX_GRAPHS)
+            if is_rare and not is_decided:
                 return None
+        with self._model.replaying(self._store, segments):
+            result = self._replay(shape, segments, x, has_tokens=has_tokens)
+        if not self._has_logits:
+            return result[: sum(len(one.token_ids) for one in segments)]
+        return select_logits(result, shape, segments)
+
+    def _replay(
+        self, shape: Shape, segments: Sequence[Segment], x: Tensor | None, *, has_tokens: bool
+    ) -> Tensor:
+        """The result of the bucket's graph, which is captured first if there is none."""
+        if shape not in self._graphs:
             self._graphs[shape] = self._capture(shape, segments, x)
         inputs, states, graph, result = self._graphs[shape]
         self._inputs_copied.synchronize()  # the previous copy has finished reading the host buffer
@@ -250,9 +263,7 @@ class CudaGraphs:
             states[: len(x)].copy_(self._receive(x))
         with torch.cuda.device(self._device):
             graph.replay()
-        if not self._has_logits:
-            return result[: sum(len(one.token_ids) for one in segments)]
-        return select_logits(result, shape, segments)
+        return result
 
     def _capture(self, shape: Shape, segments: Sequence[Segment], x: Tensor | None) -> Captured:
         store, model = self._store, self._model
@@ -281,7 +292,9 @@ class CudaGraphs:
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
             pool = next((other.graph.pool() for other in self._graphs.values()), None)
-            with torch.cuda.graph(graph, pool=pool):
+            # Of several ranks, each has threads that may call the driver meanwhile.
+            mode = "thread_local" if model.num_ranks > 1 else "global"
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
                 result = model.run_stage(self._stage, inputs.batch, store, states)
         return Captured(inputs, states, graph, result)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from exl_core.arch.layers import KVShape, StateShape
 from exl_core.cache.store import KVStore
 from exl_core.model.batch import Batch
+from exl_core.model.segment import Segment
 from exl_core.ops.table import OpTable
 
 
@@ -60,6 +62,18 @@ class Model(Protocol):
     @property
     def is_streamed(self) -> bool:
         """Weights are read from the files in every pass, so that passes cannot be captured."""
+        ...
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that the model is divided among."""
+        ...
+
+    def replaying(
+        self, store: KVStore, segments: Sequence[Segment]
+    ) -> AbstractContextManager[None]:
+        """Context of a pass over `segments` as a captured graph, which is captured inside if it is
+        missing. The other ranks do the same."""
         ...
 
     def check_loaded(self) -> None:

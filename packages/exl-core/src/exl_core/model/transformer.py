@@ -12,6 +12,7 @@ Dimension: R rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from itertools import pairwise
 
@@ -145,6 +146,14 @@ class Transformer:
     def num_ranks(self) -> int:
         """Processes that the model is divided among, each with a part of every matrix."""
         return 1
+
+    def replaying(
+        self,
+        store: KVStore,
+        segments: Sequence[Segment],  # noqa: ARG002
+    ) -> AbstractContextManager[None]:
+        """Context of a pass over `segments` as a captured graph."""
+        return nullcontext()
 
     @property
     def whole_config(self) -> ModelConfig:

@@ -40,6 +40,10 @@ class Exchange(Protocol):
         """On rank 0 all ranks' parts [n, widths[r]], float32; on the others the own part alone."""
         ...
 
+    def spread_(self, values: Tensor) -> Tensor:
+        """Overwrites `values`, int64 of any shape, by those of rank 0."""
+        ...
+
 
 class NoExchange:
     """Exchange of a rank that has whole matrices."""
@@ -51,6 +55,9 @@ class NoExchange:
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:  # noqa: ARG002
         return [part]
+
+    def spread_(self, values: Tensor) -> Tensor:
+        return values
 
 
 def gloo_group(store: Store, rank: Rank, address: str) -> dist.ProcessGroup:
@@ -121,6 +128,12 @@ class GlooExchange:
         if not is_first:
             return [part]
         return [found[:, :width] for found, width in zip(parts, widths, strict=True)]
+
+    def spread_(self, values: Tensor) -> Tensor:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        wait_for(self._group.broadcast([values], options), self.rank.index)
+        return values
 
 
 def failed_exchange(rank: int, error: RuntimeError) -> RankError:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from exl_core.cache.store import KVStore
     from exl_core.model.adapters import Adapter
+    from exl_core.model.cuda_graphs import CudaGraphs
     from exl_core.parallel.model import RankTransformer
     from exl_core.parallel.wire import Message
 
@@ -148,6 +149,7 @@ class Follower:
         self._load = load
         self._adapters: dict[int, Adapter] = {}
         self._stores: dict[int, KVStore] = {}
+        self._graphs: dict[int, CudaGraphs] = {}
 
     def run(self, message: Message) -> None:
         """Does what one message says. RankError for a cache or an adapter that does not exist."""
@@ -167,14 +169,21 @@ class Follower:
             case Operation.PASS:
                 batch = batch_of(message, self._adapter)
                 self._model.forward(batch, self._store(header.store))
+            case Operation.REPLAY:
+                self._replay(message)
             case Operation.EMBED:
                 self._model.embed(numbers_of(message))
             case Operation.STORE:
                 made = store_for(
-                    self._model, format_of(message), header.pages, num_states=header.states
+                    self._model,
+                    format_of(message),
+                    header.pages,
+                    grows=self._model.ops.device.type == "cuda",
+                    num_states=header.states,
                 )
                 self._stores[header.store] = made
             case Operation.DROP:
+                self._graphs.pop(header.store, None)
                 self._stores.pop(header.store, None)
             case Operation.ADAPT:
                 found = self._load(*adapter_source(message), self._model)
@@ -198,6 +207,19 @@ class Follower:
                 target_store = self._store(header.target_store)
                 for source, target in numbers_of(message).tolist():
                     self._store(header.store).transfer_state(target_store, source, target)
+
+    def _replay(self, message: Message) -> None:
+        """Runs a graph, which is captured the first time, as on rank 0."""
+        from torch import inference_mode
+
+        from exl_core.model.cuda_graphs import CudaGraphs
+        from exl_core.parallel.wire import segments_of
+
+        number = message.header.store
+        if number not in self._graphs:
+            self._graphs[number] = CudaGraphs(self._model, self._store(number))
+        with inference_mode():
+            self._graphs[number].run(segments_of(message), is_decided=True)
 
     def _adapter(self, number: int) -> Adapter:
         from exl_core.errors import RankError

@@ -141,6 +141,8 @@ class Group:
     ) -> None:
         self.num_ranks = len(followers) + 1
         self.failure: RankError | None = None
+        self.on_failure: Callable[[], None] | None = None
+        """Ends exchanges that the end of the followers does not end."""
         self._connect = connect
         self._watchdog = watchdog
         self._failed = Event()
@@ -236,6 +238,8 @@ class Group:
                 self.failure.exit_code = exit_code
         for one in self._all:
             one.kill()
+        if self.on_failure is not None:
+            self.on_failure()
         self._failed.set()
         self._loaded.set()
 

@@ -25,6 +25,7 @@ from exl_core.errors import RankError, RequestError
 from exl_core.model.adapters import Adapter
 from exl_core.model.batch import Batch
 from exl_core.model.observe import Observer, StateRecorder
+from exl_core.model.segment import Segment
 from exl_core.model.weights import ModelWeights
 from exl_core.ops.table import OpTable
 from exl_core.parallel.exchange import Exchange
@@ -38,6 +39,7 @@ from exl_core.parallel.wire import (
     adapter_message,
     numbers_message,
     pass_message,
+    replay_message,
     store_message,
 )
 
@@ -78,6 +80,7 @@ class LeadingTransformer(HostTransformer):
         self._dropped: list[Header] = []  # caches and adapters that are gone: sent before the next
         self._adapters: weakref.WeakKeyDictionary[Adapter, int] = weakref.WeakKeyDictionary()
         self._num_adapters = 0
+        self._is_replaying = False
         weakref.finalize(self, followers.close)
 
     def run_stage(
@@ -96,9 +99,22 @@ class LeadingTransformer(HostTransformer):
             )
         self.check_pass(observe)
         with self._lock:
+            if self._is_replaying:  # the others have been told
+                return super().run_stage(index, batch, store, x, observe=observe)
             number = self.number_of(store)
             with self._telling(pass_message(number, batch, self._adapter_number)):
                 return super().run_stage(index, batch, store, x, observe=observe)
+
+    @contextmanager
+    def replaying(self, store: KVStore, segments: Sequence[Segment]) -> Iterator[None]:
+        with self._lock:
+            number = self.number_of(store)
+            with self._telling(replay_message(number, segments)):
+                self._is_replaying = True
+                try:
+                    yield
+                finally:
+                    self._is_replaying = False
 
     def embed(self, token_ids: Tensor) -> Tensor:
         ids = token_ids.to(torch.int64).view(-1)

@@ -77,8 +77,9 @@ class SummingOps(ComposedExpertOps, WrappedOps):
     def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> Tensor:
         if not isinstance(w, PartialLinear):
             return self.inner.linear_add_(x, w, residual)
-        product = self.inner.linear_add_(x, w.part, torch.zeros_like(residual))
-        return self.inner.add_(residual, self._exchange.sum(product))
+        if self._exchange.rank.index != 0:  # rank 0 adds the residual stream, once
+            residual = torch.zeros_like(residual)
+        return self._exchange.sum(self.inner.linear_add_(x, w.part, residual))
 
     def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor:
         if not isinstance(norm, DividedNorm):
@@ -138,13 +139,16 @@ class RankTransformer(Transformer):
     def _token_vectors(self, token_ids: Tensor) -> Tensor:
         if not self._is_divided:
             return super()._token_vectors(token_ids)
-        check_range("embedding", "token_ids", token_ids, self.config.vocab_size)
+        if token_ids.device.type == "cpu":
+            check_range("embedding", "token_ids", token_ids, self.config.vocab_size)
+            token_ids = token_ids.to(self.ops.device)
+        else:  # inputs of a graph, which rank 0 alone has if it has sampled them on its GPU
+            self._exchange.spread_(token_ids)
         own = self._tokens[self._exchange.rank.index]
-        is_own = (token_ids >= own.start) & (token_ids < own.stop)
-        ids = torch.where(is_own, token_ids - own.start, 0)
+        is_other = (token_ids < own.start) | (token_ids >= own.stop)
+        ids = (token_ids - own.start).masked_fill_(is_other, 0)
         part = self.ops.embedding(ids, self._weights.embed)
-        part[~is_own] = 0.0
-        return self._exchange.sum(part)
+        return self._exchange.sum(part.masked_fill_(is_other.unsqueeze(1), 0.0))
 
     def _read_head(self, x: Tensor, norm: Norm | None, out: Tensor | None) -> Tensor:
         if not self._is_divided:

@@ -6,6 +6,8 @@ a gap means that a rank missed a pass, after which its cache would be wrong.
 
     PASS   one forward pass: the tensors of a `Batch`, and its adapters: int64 [uses, 3] of first
            row, last row and adapter, float64 [uses] of scales
+    REPLAY a pass as a captured CUDA graph: int64 [sequences, 4] of cached tokens, tokens, pages and
+           kind of logit rows, int64 [rows] of tokens, int64 [pages] of pages
     EMBED  the embedding of token ids: int64 [rows]
     STORE  a cache of `pages` pages in a format, with `states` slots of recurrent state
     DROP   the cache is not used any more
@@ -24,9 +26,10 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,11 +41,13 @@ from exl_core.cache.format import KVFormat
 from exl_core.errors import RankError
 from exl_core.model.adapters import Adapter, AdapterUse
 from exl_core.model.batch import AdapterRows, Batch, EmbeddedRows
+from exl_core.model.segment import LogitRows, Segment
 
 VERSION = 2
 MESSAGE_LIMIT_BYTES = 1 << 30
 _HEADER = struct.Struct("<16i")
 _FORMATS = tuple(KVFormat)
+_LOGIT_ROWS = tuple(LogitRows)
 
 
 class Operation(IntEnum):
@@ -59,6 +64,7 @@ class Operation(IntEnum):
     FORGET = 11
     COPY_STATES = 12
     GIVE_STATES = 13
+    REPLAY = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,7 @@ class Header:
     store: int = 0
     kv_format: int = 0
     pages: int = 0
-    """Pages of a cache, or columns of the page table of a pass."""
+    """Pages of a cache, or of all segments, or columns of the page table of a pass."""
     rows: int = 0
     sequences: int = 0
     logit_rows: int = 0
@@ -121,6 +127,8 @@ def _payload_bytes(header: Header) -> int:
             narrow = 2 * header.sequences + 1 + header.sequences * header.pages
             wide += 4 * header.adapter_uses + header.sequences * header.states
             return 8 * wide + 4 * (narrow + header.embedded_rows * header.hidden_size)
+        case Operation.REPLAY:
+            return 8 * (4 * header.sequences + header.rows + header.pages)
         case Operation.EMBED:
             return 8 * header.rows
         case Operation.ADAPT:
@@ -198,6 +206,38 @@ def batch_of(message: Message, adapter_of: Callable[[int], Adapter]) -> Batch:
         uses.setdefault((first, last), []).append(AdapterUse(adapter_of(number), scale))
     rows = tuple(AdapterRows(*ends, tuple(found)) for ends, found in uses.items())
     return replace(batch, adapters=rows, states=states)
+
+
+def replay_message(store: int, segments: Sequence[Segment]) -> Message:
+    """A pass over `segments` as a graph, with the cache number `store`."""
+    numbers: list[int] = []
+    for one in segments:
+        kind = _LOGIT_ROWS.index(one.logit_rows)
+        numbers += (one.past_len, len(one.token_ids), len(one.page_ids), kind)
+    sequences, rows = len(segments), sum(len(one.token_ids) for one in segments)
+    numbers += chain.from_iterable(one.token_ids for one in segments)
+    numbers += chain.from_iterable(one.page_ids for one in segments)
+    pages = len(numbers) - 4 * sequences - rows
+    header = Header(Operation.REPLAY, store=store, pages=pages, rows=rows, sequences=sequences)
+    return Message(header, np.array(numbers, dtype=np.int64).tobytes())
+
+
+def segments_of(message: Message) -> list[Segment]:
+    """The segments of a REPLAY message. RankError for lengths that contradict each other."""
+    header = message.header
+    numbers = np.frombuffer(message.payload, np.int64).tolist()
+    heads, numbers = numbers[: 4 * header.sequences], iter(numbers[4 * header.sequences :])
+    parts = [heads[at : at + 4] for at in range(0, len(heads), 4)]
+    lengths = sum(part[1] for part in parts), sum(part[2] for part in parts)
+    is_known = all(part[3] < len(_LOGIT_ROWS) for part in parts)
+    if lengths != (header.rows, header.pages) or min(heads, default=0) < 0 or not is_known:
+        raise RankError("a message has no such segments", got=lengths)
+    tokens = [tuple(islice(numbers, part[1])) for part in parts]
+    pages = [tuple(islice(numbers, part[2])) for part in parts]
+    return [
+        Segment(ids, past_len, held, _LOGIT_ROWS[kind])
+        for (past_len, _, _, kind), ids, held in zip(parts, tokens, pages, strict=True)
+    ]
 
 
 def adapter_message(number: int, digest: str, path: Path) -> Message:

@@ -66,6 +66,7 @@ def _follow_on_host(messages: Connection, reports: Reports) -> None:
         num_ranks = settings["options"]["tensor_parallel"]
         reports.on_hang = partial(_complain, num_ranks)
     from exl_core.parallel.exchange import GlooExchange
+    from exl_core.parallel.nccl import on_device
     from exl_core.parallel.plan import Rank
     from exl_core.session.hosts import load_part
     from exl_core.session.load import options_of
@@ -78,7 +79,8 @@ def _follow_on_host(messages: Connection, reports: Reports) -> None:
     part = load_part(files, options, rank, options.threads or 1)  # rank 0 has chosen them
 
     def join() -> RankTransformer:
-        return part.model(GlooExchange.in_folder(Path(settings["folder"]), rank))
+        exchange = GlooExchange.in_folder(Path(settings["folder"]), rank)
+        return part.model(on_device(exchange, part.ops.device))
 
     follow(messages, reports, digest_of(files), join, _load_unchanged)
 

@@ -41,7 +41,7 @@ from exl_core.session.load import (
     with_options,
 )
 from exl_core.session.open import ModelFiles, open_model
-from exl_core.session.ranks import check_ranks, digest_of, sharded
+from exl_core.session.ranks import check_ranks, device_of, digest_of, sharded
 from exl_core.session.weights import Loading
 from exl_core.settings import Launched, read_settings
 
@@ -115,9 +115,11 @@ def load_part(
     if layers is not None:
         whole_model = WholeModel(config, layers)
         config, rows = layer_part(config, layers)
-    device = resolve_device(options.device, is_exact=options.exact)
+    device = device_of(resolve_device(options.device, is_exact=options.exact), rank)
     isa = options.isa or (read_settings().isa if device == "cpu" else None)
     ops = get_table(device, isa=isa, threads=threads, batch_invariant=options.batch_invariant)
+    if ops.device.type == "cuda":
+        torch.cuda.set_device(ops.device)
     whole = checkpoint_of(files, config, options, rows)
     tensors: WeightTensors = whole
     own, shares = config, Shares(config, rank)
@@ -191,6 +193,13 @@ def check_job(options: LoadOptions, job: Launched) -> None:
             got="both",
         )
     device = resolve_device(options.device, is_exact=options.exact)
+    if device.startswith("cuda") and job.world_size > 1:
+        raise RequestError(
+            "processes of torchrun run on the CPU only so far",
+            expected="--device cpu",
+            got=device,
+            next_step="For several GPUs of one machine take --tensor-parallel or --split.",
+        )
     check_ranks(replace(options, tensor_parallel=job.world_size), device)
 
 

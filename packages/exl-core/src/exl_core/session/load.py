@@ -230,10 +230,11 @@ def load_model(
     mtp = _mtp_of(files, config, divided, checkpoint) if options.mtp else None
     reserved = options.reserved_bytes + (0 if mtp is None else mtp.packed_bytes)
     planned = replace(options, reserved_bytes=reserved)
-    plan = _plan(planned, split, config, checkpoint, ops, device=device)
+    is_whole = divided.tensor_parallel == 1
+    plan = _plan(planned, split, config, checkpoint, ops, device=device) if is_whole else ()
     on_host = options.embeddings_on == "cpu"
     loading = Loading(config, checkpoint, files.path, threads, progress, on_host)
-    if divided.tensor_parallel == 1:
+    if is_whole:
         tables = _tables(plan, device, ops, make_table)
         weights, stages, last = loading.read(plan, tables, ops, options.held_bytes)
         transformer = Transformer(config, weights, last, files.sample_ids, split=stages)

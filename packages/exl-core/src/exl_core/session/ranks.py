@@ -17,12 +17,14 @@ import torch
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import free_memory_bytes
-from exl_core.errors import ExlError, RequestError
+from exl_core.errors import ExlError, RankError, RequestError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.ops.table import OpTable
 from exl_core.parallel.checkpoint import ShardedCheckpoint
+from exl_core.parallel.exchange import Exchange
 from exl_core.parallel.followers import Followers
 from exl_core.parallel.leader import LeadingTransformer
+from exl_core.parallel.nccl import NcclExchange, on_device
 from exl_core.parallel.plan import AUTO, MOST_RANKS, Rank, RankCount, share_config
 from exl_core.session.open import ModelFiles
 from exl_core.session.placement import GPU_OVERHEAD, DeviceMemory, device_memory
@@ -75,10 +77,11 @@ def choose_ranks(
     if options.device.startswith("cuda:"):
         return RankChoice(1, f"--device {options.device} is one GPU")
     _, *gpus = device_memory()
-    choice = ranks_for(sizes(), config, gpus, torch.cuda.can_device_access_peer)
-    if choice.count == 1:
-        return choice
-    return RankChoice(1, f"processes run on the CPU only so far, although {choice.reason}")
+    access = torch.cuda.can_device_access_peer
+    choice = ranks_for(sizes(), config, gpus, access)
+    if choice.count > 1 and ranks_for(sizes(), config, gpus[: choice.count], access) != choice:
+        return RankChoice(1, f"the first {choice.count} GPUs do not hold equal shares")
+    return choice
 
 
 def ranks_for(
@@ -158,13 +161,26 @@ def check_ranks(options: RankOptions, device: str) -> None:
                 expected=f"--tensor-parallel or {option}",
                 got="both",
             )
-    if device.startswith("cuda"):
+    if not device.startswith("cuda"):
+        return
+    if device != "cuda":
         raise RequestError(
-            "tensor parallelism runs on the CPU only so far",
-            expected="--device cpu",
-            got=device,
-            next_step="For several GPUs take --split.",
+            "every rank has a GPU of its own, rank 0 the first one",
+            expected="--device cuda, and CUDA_VISIBLE_DEVICES for a choice of GPUs",
+            got=f"--device {device}",
         )
+    num_gpus = torch.cuda.device_count()
+    if ranks > num_gpus:
+        raise RequestError(
+            "every rank needs a GPU of its own",
+            expected=f"at most {num_gpus} ranks, or --device cpu",
+            got=ranks,
+        )
+
+
+def device_of(device: str, rank: Rank) -> str:
+    """The device of a rank, for the resolved one of the options."""
+    return f"cuda:{rank.index}" if device == "cuda" and rank.count > 1 else device
 
 
 def threads_of_rank(options: RankOptions, settings: Settings) -> int:
@@ -186,7 +202,9 @@ def load_leader(
     the other ranks.
     """
     num_ranks = fields["tensor_parallel"]
-    check_memory(checkpoint.packed_bytes, free_memory_bytes(ops.device), files.path)
+    is_shared = ops.device.type == "cpu"  # by all ranks
+    needed = checkpoint.packed_bytes // (1 if is_shared else num_ranks)
+    check_memory(needed, free_memory_bytes(ops.device), files.path)
     tensors, config = sharded(checkpoint, loading.config, Rank(0, num_ranks))
 
     def settings(rank: int) -> Mapping[str, object]:
@@ -202,7 +220,7 @@ def load_leader(
     try:
         own = replace(loading, config=config, checkpoint=tensors, progress=report)
         weights = own.whole(ops, None)
-        exchange = followers.meet(digest_of(files))
+        exchange = _on_gpus(followers.meet(digest_of(files)), followers, ops)
         model = LeadingTransformer(
             loading.config,
             weights,
@@ -217,6 +235,17 @@ def load_leader(
     except BaseException:
         followers.close()
         raise
+
+
+def _on_gpus(exchange: Exchange, followers: Followers, ops: OpTable) -> Exchange:
+    """The exchange between the ranks' devices. A failure of a follower ends what waits in it."""
+    try:
+        connected = on_device(exchange, ops.device)
+    except RankError as error:
+        raise followers.cause(error) from error
+    if isinstance(connected, NcclExchange):
+        followers.on_failure = connected.abort
+    return connected
 
 
 def sharded(

@@ -1,0 +1,183 @@
+"""Exchange between GPUs with NCCL, called directly: on torch's current stream, so that a CUDA graph
+captures it, and without a thread of its own.
+
+The ranks meet by another exchange. NVLink multicast stays off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Lock, Thread
+
+import torch
+from torch import Tensor
+
+from exl_core.errors import DeviceError, RankError
+from exl_core.parallel.exchange import Exchange
+from exl_core.parallel.plan import Rank
+
+LIBRARY = "libnccl.so.2"
+_ID_BYTES = 128
+_SUM = 0
+_TYPES = {torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_LOCK_S = 1.0
+
+
+class _UniqueId(ctypes.Structure):
+    """`ncclUniqueId`."""
+
+    _fields_ = (("data", ctypes.c_ubyte * _ID_BYTES),)
+
+
+_pointer, _int, _size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+_FUNCTIONS: dict[str, tuple[object, ...]] = {
+    "ncclGetUniqueId": (ctypes.POINTER(_UniqueId),),
+    "ncclCommInitRank": (ctypes.POINTER(_pointer), _int, _UniqueId, _int),
+    "ncclCommAbort": (_pointer,),
+    # send, receive, count, type, operation, communicator, stream
+    "ncclAllReduce": (_pointer, _pointer, _size, _int, _int, _pointer, _pointer),
+    # send, receive, count, type, root, communicator, stream
+    "ncclBroadcast": (_pointer, _pointer, _size, _int, _int, _pointer, _pointer),
+    # buffer, count, type, peer, communicator, stream
+    "ncclSend": (_pointer, _size, _int, _int, _pointer, _pointer),
+    "ncclRecv": (_pointer, _size, _int, _int, _pointer, _pointer),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+}
+
+
+def on_device(exchange: Exchange, device: torch.device) -> Exchange:
+    """The exchange for tensors on `device` between the ranks of `exchange`."""
+    return exchange if device.type == "cpu" else NcclExchange(exchange, device)
+
+
+class NcclExchange:
+    """Exchange between the GPUs of one machine, one for each rank.
+
+    Results are equal on all ranks, to the bit. Ops are queued on the current stream, and a rank
+    that fails leaves the others' streams waiting until `abort`.
+    """
+
+    def __init__(self, first: Exchange, device: torch.device) -> None:
+        """Connects the ranks of `first`, which is not used afterwards. Blocks until all have."""
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        self.rank: Rank = first.rank
+        self._device = device
+        self._library = _load()
+        self._lock = Lock()
+        self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
+        identity = _UniqueId()
+        if self.rank.index == 0:
+            self._checked("ncclGetUniqueId", ctypes.byref(identity))
+        own = torch.tensor(list(identity.data), dtype=torch.float32)  # zeros on other ranks
+        identity.data[:] = [int(one) for one in first.sum(own).tolist()]
+        with torch.cuda.device(device):
+            self._checked(
+                "ncclCommInitRank",
+                *(ctypes.byref(self._comm), self.rank.count, identity, self.rank.index),
+            )
+        self._warm_up()
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Overwrites `part`, if it is contiguous."""
+        part = part.contiguous()
+        data, count, kind = _operands(part)
+        if count:
+            self._call("ncclAllReduce", data, data, count, kind, _SUM)
+        return part
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+        part = part.contiguous()
+        if self.rank.index != 0:
+            if part.numel():
+                self._call("ncclSend", *_operands(part), 0)
+            return [part]
+        others = [part.new_empty(len(part), width) for width in widths[1:]]
+        if part.numel():
+            self._checked("ncclGroupStart")
+            for peer, other in enumerate(others, 1):
+                self._call("ncclRecv", *_operands(other), peer)
+            self._checked("ncclGroupEnd")
+        return [part, *others]
+
+    def spread_(self, values: Tensor) -> Tensor:
+        data, count, kind = _operands(values)
+        if count:
+            self._call("ncclBroadcast", data, data, count, kind, 0)
+        return values
+
+    def abort(self) -> None:
+        """Ends all ops on this GPU that wait for another rank. Their results are void, and later
+        calls raise RankError. May be called on any thread, and again."""
+        has_lock = self._lock.acquire(timeout=_LOCK_S)  # a full queue holds up a caller
+        comm, self._comm = self._comm, None
+        if has_lock:
+            self._lock.release()
+        if comm is not None:  # waits for captured graphs to go
+            Thread(target=self._library.ncclCommAbort, args=(comm,), daemon=True).start()
+
+    def _warm_up(self) -> None:
+        """Connections are made by the first op of each kind, which a capture does not allow."""
+        values = torch.ones(1, 1, device=self._device)
+        self.spread_(values)
+        for rows in (1, 1 << 12, 1 << 20):  # NCCL takes other protocols for larger tensors
+            self.sum(torch.ones(rows, 4, device=self._device))
+        self.gather(values, [1] * self.rank.count)
+        torch.cuda.synchronize(self._device)
+
+    def _call(self, name: str, *operands: object) -> None:
+        """Queues an op on torch's current stream."""
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        with torch.cuda.device(self._device), self._lock:
+            if self._comm is None:
+                raise RankError("the other ranks of this model have ended")
+            self._checked(name, *operands, self._comm, stream)
+
+    def _checked(self, name: str, *operands: object) -> None:
+        error = getattr(self._library, name)(*operands)
+        if error:
+            text = self._library.ncclGetErrorString(error).decode()
+            raise RankError(
+                f"rank {self.rank.index}: the exchange with the other ranks failed",
+                got=f"{name}: {text}",
+            )
+
+
+def _operands(x: Tensor) -> tuple[int, int, int]:
+    """Address, number of values and type of a contiguous tensor."""
+    return x.data_ptr(), x.numel(), _TYPES[x.dtype]
+
+
+def _load() -> ctypes.CDLL:
+    """The library that torch has loaded, or that is installed beside it."""
+    library = None
+    for name in (LIBRARY, *_installed()):
+        try:
+            library = ctypes.CDLL(str(name))
+            break
+        except OSError:
+            continue
+    if library is None:
+        raise DeviceError(
+            "tensor parallelism on GPUs needs NCCL",
+            expected=LIBRARY,
+            got="no such library",
+            next_step="Install torch with CUDA, which brings it.",
+        )
+    for name, types in _FUNCTIONS.items():
+        getattr(library, name).argtypes = types
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    return library
+
+
+def _installed() -> list[Path]:
+    try:
+        found = find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return []
+    folders = () if found is None else found.submodule_search_locations or ()
+    return [Path(folder) / "lib" / LIBRARY for folder in folders]

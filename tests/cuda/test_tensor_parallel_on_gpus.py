@@ -1,0 +1,180 @@
+"""Models divided among two GPUs, by matrices or by layers, against the same models on one GPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from exl_core.cache.format import KVFormat
+from exl_core.engine.engine import Engine, EngineOptions
+from exl_core.engine.events import FinishEvent
+from exl_core.errors import RankError, RequestError
+from exl_core.lora.adapter import load_adapter
+from exl_core.model.adapters import AdapterUse
+from exl_core.model.context import Context
+from exl_core.model.cuda_graphs import PASSES_BEFORE_CAPTURE
+from exl_core.model.runner import Runner, store_for
+from exl_core.model.segment import LogitRows, Segment
+from exl_core.parallel.followers import Followers
+from exl_core.parallel.leader import LeadingTransformer
+from exl_core.session.load import LoadedModel, load_model
+from support.adapters import random_pairs, stored, write_adapter
+from support.driving import ask, run_all, submit
+from support.gguf_models import write_gguf
+from support.quantized_models import SIZES, quantized_llama
+from support.thread_ranks import logits_of, mean_kl
+from support.tiny_models import (
+    VOCAB_SIZE,
+    save,
+    tiny_gemma3,
+    tiny_llama,
+    tiny_mixtral,
+)
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+QUANTIZED = ("exl2", "gptq", "awq", "exl3")
+MODELS = (*QUANTIZED, "gguf", "float", "gemma3", "mixtral")
+PROMPTS = ([5, 6, 7], [9, 8, 7, 6, 5] * 30, [11, 12], [200, 3, 4, 250] * 8)
+END_LIMIT_S = 5.0
+
+
+def model_files(name: str, folder: Path) -> Path:
+    if name in QUANTIZED:
+        return quantized_llama(name, folder)
+    if name == "gguf":
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        model = tiny_llama(**sizes, **heads, num_hidden_layers=2)
+        folder.mkdir(parents=True, exist_ok=True)
+        return write_gguf(model, folder / "model.gguf", GGMLQuantizationType.Q4_0)
+    if name == "gemma3":
+        return save(tiny_gemma3(**SIZES, query_pre_attn_scalar=32), folder)
+    return save((tiny_mixtral if name == "mixtral" else tiny_llama)(), folder)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_files(request.param, tmp_path_factory.mktemp(request.param) / "model")
+
+
+@contextmanager
+def divided_model(path: Path, **changes: Any) -> Iterator[LoadedModel]:
+    loaded = load_model(path, device="cuda", tensor_parallel=2, **changes)
+    try:
+        yield loaded
+    finally:
+        loaded.unload()
+
+
+def replies(loaded: LoadedModel, max_tokens: int = 40) -> list[tuple[int, ...]]:
+    """Greedy replies of a batch; passes run eagerly, are captured, and are replayed."""
+    engine = Engine(loaded.model, loaded.tokenizer, EngineOptions(max_batch=3, cache_tokens=4096))
+    for number, ids in enumerate(PROMPTS):
+        submit(engine, ask(list(ids), max_tokens=max_tokens, request_id=str(number)))
+    ends = [event for event in run_all(engine) if isinstance(event, FinishEvent)]
+    return [end.token_ids for end in sorted(ends, key=lambda end: end.request_id)]
+
+
+def test_two_gpus_write_the_text_of_one(folder: Path) -> None:
+    whole = load_model(folder, device="cuda", split="none")
+    expected, logits = replies(whole), logits_of(whole.model)
+    with divided_model(folder) as divided:
+        found = logits_of(divided.model)
+        assert mean_kl(logits[0].cpu(), found[0].cpu()) <= 1e-4
+        assert mean_kl(logits[1].cpu(), found[1].cpu()) <= 1e-5
+        assert replies(divided) == expected
+        assert replies(divided) == expected  # the second time with the same graphs' shapes
+
+
+def test_captured_passes_have_the_logits_of_eager_ones(tmp_path: Path) -> None:
+    path = model_files("exl2", tmp_path / "model")
+    with divided_model(path) as divided:
+        store = store_for(divided.model, KVFormat.FP16, 8)
+        runner = Runner(divided.model, store)
+        torch.manual_seed(2)
+        for sequence in range(PASSES_BEFORE_CAPTURE + 1):
+            ids = tuple(torch.randint(0, VOCAB_SIZE, (40,)).tolist())
+            pages = (2 * sequence,)
+            runner.run([Segment(ids[:30], 0, pages, LogitRows.ALL)])
+            steps = [
+                runner.run([Segment(ids[at : at + 1], at, pages, LogitRows.LAST)]).clone()
+                for at in range(30, 40)
+            ]
+            context = Context(divided.model, 64)
+            eager = context.forward(torch.tensor([ids]))[0][30:]
+            assert mean_kl(eager.cpu(), torch.cat(steps).cpu()) <= 1e-5
+        assert runner.has_graphs
+
+
+def test_every_rank_applies_its_part_of_an_adapter(tmp_path: Path) -> None:
+    path = save(tiny_llama(), tmp_path / "model")
+    pairs = write_adapter(tmp_path / "adapter", stored(random_pairs(tiny_llama())))
+    ids = torch.arange(3, 43)[None]
+
+    def logits(loaded: LoadedModel) -> torch.Tensor:
+        use = AdapterUse(load_adapter(pairs, loaded.model))
+        return Context(loaded.model, 64).forward(ids, adapters=[use])[0].cpu()
+
+    whole = load_model(path, device="cuda", split="none")
+    with divided_model(path) as divided:
+        assert mean_kl(logits(whole), logits(divided)) <= 1e-5
+
+
+def test_keys_in_four_bits_are_smoothed_by_each_rank(tmp_path: Path) -> None:
+    path = save(tiny_llama(head_dim=32), tmp_path / "model")
+    whole = load_model(path, device="cuda", split="none")
+    with divided_model(path) as divided:
+        expected, found = (logits_of(one.model, KVFormat.Q4)[1].cpu() for one in (whole, divided))
+        assert mean_kl(expected, found) <= 1e-4
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_ends_a_running_pass(number: signal.Signals, tmp_path: Path) -> None:
+    """The GPU of rank 0 waits for the lost one's sums."""
+    path = save(tiny_llama(), tmp_path / "model")
+    loaded = load_model(path, device="cuda", tensor_parallel=2)
+    assert isinstance(loaded.model, LeadingTransformer)
+    assert isinstance(loaded.model.followers, Followers)
+    (process,) = loaded.model.followers.process_ids
+    replies(loaded, 8)
+    os.kill(process, number)
+    started = time.monotonic()
+    cause = "was killed by SIGKILL" if number == signal.SIGKILL else "has not answered for 3.5 s"
+    with pytest.raises(RankError, match=f"rank 1 of 2 {cause}"):
+        for _ in range(10_000):
+            logits_of(loaded.model)[1].cpu()
+    assert time.monotonic() - started < END_LIMIT_S
+    loaded.unload()
+    assert not Path(f"/proc/{process}/exe").exists()
+
+
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
+    path = save(tiny_llama(), tmp_path / "model")
+    count = torch.cuda.device_count()
+    with pytest.raises(RequestError, match=f"at most {count} ranks"):
+        load_model(path, device="cuda", tensor_parallel=count + 1)
+
+
+@pytest.mark.parametrize("name", ["exl2", "gguf", "gemma3"])
+def test_layers_on_two_gpus_compute_the_bits_of_one(name: str, tmp_path: Path) -> None:
+    path = model_files(name, tmp_path / "model")
+    whole = load_model(path, device="cuda", split="none")
+    last = whole.config.num_layers - 1
+    divided = load_model(path, split=f"cuda:0=1,cuda:1={last}")
+    assert [stage.device for stage in divided.plan] == ["cuda:0", "cuda:1"]
+    for expected, found in zip(logits_of(whole.model), logits_of(divided.model), strict=True):
+        assert torch.equal(expected.cpu(), found.cpu())
+    assert replies(divided) == replies(whole)
