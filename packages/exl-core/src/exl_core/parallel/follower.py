@@ -208,6 +208,14 @@ class Follower:
                 for source, target in numbers_of(message).tolist():
                     self._store(header.store).transfer_state(target_store, source, target)
 
+    def finish(self) -> None:
+        """Waits for passes that are queued on a GPU: rank 0's may wait for them too."""
+        device = self._model.ops.device
+        if device.type == "cuda":
+            from torch import cuda
+
+            cuda.synchronize(device)
+
     def _replay(self, message: Message) -> None:
         """Runs a graph, which is captured the first time, as on rank 0."""
         from torch import inference_mode

@@ -236,10 +236,10 @@ class Group:
             self.failure = RankError(f"rank {rank} of {self.num_ranks} {what}")
             if exit_code is not None:
                 self.failure.exit_code = exit_code
-        for one in self._all:
-            one.kill()
         if self.on_failure is not None:
             self.on_failure()
+        for one in self._all:
+            one.kill()
         self._failed.set()
         self._loaded.set()
 

@@ -117,7 +117,7 @@ class LeadingTransformer(HostTransformer):
                     self._is_replaying = False
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        ids = token_ids.to(torch.int64).view(-1)
+        ids = token_ids.to("cpu", torch.int64).view(-1)
         with self._lock, self._telling(numbers_message(Operation.EMBED, ids)):
             return super().embed(ids)
 

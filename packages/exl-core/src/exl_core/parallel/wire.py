@@ -127,10 +127,8 @@ def _payload_bytes(header: Header) -> int:
             narrow = 2 * header.sequences + 1 + header.sequences * header.pages
             wide += 4 * header.adapter_uses + header.sequences * header.states
             return 8 * wide + 4 * (narrow + header.embedded_rows * header.hidden_size)
-        case Operation.REPLAY:
+        case Operation.REPLAY | Operation.EMBED:
             return 8 * (4 * header.sequences + header.rows + header.pages)
-        case Operation.EMBED:
-            return 8 * header.rows
         case Operation.ADAPT:
             return header.rows
         case Operation.COPY:

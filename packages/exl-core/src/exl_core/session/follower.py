@@ -120,6 +120,7 @@ def follow(
     for sequence in count(1):
         message = receive(messages, sequence)
         if message.header.operation == Operation.END:
+            follower.finish()
             return
         follower.run(message)
 
