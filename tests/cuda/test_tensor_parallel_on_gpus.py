@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType
 
 from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import Engine, EngineOptions
@@ -29,7 +28,6 @@ from exl_core.parallel.leader import LeadingTransformer
 from exl_core.session.load import LoadedModel, load_model
 from support.adapters import random_pairs, stored, write_adapter
 from support.driving import ask, run_all, submit
-from support.gguf_models import write_gguf
 from support.quantized_models import SIZES, quantized_llama
 from support.thread_ranks import logits_of, mean_kl
 from support.tiny_models import (
@@ -55,11 +53,14 @@ def model_files(name: str, folder: Path) -> Path:
     if name in QUANTIZED:
         return quantized_llama(name, folder)
     if name == "gguf":
+        gguf = pytest.importorskip("gguf", reason="needs the gguf package")
+        from support.gguf_models import write_gguf
+
         sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
         model = tiny_llama(**sizes, **heads, num_hidden_layers=2)
         folder.mkdir(parents=True, exist_ok=True)
-        return write_gguf(model, folder / "model.gguf", GGMLQuantizationType.Q4_0)
+        return write_gguf(model, folder / "model.gguf", gguf.GGMLQuantizationType.Q4_0)
     if name == "gemma3":
         return save(tiny_gemma3(**SIZES, query_pre_attn_scalar=32), folder)
     return save((tiny_mixtral if name == "mixtral" else tiny_llama)(), folder)
