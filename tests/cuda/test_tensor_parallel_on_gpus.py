@@ -6,9 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -63,21 +62,36 @@ def model_files(name: str, folder: Path) -> Path:
         return write_gguf(model, folder / "model.gguf", gguf.GGMLQuantizationType.Q4_0)
     if name == "gemma3":
         return save(tiny_gemma3(**SIZES, query_pre_attn_scalar=32), folder)
-    return save((tiny_mixtral if name == "mixtral" else tiny_llama)(), folder)
+    if name == "mixtral":
+        return save(tiny_mixtral(), folder)
+    return save(tiny_llama(head_dim=32), folder)
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_files(request.param, tmp_path_factory.mktemp(request.param) / "model")
+class Pair(NamedTuple):
+    """One model on one GPU and on two, and its path."""
+
+    path: Path
+    whole: LoadedModel
+    divided: LoadedModel
 
 
-@contextmanager
-def divided_model(path: Path, **changes: Any) -> Iterator[LoadedModel]:
-    loaded = load_model(path, device="cuda", tensor_parallel=2, **changes)
+@pytest.fixture(scope="module")
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    """Started once for all tests of a model, as the start of two ranks takes about 10 s."""
+    path = model_files(request.param, tmp_path_factory.mktemp(request.param) / "model")
+    whole = load_model(path, device="cuda", split="none")
+    divided = load_model(path, device="cuda", tensor_parallel=2)
     try:
-        yield loaded
+        yield Pair(path, whole, divided)
     finally:
-        loaded.unload()
+        divided.unload()
+        whole.unload()
+
+
+def of_models(*names: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("pair", names, indirect=True)
 
 
 def replies(loaded: LoadedModel, max_tokens: int = 40) -> list[tuple[int, ...]]:
@@ -89,64 +103,62 @@ def replies(loaded: LoadedModel, max_tokens: int = 40) -> list[tuple[int, ...]]:
     return [end.token_ids for end in sorted(ends, key=lambda end: end.request_id)]
 
 
-def test_two_gpus_write_the_text_of_one(folder: Path) -> None:
-    whole = load_model(folder, device="cuda", split="none")
-    expected, logits = replies(whole), logits_of(whole.model)
-    with divided_model(folder) as divided:
-        found = logits_of(divided.model)
-        assert mean_kl(logits[0].cpu(), found[0].cpu()) <= 1e-4
-        assert mean_kl(logits[1].cpu(), found[1].cpu()) <= 1e-5
-        assert replies(divided) == expected
-        assert replies(divided) == expected  # the second time with the same graphs' shapes
+@of_models(*MODELS)
+def test_two_gpus_write_the_text_of_one(pair: Pair) -> None:
+    expected, logits = replies(pair.whole), logits_of(pair.whole.model)
+    found = logits_of(pair.divided.model)
+    assert mean_kl(logits[0].cpu(), found[0].cpu()) <= 1e-4
+    assert mean_kl(logits[1].cpu(), found[1].cpu()) <= 1e-5
+    assert replies(pair.divided) == expected
+    assert replies(pair.divided) == expected  # the second time with the same graphs' shapes
 
 
-def test_captured_passes_have_the_logits_of_eager_ones(tmp_path: Path) -> None:
-    path = model_files("exl2", tmp_path / "model")
-    with divided_model(path) as divided:
-        store = store_for(divided.model, KVFormat.FP16, 8)
-        runner = Runner(divided.model, store)
-        torch.manual_seed(2)
-        for sequence in range(PASSES_BEFORE_CAPTURE + 1):
-            ids = tuple(torch.randint(0, VOCAB_SIZE, (40,)).tolist())
-            pages = (2 * sequence,)
-            runner.run([Segment(ids[:30], 0, pages, LogitRows.ALL)])
-            steps = [
-                runner.run([Segment(ids[at : at + 1], at, pages, LogitRows.LAST)]).clone()
-                for at in range(30, 40)
-            ]
-            context = Context(divided.model, 64)
-            eager = context.forward(torch.tensor([ids]))[0][30:]
-            assert mean_kl(eager.cpu(), torch.cat(steps).cpu()) <= 1e-5
-        assert runner.has_graphs
+@of_models("exl2")
+def test_captured_passes_have_the_logits_of_eager_ones(pair: Pair) -> None:
+    model = pair.divided.model
+    runner = Runner(model, store_for(model, KVFormat.FP16, 8))
+    torch.manual_seed(2)
+    for sequence in range(PASSES_BEFORE_CAPTURE + 1):
+        ids = tuple(torch.randint(0, VOCAB_SIZE, (40,)).tolist())
+        pages = (2 * sequence,)
+        runner.run([Segment(ids[:30], 0, pages, LogitRows.ALL)])
+        steps = [
+            runner.run([Segment(ids[at : at + 1], at, pages, LogitRows.LAST)]).clone()
+            for at in range(30, 40)
+        ]
+        eager = Context(model, 64).forward(torch.tensor([ids]))[0][30:]
+        assert mean_kl(eager.cpu(), torch.cat(steps).cpu()) <= 1e-5
+    assert runner.has_graphs
 
 
-def test_every_rank_applies_its_part_of_an_adapter(tmp_path: Path) -> None:
-    path = save(tiny_llama(), tmp_path / "model")
-    pairs = write_adapter(tmp_path / "adapter", stored(random_pairs(tiny_llama())))
+@of_models("float")
+def test_every_rank_applies_its_part_of_an_adapter(pair: Pair, tmp_path: Path) -> None:
+    pairs = write_adapter(tmp_path / "adapter", stored(random_pairs(tiny_llama(head_dim=32))))
     ids = torch.arange(3, 43)[None]
 
     def logits(loaded: LoadedModel) -> torch.Tensor:
         use = AdapterUse(load_adapter(pairs, loaded.model))
         return Context(loaded.model, 64).forward(ids, adapters=[use])[0].cpu()
 
-    whole = load_model(path, device="cuda", split="none")
-    with divided_model(path) as divided:
-        assert mean_kl(logits(whole), logits(divided)) <= 1e-5
+    assert mean_kl(logits(pair.whole), logits(pair.divided)) <= 1e-5
 
 
-def test_keys_in_four_bits_are_smoothed_by_each_rank(tmp_path: Path) -> None:
-    path = save(tiny_llama(head_dim=32), tmp_path / "model")
-    whole = load_model(path, device="cuda", split="none")
-    with divided_model(path) as divided:
-        expected, found = (logits_of(one.model, KVFormat.Q4)[1].cpu() for one in (whole, divided))
-        assert mean_kl(expected, found) <= 1e-4
+@of_models("float")
+def test_keys_in_four_bits_are_smoothed_by_each_rank(pair: Pair) -> None:
+    models = (pair.whole.model, pair.divided.model)
+    expected, found = (logits_of(model, KVFormat.Q4)[1].cpu() for model in models)
+    assert mean_kl(expected, found) <= 1e-4
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_ends_a_running_pass(number: signal.Signals, tmp_path: Path) -> None:
-    """The GPU of rank 0 waits for the lost one's sums."""
-    path = save(tiny_llama(), tmp_path / "model")
-    loaded = load_model(path, device="cuda", tensor_parallel=2)
+@pytest.mark.parametrize(
+    ("pair", "number"),
+    [("gptq", signal.SIGKILL), ("awq", signal.SIGSTOP)],
+    indirect=["pair"],
+    scope="module",  # next to the other test of the same pair
+)
+def test_a_lost_rank_ends_a_running_pass(pair: Pair, number: signal.Signals) -> None:
+    """The GPU of rank 0 waits for the lost one's sums. The last test of its pair of ranks."""
+    loaded = pair.divided
     assert isinstance(loaded.model, LeadingTransformer)
     assert isinstance(loaded.model.followers, Followers)
     (process,) = loaded.model.followers.process_ids
@@ -169,13 +181,15 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
         load_model(path, device="cuda", tensor_parallel=count + 1)
 
 
-@pytest.mark.parametrize("name", ["exl2", "gguf", "gemma3"])
-def test_layers_on_two_gpus_compute_the_bits_of_one(name: str, tmp_path: Path) -> None:
-    path = model_files(name, tmp_path / "model")
-    whole = load_model(path, device="cuda", split="none")
-    last = whole.config.num_layers - 1
-    divided = load_model(path, split=f"cuda:0=1,cuda:1={last}")
-    assert [stage.device for stage in divided.plan] == ["cuda:0", "cuda:1"]
-    for expected, found in zip(logits_of(whole.model), logits_of(divided.model), strict=True):
-        assert torch.equal(expected.cpu(), found.cpu())
-    assert replies(divided) == replies(whole)
+@of_models("exl2", "gguf", "gemma3")
+def test_layers_on_two_gpus_compute_the_bits_of_one(pair: Pair) -> None:
+    """The graphs of both GPUs are captured; each holds the work of its own GPU."""
+    last = pair.whole.config.num_layers - 1
+    split = load_model(pair.path, split=f"cuda:0=1,cuda:1={last}")
+    assert [stage.device for stage in split.plan] == ["cuda:0", "cuda:1"]
+    expected = logits_of(pair.whole.model)
+    for whole, found in zip(expected, logits_of(split.model), strict=True):
+        assert torch.equal(whole.cpu(), found.cpu())
+    assert replies(split) == replies(pair.whole)
+    assert replies(split, 20) == replies(pair.whole, 20)
+    split.unload()

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat
+from exl_core.model import cuda_graphs
 from exl_core.model.batch import Batch
-from exl_core.model.cuda_graphs import GraphInputs, Shape, select_logits, shape_of
+from exl_core.model.cuda_graphs import GraphInputs, Shape, capture, select_logits, shape_of
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
@@ -130,3 +131,26 @@ def test_decode_inputs_equal_freshly_written_ones(model: Transformer) -> None:
         for i, row in enumerate(used.batch.page_table.tolist()):
             pages = segments[i].page_ids if i < len(segments) else (PAGES,) * PAGES
             assert tuple(row[: len(pages)]) == pages
+
+
+class NoStream:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+
+def test_a_graph_is_captured_on_the_device_of_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own stream for captures belongs to the device that had the first one."""
+    streams: list[NoStream] = []
+
+    def begin(_: object, *, stream: NoStream, **options: object) -> None:
+        assert options["capture_error_mode"] == "thread_local"
+        streams.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "graph", begin)
+    devices = [torch.device("cuda", index) for index in (0, 1, 0)]
+    for device in devices:
+        capture(object(), device)  # type: ignore[arg-type]
+    cuda_graphs._capture_stream.cache_clear()
+    assert [stream.device for stream in streams] == devices
+    assert streams[0] is streams[2]  # graphs that share memory share the stream

@@ -53,6 +53,8 @@ def test_segments_of_a_graph_arrive() -> None:
         Segment((5, 6, 7), 250, (4, 2), LogitRows.ALL),
         Segment((9,), 0, (1,), LogitRows.NONE),
         Segment((8,), 3, (0, 5, 6), LogitRows.LAST),
+        Segment((4,), 1, (3,), LogitRows.LAST, state_slot=0),
+        Segment((4,), 1, (7,), LogitRows.LAST, state_slot=9),
     ]
     message = unpacked(replay_message(3, sent).packed(4), 4)
     assert (message.header.operation, message.header.store) == (Operation.REPLAY, 3)
@@ -61,12 +63,12 @@ def test_segments_of_a_graph_arrive() -> None:
 
 def test_segments_of_other_lengths_are_refused() -> None:
     message = replay_message(0, [Segment((5, 6), 0, (1, 2, 3), LogitRows.ALL)])
-    numbers = list(struct.unpack("<9q", message.payload))
+    numbers = list(struct.unpack("<10q", message.payload))
     for at, value in ((1, 3), (2, 2), (0, -1), (3, 9)):
         wrong = numbers.copy()
         wrong[at] = value
         with pytest.raises(RankError):
-            segments_of(message._replace(payload=struct.pack("<9q", *wrong)))
+            segments_of(message._replace(payload=struct.pack("<10q", *wrong)))
 
 
 def no_number(adapter: Adapter) -> int:

@@ -47,7 +47,7 @@ def graph_seconds(
         run()  # workspaces grow before the capture
     torch.cuda.current_stream(device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
+    with torch.cuda.device(device), torch.cuda.graph(graph, stream=side):
         run()
     seconds = _event_seconds(graph.replay, device, repeat)
     return [each / (rounds * len(calls)) for each in seconds]

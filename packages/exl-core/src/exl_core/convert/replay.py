@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exl_core.model.cuda_graphs import capture
+
 CAPTURE_AT_CALL = 3  # with operands of the same shapes; fewer calls are not worth a graph
 MAX_GRAPHS = 64  # per step
 
@@ -59,8 +61,9 @@ class _Graph:
             torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors
         )
         self._graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(tensors[0].device)
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        device = tensors[0].device
+        torch.cuda.synchronize(device)
+        with torch.cuda.device(device), capture(self._graph, device, pool):
             self._results = step(*self._operands, *choices)
 
     @property

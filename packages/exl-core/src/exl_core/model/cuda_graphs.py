@@ -18,7 +18,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -292,11 +293,27 @@ class CudaGraphs:
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
             pool = next((other.graph.pool() for other in self._graphs.values()), None)
-            # Of several ranks, each has threads that may call the driver meanwhile.
-            mode = "thread_local" if model.num_ranks > 1 else "global"
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
+            with capture(graph, self._device, pool):
                 result = model.run_stage(self._stage, inputs.batch, store, states)
         return Captured(inputs, states, graph, result)
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all graphs of a device, as graphs that share memory have to share it."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's
+
+
+def capture(
+    graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any = None
+) -> torch.cuda.graph:
+    """Context that captures work on `device`. Other threads may call the driver meanwhile.
+
+    Torch's own choice is one stream for the whole process, on the device of the first capture. Work
+    on another device would run once and not be captured.
+    """
+    stream = _capture_stream(device)
+    return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
 
 
 def shape_of(segments: Sequence[Segment], pages: int) -> Shape | None:

@@ -149,7 +149,7 @@ class Transformer:
 
     def replaying(
         self,
-        store: KVStore,  # noqa: ARG002
+        store: KVStore,  # noqa: ARG002 # ranks need both
         segments: Sequence[Segment],  # noqa: ARG002
     ) -> AbstractContextManager[None]:
         """Context of a pass over `segments` as a captured graph."""

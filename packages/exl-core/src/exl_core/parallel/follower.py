@@ -153,8 +153,6 @@ class Follower:
 
     def run(self, message: Message) -> None:
         """Does what one message says. RankError for a cache or an adapter that does not exist."""
-        from exl_core.cache.page_pool import PageCopy
-        from exl_core.cache.state import StateCopy
         from exl_core.model.runner import store_for
         from exl_core.parallel.wire import (
             Operation,
@@ -190,22 +188,33 @@ class Follower:
                 self._adapters[header.adapter] = found
             case Operation.FORGET:
                 self._adapters.pop(header.adapter, None)
+            case _:
+                self._copy(message)
+
+    def _copy(self, message: Message) -> None:
+        """Copies pages or states as rank 0 has done."""
+        from exl_core.cache.page_pool import PageCopy
+        from exl_core.cache.state import StateCopy
+        from exl_core.parallel.wire import Operation, numbers_of
+
+        header, numbers = message.header, numbers_of(message).tolist()
+        match header.operation:
             case Operation.COPY:
-                copies = [PageCopy(*numbers) for numbers in numbers_of(message).tolist()]
+                copies = [PageCopy(*one) for one in numbers]
                 self._store(header.store).copy_pages(copies)
             case Operation.MOVE:
-                moves = [(source, target) for source, target in numbers_of(message).tolist()]
+                moves = [(source, target) for source, target in numbers]
                 self._store(header.store).move_pages(moves)
             case Operation.GIVE:
-                pages = [(source, target) for source, target in numbers_of(message).tolist()]
+                pages = [(source, target) for source, target in numbers]
                 target_store = self._store(header.target_store)
                 self._store(header.store).transfer_pages(target_store, pages)
             case Operation.COPY_STATES:
-                slots = [StateCopy(*numbers) for numbers in numbers_of(message).tolist()]
+                slots = [StateCopy(*one) for one in numbers]
                 self._store(header.store).copy_states(slots)
             case Operation.GIVE_STATES:
                 target_store = self._store(header.target_store)
-                for source, target in numbers_of(message).tolist():
+                for source, target in numbers:
                     self._store(header.store).transfer_state(target_store, source, target)
 
     def finish(self) -> None:

@@ -6,8 +6,9 @@ a gap means that a rank missed a pass, after which its cache would be wrong.
 
     PASS   one forward pass: the tensors of a `Batch`, and its adapters: int64 [uses, 3] of first
            row, last row and adapter, float64 [uses] of scales
-    REPLAY a pass as a captured CUDA graph: int64 [sequences, 4] of cached tokens, tokens, pages and
-           kind of logit rows, int64 [rows] of tokens, int64 [pages] of pages
+    REPLAY a pass as a captured CUDA graph: int64 [sequences, 5] of cached tokens, tokens, pages,
+           kind of logit rows and 1 + slot of state (0: none), int64 [rows] of tokens, int64 [pages]
+           of pages
     EMBED  the embedding of token ids: int64 [rows]
     STORE  a cache of `pages` pages in a format, with `states` slots of recurrent state
     DROP   the cache is not used any more
@@ -128,7 +129,7 @@ def _payload_bytes(header: Header) -> int:
             wide += 4 * header.adapter_uses + header.sequences * header.states
             return 8 * wide + 4 * (narrow + header.embedded_rows * header.hidden_size)
         case Operation.REPLAY | Operation.EMBED:
-            return 8 * (4 * header.sequences + header.rows + header.pages)
+            return 8 * (5 * header.sequences + header.rows + header.pages)
         case Operation.ADAPT:
             return header.rows
         case Operation.COPY:
@@ -211,11 +212,12 @@ def replay_message(store: int, segments: Sequence[Segment]) -> Message:
     numbers: list[int] = []
     for one in segments:
         kind = _LOGIT_ROWS.index(one.logit_rows)
-        numbers += (one.past_len, len(one.token_ids), len(one.page_ids), kind)
+        slot = 0 if one.state_slot is None else 1 + one.state_slot
+        numbers += (one.past_len, len(one.token_ids), len(one.page_ids), kind, slot)
     sequences, rows = len(segments), sum(len(one.token_ids) for one in segments)
     numbers += chain.from_iterable(one.token_ids for one in segments)
     numbers += chain.from_iterable(one.page_ids for one in segments)
-    pages = len(numbers) - 4 * sequences - rows
+    pages = len(numbers) - 5 * sequences - rows
     header = Header(Operation.REPLAY, store=store, pages=pages, rows=rows, sequences=sequences)
     return Message(header, np.array(numbers, dtype=np.int64).tobytes())
 
@@ -224,17 +226,17 @@ def segments_of(message: Message) -> list[Segment]:
     """The segments of a REPLAY message. RankError for lengths that contradict each other."""
     header = message.header
     numbers = np.frombuffer(message.payload, np.int64).tolist()
-    heads, numbers = numbers[: 4 * header.sequences], iter(numbers[4 * header.sequences :])
-    parts = [heads[at : at + 4] for at in range(0, len(heads), 4)]
+    heads, rest = numbers[: 5 * header.sequences], iter(numbers[5 * header.sequences :])
+    parts = [heads[at : at + 5] for at in range(0, len(heads), 5)]
     lengths = sum(part[1] for part in parts), sum(part[2] for part in parts)
     is_known = all(part[3] < len(_LOGIT_ROWS) for part in parts)
     if lengths != (header.rows, header.pages) or min(heads, default=0) < 0 or not is_known:
         raise RankError("a message has no such segments", got=lengths)
-    tokens = [tuple(islice(numbers, part[1])) for part in parts]
-    pages = [tuple(islice(numbers, part[2])) for part in parts]
+    tokens = [tuple(islice(rest, part[1])) for part in parts]
+    pages = [tuple(islice(rest, part[2])) for part in parts]
     return [
-        Segment(ids, past_len, held, _LOGIT_ROWS[kind])
-        for (past_len, _, _, kind), ids, held in zip(parts, tokens, pages, strict=True)
+        Segment(ids, past_len, held, _LOGIT_ROWS[kind], state_slot=slot - 1 if slot else None)
+        for (past_len, _, _, kind, slot), ids, held in zip(parts, tokens, pages, strict=True)
     ]
 
 
