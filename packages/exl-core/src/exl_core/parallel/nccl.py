@@ -7,7 +7,6 @@ The ranks meet by another exchange. NVLink multicast stays off.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from exl_core.errors import DeviceError, RankError
 from exl_core.parallel.exchange import Exchange
 from exl_core.parallel.plan import Rank
+from exl_core.settings import set_for_libraries
 
 LIBRARY = "libnccl.so.2"
 _ID_BYTES = 128
@@ -64,7 +64,7 @@ class NcclExchange:
 
     def __init__(self, first: Exchange, device: torch.device) -> None:
         """Connects the ranks of `first`, which is not used afterwards. Blocks until all have."""
-        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        set_for_libraries(NCCL_NVLS_ENABLE="0")
         self.rank: Rank = first.rank
         self._device = device
         self._library = _load()
