@@ -401,7 +401,7 @@ class Transformer:
         return KeySmoothingOps(ops, stage.ops, angles, partial(found.__setitem__, layer))
 
 
-def _unread_bytes(layer: LayerSpec, part: MlpWeights | MoeWeights, rows: int) -> float:
+def _unread_bytes(layer: LayerSpec, part: MlpWeights | MoeWeights | None, rows: int) -> float:
     """Bytes of the experts of a layer that its device is expected not to read in a pass of some
     rows: those that no row chooses, or all if they are in the host's memory."""
     if not isinstance(part, MoeWeights):

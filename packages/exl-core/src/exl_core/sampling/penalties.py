@@ -145,7 +145,7 @@ def penalty_edits(history: Ids, rule: Penalties, vocab_size: int) -> LogitEdits:
     if len(history) > 0 and int(history.max()) >= vocab_size:
         is_token = history < vocab_size
         history, distance = history[is_token], distance[is_token]
-    # Of the reversed history, the first occurrence of each token is its newest one.
+    # The first occurrence of a token in the reversed history is its newest one.
     ids, newest, index = np.unique(history[::-1], return_index=True, return_inverse=True)
     weight = np.ones(len(history), dtype=np.float32)
     if rule.sustain is not None and rule.decay > 0:
