@@ -16,7 +16,6 @@
 // Overlap    The producers run ahead into the next output tile. Clusters at the same time work on
 //            chunks of the same panels, so that they share weights in the L2 cache.
 #include <algorithm>
-#include <cstdlib>
 
 #include "cuda/linear/quant_many_rows.cuh"
 #include "cuda/linear/quant_many_rows_k_tile.cuh"
@@ -27,8 +26,9 @@ namespace exl::cuda {
 namespace {
 
 constexpr int kRows = EXL_CUDA_CHUNK_ROWS;
-constexpr int kChunks = 2;      // of an output tile
-constexpr int kTilePanels = 4;  // of a thread block
+constexpr int kChunks = 2;            // of an output tile
+constexpr int kTilePanels = 4;        // of a thread block
+constexpr uint32_t kClusterBits = 1;  // two blocks share the inputs that they copy
 constexpr int kGroupThreads = 4 * kWarp;
 constexpr int kManyRowsThreads = kConsumerThreads + kGroupThreads;
 constexpr int kStageInputBytes = kChunks * 4 * 64 * kRows;
@@ -74,15 +74,6 @@ struct PartialRange {
         step = 1u << args.slice_bits;
         first = begin + (index & (step - 1));
         end = min(part.num_k_tiles, begin + part.split_k_tiles);
-    }
-};
-
-// Stage of the next k-tile, and the parity of its barriers.
-struct StageCounter {
-    uint32_t stage = 0, phase = 0;
-
-    __device__ __forceinline__ void advance(const ManyRowsArgs& args) {
-        if (++stage == static_cast<uint32_t>(args.num_stages)) stage = 0, phase ^= 1;
     }
 };
 
@@ -191,7 +182,7 @@ __device__ __forceinline__ void run_producer(
                     } else {
                         copies.copy_weights_of(stage, descriptor, offset);
                     }
-                    next.advance(args);
+                    next.advance(args.num_stages);
                 }
             }
         }
@@ -235,7 +226,7 @@ __device__ __forceinline__ void sum_part(
             entry.inputs = uniform(entry.inputs);
             add_columns<kColumns>(partial, part, entry, buffer, panel, panel_scale, lane, release);
             in_use = static_cast<int>(next.stage);
-            next.advance(args);
+            next.advance(args.num_stages);
         }
         group_wait<0>();
         release();
@@ -423,11 +414,6 @@ uint32_t count_tiles(SmallBatchArgs& args, uint32_t cluster_bits) {
     return args.num_tiles;
 }
 
-uint32_t chosen_cluster_bits() {
-    const char* chosen = std::getenv("EXL_MANY_ROWS_CLUSTER");
-    return chosen != nullptr && *chosen == '1' ? 0 : 1;
-}
-
 }  // namespace
 
 bool suits_many_rows(const SmallBatchArgs& args, const DeviceInfo& info) {
@@ -445,7 +431,7 @@ cudaError_t quant_many_rows(
     ManyRowsArgs own = {};
     own.common = args;
     own.num_row_chunks = args.num_chunks;
-    own.cluster_bits = chosen_cluster_bits();
+    own.cluster_bits = kClusterBits;
     own.num_partials = static_cast<uint32_t>(args.num_partials());
     own.slice_bits = static_cast<uint32_t>(args.slice_bits);
     for (int i = 0; i < 3; ++i) {

@@ -18,6 +18,15 @@ constexpr int kTileChunks = 2;
 constexpr int kBlockInputBytes = 64 * EXL_CUDA_CHUNK_ROWS;
 constexpr int kChunkInputBytes = 4 * kBlockInputBytes;
 
+// Stage of the next k-tile, and the parity of its barriers.
+struct StageCounter {
+    uint32_t stage = 0, phase = 0;
+
+    __device__ __forceinline__ void advance(int num_stages) {
+        if (++stage == static_cast<uint32_t>(num_stages)) stage = 0, phase ^= 1;
+    }
+};
+
 // A lane's sums. Element [i][4 q + c] is row 8 q + 2 (lane % 4) + c % 2 of chunk i and column
 // 16 kColumns + 8 (c / 2) + lane / 4 of the warp's panel.
 using ManyRowsSums = float[kTileChunks][EXL_CUDA_CHUNK_ROWS / 2];

@@ -82,17 +82,7 @@ struct ItemTiles {
     }
 };
 
-// Stage of the next k-tile, and the parity of its barriers.
-struct RingPosition {
-    int stage = 0;
-    uint32_t phase = 0;
-
-    __device__ __forceinline__ void advance(int num_stages) {
-        if (++stage == num_stages) stage = 0, phase ^= 1;
-    }
-};
-
-// What the inner loop needs of a matrix.
+// Description of a matrix for the inner loop.
 __device__ __forceinline__ SmallBatchPart part_of(const ItemArgs& args, int expert, int index) {
     const ExlExpertMatrix* w =
         args.call.matrices + static_cast<int64_t>(expert) * args.call.parts + index;
@@ -109,13 +99,13 @@ __device__ __forceinline__ SmallBatchPart part_of(const ItemArgs& args, int expe
     return part;
 }
 
-// Copies of the producer warp. A stage holds the inputs of a k-tile for both chunks of an item, followed by
-// the k-tile in every panel.
+// Copies of the producer warp. A stage holds the inputs of a k-tile for both chunks of an item,
+// followed by the k-tile in every panel.
 __device__ __forceinline__ void produce(
     const ItemArgs& args, ItemState& state, uint8_t* buffer, int lane
 ) {
     const int64_t chunk_bytes = 2 * static_cast<int64_t>(kRows) * args.call.x_stride;
-    RingPosition next;
+    StageCounter next;
     for (ItemTiles tiles(args); !tiles.is_done(); tiles.advance(args)) {
         const int num_chunks = tiles.item.count > kRows ? 2 : 1;
         const int num_panels = min(kTilePanels, args.num_panels - tiles.first_panel);
@@ -134,7 +124,7 @@ __device__ __forceinline__ void produce(
                 const int input_bytes = kBlockInputBytes * blocks;
                 uint64_t* const barrier = &state.full[next.stage];
                 barrier_wait(&state.empty[next.stage], next.phase ^ 1);
-                const int at = next.stage * args.stage_bytes;
+                const int at = static_cast<int>(next.stage) * args.stage_bytes;
                 if (lane == 0) {
                     state.entries[next.stage] = {descriptor, at + kStageInputBytes, at, 0};
                     barrier_arrive_expecting(barrier, num_panels * size + num_chunks * input_bytes);
@@ -162,7 +152,7 @@ __device__ __forceinline__ void produce(
 template <int kColumns>
 __device__ __forceinline__ void sum_item(
     ManyRowsSums& sums, const ItemArgs& args, const SmallBatchPart& part, ItemState& state,
-    const uint8_t* buffer, RingPosition& next, int panel, float panel_scale, int lane
+    const uint8_t* buffer, StageCounter& next, int panel, float panel_scale, int lane
 ) {
 #pragma unroll
     for (int i = 0; i < kItemChunks; ++i) {
@@ -182,7 +172,7 @@ __device__ __forceinline__ void sum_item(
         entry.weights = uniform(entry.weights);
         entry.inputs = uniform(entry.inputs);
         add_columns<kColumns>(sums, part, entry, buffer, panel, panel_scale, lane, release);
-        in_use = next.stage;
+        in_use = static_cast<int>(next.stage);
         next.advance(args.num_stages);
     }
     group_wait<0>();
@@ -299,7 +289,7 @@ __device__ __forceinline__ void consume(
 ) {
     auto* const gate_sums = reinterpret_cast<float4*>(buffer + args.gate_sums_offset) + threadIdx.x;
     const int panel_in_tile = warp % kTilePanels;
-    RingPosition next;
+    StageCounter next;
 #pragma unroll 1
     for (ItemTiles tiles(args); !tiles.is_done(); tiles.advance(args)) {
         const int panel = tiles.first_panel + panel_in_tile;

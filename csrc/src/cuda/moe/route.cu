@@ -2,11 +2,12 @@
 //
 // Contract   exl/cuda/moe.h (exl_cuda_route).
 // Mapping    One launch, with the norm of the rows before it if there is one: the norm's factor of a
-//            row multiplies its logits, and every warp sums the squares beside its products. A warp computes the logits of one expert for a chunk of 1 to 8 rows. The
-//            thread block that finishes a chunk last chooses the experts of its rows, one row after
-//            another: every thread counts the experts that rank before its own, so that the choice
-//            needs no rounds. Of more experts than threads, only those count that rank at least as
-//            high as the top_k-th of the threads' best ones.
+//            row multiplies its logits, and every warp sums the squares beside its products. A warp
+//            computes the logits of one expert for a chunk of 1 to 8 rows. The thread block that
+//            finishes a chunk last chooses the experts of its rows, one row after another: every
+//            thread counts the experts that rank before its own, so that the choice needs no
+//            rounds. Of more experts than threads, only those count that rank at least as high as
+//            the top_k-th of the threads' best ones.
 // Accuracy   float32 sums, in an order that depends on d and the number of experts alone. Scores by
 //            expf.
 // Overlap    The first weights are loaded before the wait for the previous kernel.
