@@ -64,7 +64,7 @@ def model_files(name: str, folder: Path) -> Path:
     if name == "gemma3":
         return save(tiny_gemma3(**SIZES, query_pre_attn_scalar=32), folder)
     if name == "mixtral":
-        return save(tiny_mixtral(), folder)
+        return save(tiny_mixtral(head_dim=32), folder)
     return save(tiny_llama(head_dim=32), folder)
 
 
@@ -192,7 +192,7 @@ def test_a_lost_rank_ends_a_running_pass(pair: Pair, number: signal.Signals) -> 
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
-    path = save(tiny_llama(), tmp_path / "model")
+    path = save(tiny_llama(head_dim=32), tmp_path / "model")
     count = torch.cuda.device_count()
     with pytest.raises(RequestError, match=f"at most {count} ranks"):
         load_model(path, device="cuda", tensor_parallel=count + 1)

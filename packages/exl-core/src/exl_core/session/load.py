@@ -211,8 +211,8 @@ def load_model(
     split = parse_split(options.split)
     parse_experts_on(options.experts_on)
     settings = read_settings()
-    device = resolve_device(options.device, is_exact=options.exact)
-    device = split.stages[-1][0] if split.stages else device
+    found = resolve_device(options.device, is_exact=options.exact)
+    device = split.stages[-1][0] if split.stages else found
     check_ranks(options, device)
     threads = threads_of_rank(options, settings)
     path = None if isinstance(model, ModelFiles) else resolve_model(model)
@@ -228,13 +228,10 @@ def load_model(
     ops = make_table(device) if opening is None else _started(opening, checkpoint)
     divided, ranks = _with_ranks(options, device, config, checkpoint)
     mtp = _mtp_of(files, config, divided, checkpoint) if options.mtp else None
-    reserved = options.reserved_bytes + (0 if mtp is None else mtp.packed_bytes)
-    planned = replace(options, reserved_bytes=reserved)
-    is_whole = divided.tensor_parallel == 1
-    plan = _plan(planned, split, config, checkpoint, ops, device=device) if is_whole else ()
+    plan = _plan(_reserving(divided, mtp), split, config, checkpoint, ops, device=device)
     on_host = options.embeddings_on == "cpu"
     loading = Loading(config, checkpoint, files.path, threads, progress, on_host)
-    if is_whole:
+    if divided.tensor_parallel == 1:
         tables = _tables(plan, device, ops, make_table)
         weights, stages, last = loading.read(plan, tables, ops, options.held_bytes)
         transformer = Transformer(config, weights, last, files.sample_ids, split=stages)
@@ -285,6 +282,12 @@ def _mtp_of(
     return open_mtp(files.source, checkpoint, config, files.path, make)
 
 
+def _reserving(options: LoadOptions, mtp: MtpFiles | None) -> LoadOptions:
+    """The options with memory set aside for the layer for multi-token prediction."""
+    more = 0 if mtp is None else mtp.packed_bytes
+    return replace(options, reserved_bytes=options.reserved_bytes + more)
+
+
 def _with_ranks(
     options: LoadOptions, device: str, config: ModelConfig, checkpoint: Checkpoint
 ) -> tuple[LoadOptions, RankChoice | None]:
@@ -327,7 +330,10 @@ def _plan(
     *,
     device: str,
 ) -> tuple[StagePlan, ...]:
-    """Stages of the model; () for all of it on `device`, which `ops` is the table of."""
+    """Stages of the model; () for all of it on `device`, which `ops` is the table of, and for ranks
+    that have a part of every layer each."""
+    if options.tensor_parallel != 1:
+        return ()
     experts = parse_experts_on(options.experts_on)
     is_default = split.is_auto and options.cpu_layers is None and not experts
     if options.held_bytes is not None:
