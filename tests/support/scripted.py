@@ -137,10 +137,6 @@ class ScriptedModel:
     def is_streamed(self) -> bool:
         return False
 
-    @property
-    def num_ranks(self) -> int:
-        return 1
-
     def replaying(
         self,
         store: KVStore,

@@ -11,6 +11,9 @@ Dimension: R rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -25,6 +28,7 @@ from exl_core.model.build import block_weights, start_block
 from exl_core.model.layers.residual import normed
 from exl_core.model.layers.steps import steps_of
 from exl_core.model.packer import Packer
+from exl_core.model.segment import Segment
 from exl_core.model.stage import Stage
 from exl_core.model.transformer import Transformer
 from exl_core.model.weights import MtpWeights
@@ -133,6 +137,13 @@ class MtpModel:
         if weights.head is None:
             return self._target.read_head(x)
         return self.ops.linear(x, weights.head)
+
+    def replaying(
+        self,
+        store: KVStore,  # noqa: ARG002
+        segments: Sequence[Segment],  # noqa: ARG002
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def check_loaded(self) -> None:
         """Raises RequestError if the weights have been freed."""

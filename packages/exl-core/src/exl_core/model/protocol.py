@@ -64,11 +64,6 @@ class Model(Protocol):
         """Weights are read from the files in every pass, so that passes cannot be captured."""
         ...
 
-    @property
-    def num_ranks(self) -> int:
-        """Processes that the model is divided among."""
-        ...
-
     def replaying(
         self, store: KVStore, segments: Sequence[Segment]
     ) -> AbstractContextManager[None]:
