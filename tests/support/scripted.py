@@ -134,8 +134,8 @@ class ScriptedModel:
         """A scripted model has no weights."""
 
     @property
-    def is_streamed(self) -> bool:
-        return False
+    def can_capture(self) -> bool:
+        return True
 
     def replaying(
         self,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
 from exl_core.session.load import load_model
+from support.tiny_hybrids import tiny_kimi_linear, tiny_lfm2
 from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
 
 ALL, LAST, NONE = LogitRows.ALL, LogitRows.LAST, LogitRows.NONE
@@ -154,3 +158,11 @@ def test_a_graph_is_captured_on_the_device_of_its_stage(monkeypatch: pytest.Monk
     cuda_graphs._capture_stream.cache_clear()
     assert [stream.device for stream in streams] == devices
     assert streams[0] is streams[2]  # graphs that share memory share the stream
+
+
+@pytest.mark.parametrize(("build", "can"), [(tiny_lfm2, True), (tiny_kimi_linear, False)])
+def test_models_whose_passes_the_host_takes_part_in_have_no_graphs(
+    build: Callable[[], Any], can: bool, tmp_path: Path
+) -> None:
+    model = load_model(str(save(build(), tmp_path / "model"))).model
+    assert model.can_capture is can

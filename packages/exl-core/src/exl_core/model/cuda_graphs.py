@@ -279,9 +279,8 @@ class CudaGraphs:
             spare_state=spare_state,
         )
         inputs.fill(segments)
-        if (
-            inputs.batch.states is not None and spare_state is not None
-        ):  # the warm-up must not change the sequences' states
+        if inputs.batch.states is not None and spare_state is not None:
+            # The warm-up must not change the sequences' states.
             inputs.batch.states.fill_(spare_state)
         states = None
         if x is not None:

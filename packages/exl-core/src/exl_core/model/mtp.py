@@ -108,7 +108,7 @@ class MtpModel:
         self.ops = target.ops
         self.stages = (Stage(layer.config, range(1), self.ops),)
         # A capture does not span devices.
-        self.is_streamed = target.is_streamed or target.embedding_ops.device != self.ops.device
+        self.can_capture = target.can_capture and target.embedding_ops.device == self.ops.device
         self._layer = layer
         self._target = target
         self._states = store.final_states

@@ -60,8 +60,8 @@ class Model(Protocol):
         ...
 
     @property
-    def is_streamed(self) -> bool:
-        """Weights are read from the files in every pass, so that passes cannot be captured."""
+    def can_capture(self) -> bool:
+        """Whether passes on a GPU can be captured as graphs: the host does nothing in them."""
         ...
 
     def replaying(

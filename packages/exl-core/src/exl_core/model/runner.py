@@ -150,7 +150,7 @@ class Runner:
         self.store = store
         self._graphs = tuple(
             CudaGraphs(model, store, index)
-            if stage.ops.device.type == "cuda" and not model.is_streamed
+            if stage.ops.device.type == "cuda" and model.can_capture
             else None
             for index, stage in enumerate(model.stages)
         )
