@@ -191,8 +191,7 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         outputs = gpu.empty(rows * top_k, down.out_features)
         product = items.product(down, _Inputs([inner], 1), outputs)
         gpu.call("expert_many_rows", product, *_k_tiles(down))
-        operands = outputs.data_ptr(), routed.weights.data_ptr(), rows, top_k, down.columns
-        gpu.call("expert_sum", *operands, is_added, y.data_ptr(), y.stride(0))
+        self._sum_experts(outputs, routed.weights, y, is_added=is_added)
 
     def _indexed_experts(
         self,
@@ -208,24 +207,15 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         tile_rows = SMALL_TILE if rows <= SMALL_TILE or _are_small(matrices) else TILE
         items = _Items(gpu, rows, top_k, gate_up.num_experts, tile_rows)
         inputs = self._expert_inputs(x, routed.ids, gate_up, items)
-        # The kernel stores the inputs of `down` in the order of its rows, unless some are padding.
-        is_final = down.has_inverses
-        width = 32 * down.num_blocks if is_final else down.in_features
-        inner = gpu.empty(rows * top_k, width, dtype=torch.float16)
+        inner = self._new_inner(rows * top_k, down)
         args = items.product(gate_up, inputs, inner)
-        args.epilogue, args.gate = _activation(experts)
-        if is_final and not down.is_plain:
-            args.next = down.table.data_ptr()
+        _store_inner(args, experts, down)
         gpu.call("expert_linear", args)
-        inner_inputs = _Inputs([inner], 1)
-        if not is_final:
-            inner_inputs = self._expert_inputs(inner, routed.ids.view(-1, 1), down, None)
         outputs = gpu.empty(rows * top_k, down.out_features)
-        args = items.product(down, inner_inputs, outputs)
+        args = items.product(down, self._inner_inputs(inner, routed.ids, down), outputs)
         args.is_early = True
         gpu.call("expert_linear", args)
-        operands = outputs.data_ptr(), routed.weights.data_ptr(), rows, top_k, down.columns
-        gpu.call("expert_sum", *operands, is_added, y.data_ptr(), y.stride(0))
+        self._sum_experts(outputs, routed.weights, y, is_added=is_added)
 
     def _experts_of_one_row(
         self,
@@ -239,26 +229,36 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
     ) -> None:
         """`_indexed_experts` of one row, with the same bits: its pairs need no sorting."""
         gpu, top_k, (gate_up, down) = self._gpu, routed.ids.shape[1], matrices
-        is_final = down.has_inverses
-        width = 32 * down.num_blocks if is_final else down.in_features
-        inner = gpu.empty(top_k, width, dtype=torch.float16)
+        inner = self._new_inner(top_k, down)
         # The kernel rounds the row itself where the experts take it in the order of the features.
         is_raw = gate_up.is_plain and gate_up.has_common_order and _is_whole(x)
         inputs = _Inputs([x], top_k)
         if not is_raw:
             inputs = self._expert_inputs(x, routed.ids, gate_up, None)
         args = _product(gate_up, inputs, inner)
-        args.epilogue, args.gate = _activation(experts)
-        if is_final and not down.is_plain:
-            args.next = down.table.data_ptr()
+        _store_inner(args, experts, down)
         ids, weights = routed.ids.data_ptr(), routed.weights.data_ptr()
         gpu.call("expert_row", args, ids, None, top_k)
-        inner_inputs = _Inputs([inner], 1)
-        if not is_final:
-            inner_inputs = self._expert_inputs(inner, routed.ids.view(-1, 1), down, None)
-        args = _product(down, inner_inputs, y)
+        args = _product(down, self._inner_inputs(inner, routed.ids, down), y)
         args.epilogue = cuda.ADD if is_added else cuda.STORE
         gpu.call("expert_row", args, ids, weights, top_k)
+
+    def _new_inner(self, pairs: int, down: CudaExperts) -> Tensor:
+        """Memory for the inputs of `down`: in the order of its rows, unless some are padding."""
+        width = 32 * down.num_blocks if down.has_inverses else down.in_features
+        return self._gpu.empty(pairs, width, dtype=torch.float16)
+
+    def _inner_inputs(self, inner: Tensor, ids: Tensor, down: CudaExperts) -> _Inputs:
+        """`_new_inner`, which `gate_up` has written, as inputs of `down`."""
+        if down.has_inverses:
+            return _Inputs([inner], 1)
+        return self._expert_inputs(inner, ids.view(-1, 1), down, None)
+
+    def _sum_experts(self, outputs: Tensor, weights: Tensor, y: Tensor, *, is_added: bool) -> None:
+        """Writes the weighted sums of the outputs [m * k, d] to y [m, d], or adds them."""
+        rows, top_k = weights.shape
+        operands = outputs.data_ptr(), weights.data_ptr(), rows, top_k, outputs.shape[1]
+        self._gpu.call("expert_sum", *operands, is_added, y.data_ptr(), y.stride(0))
 
     def _expert_inputs(
         self, x: Tensor, ids: Tensor, experts: CudaExperts, items: _Items | None
@@ -396,6 +396,13 @@ def _activation(experts: ExpertMlp) -> tuple[int, int]:
     if experts.is_gated:
         return cuda.GATED, cuda.GATES[experts.gate]
     return cuda.ACTIVATED, cuda.ACTIVATIONS[cast(PlainKind, experts.activation)]
+
+
+def _store_inner(args: cuda.ExpertLinear, experts: ExpertMlp, down: CudaExperts) -> None:
+    """Lets a product with `gate_up` store the inputs of `down` (`_new_inner`)."""
+    args.epilogue, args.gate = _activation(experts)
+    if down.has_inverses and not down.is_plain:
+        args.next = down.table.data_ptr()
 
 
 def _is_whole(x: Tensor) -> bool:
