@@ -163,8 +163,15 @@ def verify_model(spec: str | None = None, progress: Progress | None = None) -> V
 
 def _rows(files: ModelFiles, config: ModelConfig, rows: Sequence[ModuleRow]) -> Checkpoint:
     """Some of the tensors of a model."""
-    least = min_group_rows(default_device())
-    return Checkpoint(files.source, config, files.quantization, min_group_rows=least, rows=rows)
+    device = default_device()
+    return Checkpoint(
+        files.source,
+        config,
+        files.quantization,
+        min_group_rows=min_group_rows(device),
+        rows=rows,
+        has_factors=has_factors(device),
+    )
 
 
 def _tensor(tensor: StoredTensor) -> TensorDescription:
