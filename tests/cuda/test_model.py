@@ -86,12 +86,6 @@ WITH_LAYER_NORMS = {"command-r": tiny_cohere, "starcoder2": tiny_starcoder2}
 # position or permutation causes an error of about one. Q4: the largest error of a pass is 0.05 to
 # 0.12, depending on the random tokens (six seeds, two models).
 TOLERANCE = {KVFormat.FP16: 6e-3, KVFormat.Q8: 2e-2, KVFormat.Q4: 1.5e-1}
-# Recurrent layers with a norm of each head amplify roundings in some rows. On the CPU, with only
-# the inputs and outputs of the recurrent ops rounded to float16, the logits of 337 rows of Qwen3.5
-# differ by 0.003 in the median, by 0.13 and 0.41 in the two worst rows. The median row of a
-# hybrid's test is therefore compared, with this many times the tolerance. A wrong page, state or
-# position changes most rows.
-HYBRID_FACTOR = 3
 
 
 @pytest.mark.parametrize("kind", ["llama", "exl2"])
@@ -157,8 +151,6 @@ class Sequences:
         self._limit = TOLERANCE[kv_format]
         self._random = torch.Generator().manual_seed(8)
         self._lengths = [0] * 4
-        self._is_hybrid = pair.is_hybrid
-        self._errors: list[Tensor] = []
 
     def forget(self, i: int) -> None:
         """Starts the sequence again in the same pages."""
@@ -177,20 +169,9 @@ class Sequences:
             self._lengths[i] += count
         near, far = (runner.run(segments) for runner in self._runners)
         assert far.shape == near.shape
-        if not near.numel():
-            return
-        difference = far.float().cpu() - near
-        if self._is_hybrid:
-            self._errors.append(difference.norm(dim=-1) / near.norm(dim=-1))
-        else:
-            error = difference.norm() / near.norm()
+        if near.numel():
+            error = (far.float().cpu() - near).norm() / near.norm()
             assert error < self._limit, f"{counts}: {error:.1e}"
-
-    def finish(self) -> None:
-        """Compares the median row of a hybrid's passes."""
-        if self._is_hybrid:
-            error = torch.cat(self._errors).median()
-            assert error < HYBRID_FACTOR * self._limit, f"median row: {error:.1e}"
 
 
 @pytest.mark.parametrize("name", list(WITH_LAYER_NORMS))
@@ -231,7 +212,6 @@ def test_passes_of_every_shape_agree_with_the_cpu(pair: Pair, kv_format: KVForma
         run.feed(s1=(130 - i, LAST), s0=(1, LAST), s2=(1, LAST))
         run.feed(s2=(20, LAST))
     run.feed(s0=(1, LAST), s3=(1, LAST))
-    run.finish()
 
 
 def test_long_segments_agree_with_the_cpu(pair: Pair) -> None:
@@ -244,7 +224,6 @@ def test_long_segments_agree_with_the_cpu(pair: Pair) -> None:
         run.feed(s0=(2, ALL), s3=(700, ALL))
     run.feed(s3=(257, LAST), s1=(256, LAST))
     run.feed(s0=(1, LAST), s3=(1, LAST), s1=(1, ALL))
-    run.finish()
 
 
 def generator_of(loaded: LoadedModel, **changes: Any) -> DynamicGenerator:
