@@ -95,7 +95,7 @@ def test_a_killed_rank_ends_the_command_with_one_line(folder: Path) -> None:
 
 
 def test_a_stopped_leader_ends_with_all_ranks(folder: Path) -> None:
-    """Without a terminal nobody has suspended the command on purpose: it hangs."""
+    """No user can suspend a command without a terminal, so a stopped one counts as hung."""
     with subprocess.Popen(
         command(folder, "--tensor-parallel", "3", "-n", "1900"),
         stdout=subprocess.PIPE,

@@ -34,7 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def states(
     letter: str, *, has_terminal: bool = False, share: float = 0.0, reads: int = 0
 ) -> Iterator[object]:
-    """A process that uses this share of a core, and reads so many pages in each step."""
+    """States of a process that uses `share` of a core and reads `reads` pages in each step."""
     for step in count():
         yield _ProcessState(letter, has_terminal, step * reads, step * STEP_S * share)
 

@@ -291,7 +291,7 @@ def test_followers_end_with_rank_0(tiny: Path) -> None:
 def test_a_rank_that_hangs_while_it_loads_is_named(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On one machine, a slow load is told from a hang by the work that the process does."""
+    """A stopped process does no work, so it does not count as a slow load."""
     made = starting_with(monkeypatch)
     started: list[float] = []
 
@@ -376,7 +376,7 @@ sum(range(int(5 * 10**6 * 6 / (time.monotonic() - started))))
 def test_a_program_whose_process_stands_still_is_not_killed(
     tiny: Path, what: str, expected: str
 ) -> None:
-    """The other ranks end and free their memory. The program is told at its next pass. A program
+    """The other ranks end and free their memory. The program's next pass raises an error. A program
     that computes without answering is slow, and no rank ends."""
     with subprocess.Popen(
         [sys.executable, "-c", LIBRARY, str(tiny), what],

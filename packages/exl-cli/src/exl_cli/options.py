@@ -162,9 +162,9 @@ ExpertsOn = Annotated[
     typer.Option(
         "--experts-on",
         metavar="WHERE",
-        help="Experts of layers on the GPU. 'cpu': in the host's memory, computed by the CPU. A "
-        "number: those of so many layers. 'device': on the GPU. 'auto': on the CPU those of as few "
-        "layers as let the GPU hold the rest.",
+        help="Device of the experts. 'cpu': the host's memory holds them, and the CPU computes "
+        "them. N: the same for N layers. 'device': the GPU holds and computes them. 'auto': the "
+        "CPU gets the experts of the fewest layers whose absence makes the rest fit the GPU.",
         rich_help_panel=_RUNNING,
     ),
 ]

@@ -129,7 +129,7 @@ class _TimerSpec(ctypes.Structure):
 class Watchdog:
     """A timer of the kernel that kills this process unless it is set again in time.
 
-    It also ends a process that is stopped, whose host nobody else may be able to reach.
+    It also ends a stopped process. On another host, no other process may be able to end it.
     """
 
     def __init__(self) -> None:

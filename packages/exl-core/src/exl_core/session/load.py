@@ -180,7 +180,7 @@ class LoadedModel:
     ranks: RankChoice | None = None
     """The choice for `tensor_parallel="auto"`."""
     mtp: MtpLayer | None = None
-    """The layer for multi-token prediction, if the options asked for it."""
+    """The layer for multi-token prediction, with `LoadOptions.mtp`; otherwise None."""
 
     @property
     def label(self) -> str:

@@ -123,7 +123,7 @@ def divergence(
 def _where(
     replicas: int | None, ray: str | None, cache_reference: Path | None
 ) -> eval_options.Where | None:
-    """The replicas that were asked for."""
+    """Number and place of the replicas; None for one process."""
     where = eval_options.Where.of(replicas, ray)
     if where is not None and cache_reference is not None:
         raise RequestError(
