@@ -169,6 +169,7 @@ class Group:
         self.check()
         self.send(Message(Header(Operation.JOIN), b""))
         self._has_joined = True
+        self._feed_watchdog()  # the next beat may be half a second away
         try:
             return self._connect()
         except RankError as error:
@@ -258,8 +259,9 @@ class Group:
                 if one.watch.hangs():
                     place = f" ({one.place})" if one.place else ""
                     self._fail(one.rank, f"has not answered for {one.watch.limit_s:g} s{place}")
-        if self._watchdog is not None:
-            self._watchdog.set(0)
+        with self._lock:
+            if self._watchdog is not None:
+                self._watchdog.set(0)
         self._failed.wait()  # until the followers have been told
         for one in self._all:
             one.reports.close()
@@ -267,8 +269,15 @@ class Group:
     def _beat(self) -> None:
         for one in self._all:
             one.say(BEAT)
-        if self._watchdog is not None and self._has_joined:
-            self._watchdog.set(WATCHDOG_S)
+        if self._has_joined:
+            self._feed_watchdog()
+
+    def _feed_watchdog(self) -> None:
+        """Gives this process another `WATCHDOG_S`, unless the group has ended."""
+        with self._lock:
+            has_ended = self._is_closing or self.failure is not None
+            if self._watchdog is not None and not has_ended:
+                self._watchdog.set(WATCHDOG_S)
 
     def _hear(self, follower: Follower) -> None:
         try:
