@@ -277,6 +277,24 @@ def test_the_engine_is_usable_after_a_failed_pass(error: BaseException) -> None:
         assert end.token_ids == fresh.token_ids
 
 
+def test_a_request_that_the_failed_step_preempted_goes_on() -> None:
+    engine = engine_for(HashRule(), cache_tokens=768, max_batch=2)
+    requests = [ask([i] * 250, max_tokens=20, stop_ids=frozenset()) for i in range(2)]
+    first, second = (engine.submit(request).request_id for request in requests)
+    assert isinstance(engine.model, ScriptedModel)
+    engine.step()
+    while engine.scheduler.running[0].past_len < 256:
+        engine.step()
+    assert len(engine.scheduler.running) == 2  # both need a second page now, and one is left
+    engine.model.failure = RuntimeError("scripted")
+    with pytest.raises(RuntimeError, match="scripted"):
+        engine.step()
+    assert engine.live_requests == {second}
+    failed, finished = (e for e in run_all(engine) if isinstance(e, FailEvent | FinishEvent))
+    assert (type(failed), failed.request_id) == (FailEvent, first)
+    assert (type(finished), finished.request_id) == (FinishEvent, second)
+
+
 def test_an_interrupt_between_the_queues_loses_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
