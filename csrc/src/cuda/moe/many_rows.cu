@@ -38,8 +38,6 @@ struct ItemArgs {
     // Offsets in shared memory, after the stages.
     int32_t gate_sums_offset;
     int32_t state_offset;
-
-    __host__ __device__ bool is_gated() const { return call.epilogue == EXL_EPILOGUE_GATED; }
 };
 
 struct ItemState {
@@ -251,7 +249,7 @@ __device__ __forceinline__ void store_inputs(
                 for (int c = 0; c < 4; ++c) sums[c] = last[i][4 * other + c];
             }
             float values[4];
-            if (args.is_gated()) {
+            if (args.call.epilogue == EXL_EPILOGUE_GATED) {
                 const float4 four = gate_sums[(i * (kRows / 8) + q) * kConsumerThreads];
                 const float firsts[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
