@@ -259,9 +259,8 @@ class Group:
                 if one.watch.hangs():
                     place = f" ({one.place})" if one.place else ""
                     self._fail(one.rank, f"has not answered for {one.watch.limit_s:g} s{place}")
-        with self._lock:
-            if self._watchdog is not None:
-                self._watchdog.set(0)
+        if self._watchdog is not None:
+            self._watchdog.set(0)  # `_feed_watchdog` does nothing from now on
         self._failed.wait()  # until the followers have been told
         for one in self._all:
             one.reports.close()
