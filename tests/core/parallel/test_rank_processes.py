@@ -24,13 +24,13 @@ from exl_core.cache.format import KVFormat
 from exl_core.cache.page_pool import PageCopy
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FailEvent, FinishEvent
-from exl_core.errors import AdapterError, RankError, RequestError
+from exl_core.errors import AdapterError, MissingTensorError, RankError, RequestError
 from exl_core.lora.adapter import load_adapter
 from exl_core.model.adapters import AdapterUse
 from exl_core.model.context import Context
 from exl_core.model.runner import store_for
 from exl_core.model.transformer import Transformer
-from exl_core.parallel.followers import Followers
+from exl_core.parallel.followers import END_S, Followers
 from exl_core.parallel.leader import LeadingTransformer
 from exl_core.parallel.wire import Message
 from exl_core.session import ranks
@@ -261,6 +261,40 @@ def test_bad_files_on_one_rank(
     assert caught.value.exit_code == (1 if fault == "other" else 3)
     assert "\n" not in str(caught.value)
     assert not any(is_alive(process) for group in made for process in group.process_ids)
+
+
+def test_the_others_start_before_rank_0_looks_for_its_tensors(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load that rank 0 cannot complete ends them at once, as they have nothing to complete."""
+    made = starting_with(monkeypatch)
+    tensors = load_file(tiny / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tiny / "model.safetensors")
+    started = time.monotonic()
+    with pytest.raises(MissingTensorError, match=r"model\.norm"):
+        load_model(tiny, device="cpu", tensor_parallel=3)
+    assert time.monotonic() - started < END_S
+    assert len(made[0].process_ids) == 2
+    assert not any(map(is_alive, made[0].process_ids))
+
+
+def test_a_rank_that_is_killed_while_all_meet_is_named(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 waits for the others in a store that does not know about their ends."""
+    started: list[float] = []
+    meet = Followers._joined
+
+    def joined(group: Followers) -> Any:
+        os.kill(group.process_ids[0], signal.SIGKILL)
+        started.append(time.monotonic())
+        return meet(group)
+
+    monkeypatch.setattr(Followers, "_joined", joined)
+    with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
+        load_model(tiny, device="cpu", tensor_parallel=2)
+    assert time.monotonic() - started[0] < END_LIMIT_S
 
 
 def test_followers_end_with_rank_0(tiny: Path) -> None:

@@ -22,6 +22,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Event, Lock, Thread
@@ -31,10 +33,12 @@ from exl_core.parallel.exchange import Exchange, GlooExchange
 from exl_core.parallel.follower import BEAT, DESERTED, DONE, FAILED, FAREWELL, LOADED
 from exl_core.parallel.liveness import BEAT_S, SILENCE_S, RankWatch, Watchdog
 from exl_core.parallel.plan import Rank
-from exl_core.parallel.wire import Header, Message, Operation
+from exl_core.parallel.wire import Header, Message, Operation, join_message
 
 END_S = 2.0
 """Time for a follower to leave by itself."""
+CHECK_S = 0.1
+"""Time between two looks at the followers while all ranks join."""
 REPORT_LIMIT_BYTES = 1 << 16
 WATCHDOG_S = SILENCE_S + BEAT_S
 """Time after which rank 0's own watchdog ends it. The other ranks give it up a little earlier."""
@@ -115,6 +119,9 @@ class _OwnProcess(Follower):
         return f"ended with exit status {code}"
 
     def leave(self, until_s: float) -> None:
+        if not self.is_loaded:  # it has nothing to complete
+            self.kill()
+            return
         try:
             self.process.wait(max(0.0, until_s - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -155,11 +162,11 @@ class Group:
         self._watcher = Thread(target=self._watch, name="exl-ranks", daemon=True)
         self._watcher.start()
 
-    def meet(self, digest: str) -> Exchange:
+    def meet(self, digest: str, sample_ids: Sequence[int]) -> Exchange:
         """Waits until all followers have loaded, and connects the ranks for their exchanges.
 
         `digest` stands for the files that rank 0 has read. RankError if a follower fails or has
-        read others.
+        read others. `sample_ids`: token ids of the text on which key smoothing is measured.
         """
         self._loaded.wait()
         self.check()
@@ -167,11 +174,15 @@ class Group:
             if one.digest != digest:
                 self._fail(one.rank, "has read other model files than rank 0")
         self.check()
-        self.send(Message(Header(Operation.JOIN), b""))
+        self.send(join_message(sample_ids))
         self._has_joined = True
         self._feed_watchdog()  # the next beat may be half a second away
+        joining: Future[Exchange] = Future()
+        Thread(target=_complete, args=(joining, self._connect), daemon=True).start()
+        while joining not in futures.wait([joining], CHECK_S).done:
+            self.check()  # the end of a follower does not end the wait for it
         try:
-            return self._connect()
+            return joining.result()
         except RankError as error:
             raise self.cause(error) from error
 
@@ -297,6 +308,13 @@ class Group:
             self._fail(follower.rank, f"failed: {line}", int(code))
         elif kind == DESERTED:  # this process was stopped, and goes on too late
             self._fail(0, text)
+
+
+def _complete(future: Future[Exchange], work: Callable[[], Exchange]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+        future.set_exception(error)
 
 
 class Followers(Group):

@@ -19,7 +19,8 @@ a gap means that a rank missed a pass, after which its cache would be wrong.
     MOVE   pages to other places: int64 [rows, 2] of source, target
     GIVE   pages to the cache `target_store`: int64 [rows, 2] of source, target
     COPY_STATES, GIVE_STATES  the same for slots of recurrent state
-    JOIN   all ranks are loaded and meet now
+    JOIN   all ranks are loaded and meet now: token ids of the text on which key smoothing is
+           measured, int64 [rows]
     END    the rank leaves
 """
 
@@ -44,7 +45,7 @@ from exl_core.model.adapters import Adapter, AdapterUse
 from exl_core.model.batch import AdapterRows, Batch, EmbeddedRows
 from exl_core.model.segment import LogitRows, Segment
 
-VERSION = 2
+VERSION = 3
 MESSAGE_LIMIT_BYTES = 1 << 30
 _HEADER = struct.Struct("<16i")
 _FORMATS = tuple(KVFormat)
@@ -128,7 +129,7 @@ def _payload_bytes(header: Header) -> int:
             narrow = 2 * header.sequences + 1 + header.sequences * header.pages
             wide += 4 * header.adapter_uses + header.sequences * header.states
             return 8 * wide + 4 * (narrow + header.embedded_rows * header.hidden_size)
-        case Operation.REPLAY | Operation.EMBED:
+        case Operation.REPLAY | Operation.EMBED | Operation.JOIN:
             return 8 * (5 * header.sequences + header.rows + header.pages)
         case Operation.ADAPT:
             return header.rows
@@ -255,17 +256,25 @@ def adapter_source(message: Message) -> tuple[str, Path]:
 def numbers_message(
     operation: Operation, numbers: Tensor, store: int = 0, target_store: int = 0
 ) -> Message:
-    """EMBED, or copies of pages or states, with these numbers, int64, one row for each item."""
+    """EMBED, JOIN, or copies of pages or states, with these numbers, int64, one row for each
+    item."""
     header = Header(operation, store=store, rows=len(numbers), target_store=target_store)
     return Message(header, _bytes(numbers))
 
 
 def numbers_of(message: Message) -> Tensor:
     """Numbers of such a message: int64 [rows], or [rows, n]."""
+    if not message.payload:
+        return torch.empty(0, dtype=torch.int64)
     numbers = torch.frombuffer(bytearray(message.payload), dtype=torch.int64)
-    if message.header.operation == Operation.EMBED:
+    if message.header.operation in (Operation.EMBED, Operation.JOIN):
         return numbers
     return numbers.view(message.header.rows, -1)
+
+
+def join_message(sample_ids: Sequence[int]) -> Message:
+    """JOIN: followers need no tokenizer for the text on which key smoothing is measured."""
+    return numbers_message(Operation.JOIN, torch.tensor(sample_ids, dtype=torch.int64))
 
 
 def store_message(store: int, kv_format: KVFormat, num_pages: int, num_states: int = 0) -> Message:

@@ -7,6 +7,7 @@ It prints nothing, except if rank 0 hangs.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> None:
+    gc.disable()  # until the model is loaded: imports make no garbage
     messages = Connection(int(arguments[0]))
     reports = Reports(Connection(int(arguments[1])), leader=os.getppid())
     run(reports, lambda: _follow_on_host(messages, reports))
@@ -65,6 +67,7 @@ def _follow_on_host(messages: Connection, reports: Reports) -> None:
     if reports.kills_leader and reports.rank == 1:
         num_ranks = settings["options"]["tensor_parallel"]
         reports.on_hang = partial(_complain, num_ranks)
+    _start_gpu(settings["gpu"])
     from exl_core.parallel.exchange import GlooExchange
     from exl_core.parallel.nccl import on_device
     from exl_core.parallel.plan import Rank
@@ -77,12 +80,23 @@ def _follow_on_host(messages: Connection, reports: Reports) -> None:
     rank = Rank(settings["rank"], settings["options"]["tensor_parallel"])
     files = open_model(settings["path"])
     part = load_part(files, options, rank, options.threads or 1)  # rank 0 has chosen them
+    gc.enable()
 
-    def join() -> RankTransformer:
+    def join(sample_ids: tuple[int, ...]) -> RankTransformer:
         exchange = GlooExchange.in_folder(Path(settings["folder"]), rank)
-        return part.model(on_device(exchange, part.ops.device))
+        return part.model(on_device(exchange, part.ops.device), sample_ids)
 
     follow(messages, reports, digest_of(files), join, _load_unchanged)
+
+
+def _start_gpu(index: int | None) -> None:
+    """Starts a GPU on a thread, while torch is imported; None: there is none. A failure is found
+    when the GPU is opened."""
+    if index is None:
+        return
+    from exl_core.ops.backends.cuda.driver import start_driver
+
+    threading.Thread(target=start_driver, args=(index,), daemon=True).start()
 
 
 def _load_unchanged(digest: str, folder: Path, model: RankTransformer) -> Adapter:
@@ -105,18 +119,20 @@ def follow(
     messages: Connection,
     reports: Reports,
     digest: str,
-    join: Callable[[], RankTransformer],
+    join: Callable[[tuple[int, ...]], RankTransformer],
     load: LoadAdapter,
 ) -> None:
     """Runs rank 0's messages until END. `digest` stands for the files that this rank has loaded;
-    `join` connects it with the others; `load` reads an adapter."""
-    from exl_core.parallel.wire import Operation
+    `join` connects it with the others, and gets the token ids on which key smoothing is measured;
+    `load` reads an adapter."""
+    from exl_core.parallel.wire import Operation, numbers_of
 
     reports.loaded(digest)
-    if receive(messages, sequence=0).header.operation == Operation.END:
+    first = receive(messages, sequence=0)
+    if first.header.operation == Operation.END:
         return
     reports.joined()
-    follower = Follower(join(), load)
+    follower = Follower(join(tuple(numbers_of(first).tolist())), load)
     for sequence in count(1):
         message = receive(messages, sequence)
         if message.header.operation == Operation.END:
@@ -164,9 +180,9 @@ def follow_job(
         check_job(options, job)
         part = part_of(meeting, files, options)
 
-        def join() -> HostTransformer:
+        def join(sample_ids: tuple[int, ...]) -> HostTransformer:
             exchange = meeting.connect()
-            return part.model(exchange, meeting.hops)
+            return part.model(exchange, sample_ids, meeting.hops)
 
         follow(ends.messages, reports, job_digest(files, options), join, load)
 

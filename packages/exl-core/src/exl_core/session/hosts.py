@@ -68,23 +68,28 @@ class Part:
     weights: ModelWeights
     ops: OpTable
     shares: Shares
-    sample_ids: tuple[int, ...]
     whole: WholeModel | None
 
-    def model(self, exchange: Exchange, hops: Hops | None = None) -> HostTransformer:
+    def model(
+        self, exchange: Exchange, sample_ids: tuple[int, ...], hops: Hops | None = None
+    ) -> HostTransformer:
         return HostTransformer(
             self.config,
             self.weights,
             self.ops,
             exchange,
             shares=self.shares,
-            sample_ids=self.sample_ids,
+            sample_ids=sample_ids,
             hops=hops,
             whole=self.whole,
         )
 
     def leading_model(
-        self, exchange: Exchange, followers: Group, hops: Hops | None
+        self,
+        exchange: Exchange,
+        sample_ids: tuple[int, ...],
+        followers: Group,
+        hops: Hops | None,
     ) -> LeadingTransformer:
         return LeadingTransformer(
             self.config,
@@ -92,7 +97,7 @@ class Part:
             self.ops,
             exchange,
             shares=self.shares,
-            sample_ids=self.sample_ids,
+            sample_ids=sample_ids,
             followers=followers,
             hops=hops,
             whole=self.whole,
@@ -128,7 +133,7 @@ def load_part(
         tensors, shares = divided, divided.shares
     torch.set_num_threads(threads)
     weights = Loading(own, tensors, files.path, threads, progress).whole(ops, None)
-    return Part(config, weights, ops, shares, files.sample_ids, whole_model)
+    return Part(config, weights, ops, shares, whole_model)
 
 
 def load_on_hosts(
@@ -158,8 +163,8 @@ def load_on_hosts(
 
     try:
         part = part_of(meeting, files, options, report)
-        exchange = group.meet(job_digest(files, options))
-        transformer = part.leading_model(exchange, group, meeting.hops)
+        exchange = group.meet(job_digest(files, options), files.sample_ids)
+        transformer = part.leading_model(exchange, files.sample_ids, group, meeting.hops)
     except BaseException:
         group.close()
         raise

@@ -38,6 +38,8 @@ from exl_core.session.ranks import (
     check_ranks,
     choose_ranks,
     load_leader,
+    start_followers,
+    started_followers,
     threads_of_rank,
 )
 from exl_core.session.request_fields import check_argument
@@ -223,36 +225,39 @@ def load_model(
 
     opening = _start_device(partial(make_table, device)) if device.startswith("cuda") else None
     files = model if isinstance(model, ModelFiles) else open_model(path)
-    config = _config_on(device, files, options)
-    checkpoint = checkpoint_of(files, config, options)
-    ops = make_table(device) if opening is None else _started(opening, checkpoint)
-    divided, ranks = _with_ranks(options, device, config, checkpoint)
-    mtp = _mtp_of(files, config, divided, checkpoint) if options.mtp else None
-    plan = _plan(_reserving(divided, mtp), split, config, checkpoint, ops, device=device)
-    on_host = options.embeddings_on == "cpu"
-    loading = Loading(config, checkpoint, files.path, threads, progress, on_host)
-    if divided.tensor_parallel == 1:
-        tables = _tables(plan, device, ops, make_table)
-        weights, stages, last = loading.read(plan, tables, ops, options.held_bytes)
-        transformer = Transformer(config, weights, last, files.sample_ids, split=stages)
-    else:
-        transformer = load_leader(loading, checkpoint, ops, files, fields_of(divided, threads))
-    return LoadedModel(
-        name=files.name,
-        path=files.path,
-        config=config,
-        model=transformer,
-        tokenizer=files.tokenizer,
-        template=files.template,
-        weights_bytes=transformer.weights_bytes,
-        load_s=time.perf_counter() - started,
-        exact=options.exact,
-        changes=changes_of(options),
-        plan=plan,
-        ranks=ranks,
-        parameters=count_parameters(checkpoint, config),
-        mtp=None if mtp is None else mtp.read(transformer, threads),
-    )
+    config, others = _config_on(device, files, options), fields_of(options, threads)
+    with started_followers(files.path, config, device, others) as followers:
+        checkpoint = checkpoint_of(files, config, options)
+        ops = make_table(device) if opening is None else _started(opening, checkpoint)
+        divided, ranks = _with_ranks(options, device, config, checkpoint)
+        mtp = _mtp_of(files, config, divided, checkpoint) if options.mtp else None
+        plan = _plan(_reserving(divided, mtp), split, config, checkpoint, ops, device=device)
+        on_host = options.embeddings_on == "cpu"
+        loading = Loading(config, checkpoint, files.path, threads, progress, on_host)
+        if divided.tensor_parallel == 1:
+            tables = _tables(plan, device, ops, make_table)
+            weights, stages, last = loading.read(plan, tables, ops, options.held_bytes)
+            transformer = Transformer(config, weights, last, files.sample_ids, split=stages)
+        else:
+            fields_of_all = fields_of(divided, threads)  # the number of ranks may have been open
+            rest = followers or start_followers(files.path, device, fields_of_all)
+            transformer = load_leader(loading, checkpoint, ops, files, rest)
+        return LoadedModel(
+            name=files.name,
+            path=files.path,
+            config=config,
+            model=transformer,
+            tokenizer=files.tokenizer,
+            template=files.template,
+            weights_bytes=transformer.weights_bytes,
+            load_s=time.perf_counter() - started,
+            exact=options.exact,
+            changes=changes_of(options),
+            plan=plan,
+            ranks=ranks,
+            parameters=count_parameters(checkpoint, config),
+            mtp=None if mtp is None else mtp.read(transformer, threads),
+        )
 
 
 def _tables(

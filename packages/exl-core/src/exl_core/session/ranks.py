@@ -1,16 +1,18 @@
 """Tensor parallelism at load: checks of the options, start of the other ranks, and their settings.
 
 Every rank opens the same files and reads its own part of every matrix. Nothing is sent between the
-ranks while they load.
+ranks while they load. The other ranks start first, because their imports take longest.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import permutations
 from math import inf
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -189,28 +191,53 @@ def threads_of_rank(options: RankOptions, settings: Settings) -> int:
     return max(1, (options.threads or settings.threads) // ranks)
 
 
+@contextmanager
+def started_followers(
+    path: Path, config: ModelConfig, device: str, fields: Mapping[str, Any]
+) -> Iterator[Followers | None]:
+    """The other ranks' processes, which start and read while rank 0 does. They end if the block
+    fails. None for a single rank, or if their number is not known yet.
+
+    `device` is the resolved one. `fields` are the options as JSON, for the other ranks.
+    RequestError if the model is too small for so many ranks.
+    """
+    num_ranks = fields["tensor_parallel"]
+    if num_ranks in (1, AUTO):
+        yield None
+        return
+    share_config(config, Rank(0, num_ranks))
+    followers = start_followers(path, device, fields)
+    try:
+        yield followers
+    except BaseException:
+        followers.close()
+        raise
+
+
+def start_followers(path: Path, device: str, fields: Mapping[str, Any]) -> Followers:
+    """Starts the other ranks' processes (`started_followers`)."""
+
+    def settings(rank: int) -> Mapping[str, object]:
+        gpu = rank if device.startswith("cuda") else None
+        return {"rank": rank, "path": str(path), "options": fields, "gpu": gpu}
+
+    return Followers(fields["tensor_parallel"], MODULE, settings)
+
+
 def load_leader(
     loading: Loading,
     checkpoint: Checkpoint,
     ops: OpTable,
     files: ModelFiles,
-    fields: Mapping[str, Any],
+    followers: Followers,
 ) -> LeadingTransformer:
-    """Loads rank 0's part of a model, starts the other ranks, and connects them.
+    """Loads rank 0's part of a model, and connects the ranks. `followers` end if it fails.
 
-    `loading` and `checkpoint` are those of the whole model. `fields` are the options as JSON, for
-    the other ranks.
+    `loading` and `checkpoint` are those of the whole model.
     """
-    num_ranks = fields["tensor_parallel"]
+    num_ranks = followers.num_ranks
     is_shared = ops.device.type == "cpu"  # by all ranks
     needed = checkpoint.packed_bytes // (1 if is_shared else num_ranks)
-    check_memory(needed, free_memory_bytes(ops.device), files.path)
-    tensors, config = sharded(checkpoint, loading.config, Rank(0, num_ranks))
-
-    def settings(rank: int) -> Mapping[str, object]:
-        return {"rank": rank, "path": str(files.path), "options": fields}
-
-    followers = Followers(num_ranks, MODULE, settings)
 
     def report(done_bytes: int, total_bytes: int) -> None:
         followers.check()  # a rank that has failed ends the load
@@ -218,9 +245,11 @@ def load_leader(
             loading.progress(done_bytes, total_bytes)
 
     try:
+        check_memory(needed, free_memory_bytes(ops.device), files.path)
+        tensors, config = sharded(checkpoint, loading.config, Rank(0, num_ranks))
         own = replace(loading, config=config, checkpoint=tensors, progress=report)
         weights = own.whole(ops, None)
-        exchange = _on_gpus(followers.meet(digest_of(files)), followers, ops)
+        exchange = _on_gpus(followers.meet(digest_of(files), files.sample_ids), followers, ops)
         model = LeadingTransformer(
             loading.config,
             weights,

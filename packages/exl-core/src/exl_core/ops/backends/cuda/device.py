@@ -6,11 +6,12 @@ This module calls no kernels.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 
 from exl_core.errors import DeviceError, OutOfMemoryError, RequestError
+from exl_core.ops.backends.cuda.driver import start_driver
 from exl_kernels import cuda, cuda_recurrent
 
 OLDEST = 75
@@ -86,8 +87,7 @@ def open_device(name: str) -> torch.device:
     index = int(name.partition(":")[2] or 0)
     # Starts the driver in a call that releases the GIL. torch's first query of the GPUs would hold
     # the GIL meanwhile. The code below finds the cause of a failure.
-    with suppress(OSError, cuda.CudaError):
-        cuda.load().call("open_device", index)
+    start_driver(index)
     if not torch.cuda.is_available():
         raise DeviceError(
             "no GPU can be used", where=name, got=_reason_without_gpu(), next_step=_USE_CPU
