@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import files, version
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from exl_core.errors import ExlError
 from exl_exllamav2 import permanent
 from exl_exllamav2.__main__ import parse
-from exl_exllamav2.activation import ActivationError
+from exl_exllamav2.activation import SHADOW, ActivationError
 
 PROGRAM = """
 import importlib.metadata, importlib.util, subprocess, sys
@@ -93,5 +93,8 @@ def test_the_permanent_alias_refuses_where_the_original_is(tmp_path: Path) -> No
 
 def test_no_distribution_installs_a_package_exllamav2() -> None:
     assert version("exl-exllamav2")
-    files = [str(path) for path in __import__("importlib.metadata").metadata.files("exl-exllamav2")]
-    assert not [name for name in files if name.startswith("exllamav2/")]
+    installed = [str(path) for path in files("exl-exllamav2") or ()]  # none from a source tree
+    built = {path.name for path in SHADOW.parent.parent.iterdir()}
+    assert not [name for name in installed if name.startswith("exllamav2/")]
+    assert "exl_exllamav2" in built
+    assert "exllamav2" not in built

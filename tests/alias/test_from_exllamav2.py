@@ -59,7 +59,7 @@ class Sides:
         self.model.load_autosplit(self.cache)
         self.tokenizer = old.ExLlamaV2Tokenizer(self.config)
         self.ids = self.tokenizer.encode(PROMPT)
-        self.loaded = load_model(folder, LoadOptions(device="cpu"))
+        self.loaded = load_model(folder)
         self.options = EngineOptions(cache_tokens=1024)
 
     def settings(self, **fields: Any) -> Any:
@@ -103,7 +103,7 @@ def _rope(s: Sides) -> None:
             setattr(config, name, value)
         model = s.old.ExLlamaV2(config)
         model.load()
-        loaded = load_model(s.folder, LoadOptions(device="cpu", **new))
+        loaded = load_model(s.folder, LoadOptions(**new))
         ours = Context(loaded.model, 64).forward(s.ids)[0]
         theirs = model.forward(s.ids)[0, :, : ours.shape[-1]]
         assert torch.equal(theirs, ours.half())
@@ -116,7 +116,7 @@ def _caches(s: Sides) -> None:
     environment.store_options(models={str(folder): str(folder)})  # not the model of all others
     model = s.old.ExLlamaV2(s.old.ExLlamaV2Config(str(folder)))
     model.load()
-    loaded = load_model(folder, LoadOptions(device="cpu"))
+    loaded = load_model(folder)
     for name, kv_format in (
         ("", KVFormat.FP16),
         ("_Q4", KVFormat.Q4),
@@ -302,10 +302,10 @@ def _sample(s: Sides) -> None:
 
     settings = ExLlamaV2Sampler.Settings(temperature=1.3, top_k=20, top_p=0.0)
     settings.token_repetition_penalty = 1.0
-    logits = s.model.forward(s.ids)[:, -1:].float()
+    logits = s.model.forward(s.ids)[:, -1:].float()  # on the device of the model
     params = SamplerParams(temperature=1.3, top_k=20)
     sampler = Sampler(params, get_table("cpu", threads=1))
-    row_of_logits = logits[0, 0, : s.loaded.tokenizer.vocab_size].contiguous()
+    row_of_logits = logits[0, 0, : s.loaded.tokenizer.vocab_size].cpu().contiguous()
     for u in (0.0, 0.3, 0.99):
         token, *_ = ExLlamaV2Sampler.sample(logits, settings, s.ids, u, s.tokenizer)
         assert int(token) == sampler.sample(row_of_logits, s.ids[0].tolist(), uniform=u).token_id

@@ -24,9 +24,9 @@ PROMPT = "One, two, three,"
 
 @pytest.fixture(scope="module")
 def prompt_ids(model_dir: Path) -> list[int]:
-    from exl_core.session.load import LoadOptions, load_model
+    from exl_core.session.load import load_model
 
-    loaded = load_model(model_dir, LoadOptions(device="cpu"))
+    loaded = load_model(model_dir)
     return loaded.tokenizer.encode(PROMPT)
 
 
@@ -35,9 +35,9 @@ def greedy_ids(model_dir: Path, prompt_ids: list[int]) -> list[int]:
     """The reply of exl's own generator to the prompt."""
     from exl_core.generate.dynamic import DynamicGenerator
     from exl_core.sampling.params import SamplerParams
-    from exl_core.session.load import LoadOptions, load_model
+    from exl_core.session.load import load_model
 
-    loaded = load_model(model_dir, LoadOptions(device="cpu"))
+    loaded = load_model(model_dir)
     generator = DynamicGenerator(loaded)
     request = generator.request(
         PROMPT, max_tokens=12, sampler=SamplerParams(temperature=0.0), stop=[]

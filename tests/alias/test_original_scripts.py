@@ -154,9 +154,9 @@ def _perplexity(parquet: Path, model_dir: Path) -> float:
     from datasets import Dataset
 
     from exl_core.model.context import Context
-    from exl_core.session.load import LoadOptions, load_model
+    from exl_core.session.load import load_model
 
-    loaded = load_model(model_dir, LoadOptions(device="cpu"))
+    loaded = load_model(model_dir)
     ids: list[int] = []
     for text in Dataset.from_parquet(str(parquet))["text"]:
         ids += loaded.tokenizer.encode(text)

@@ -189,8 +189,9 @@ def test_a_full_context_is_no_end_of_the_stream(parts: tuple[Any, Any, Any]) -> 
 
 
 def test_sizes_of_gpus_mean_nothing_on_the_cpu(
-    old: Any, capsys: pytest.CaptureFixture[str]
+    old: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("EXL_ALIAS_DEVICE", "cpu")
     model = old.ExLlamaV2(old.ExLlamaV2Config("/mnt/models/some-model"))
     model.load([1e-6, 20])
     assert model.loaded
@@ -198,14 +199,19 @@ def test_sizes_of_gpus_mean_nothing_on_the_cpu(
 
 
 def test_parallel_loading_divides_the_model_among_processes(
-    old: Any, parts: tuple[Any, Any, Any], capsys: pytest.CaptureFixture[str]
+    old: Any,
+    parts: tuple[Any, Any, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    model = old.ExLlamaV2(parts[0].config)
+    if torch.cuda.device_count() < 2:
+        monkeypatch.setenv("EXL_ALIAS_DEVICE", "cpu")
+    model = old.ExLlamaV2(old.ExLlamaV2Config("/mnt/models/some-model"))
     model.load_tp([12, 12], expect_cache_tokens=512)
     assert model.tp_context.num_devices == 2
     ids = torch.tensor([[5, 80, 90, 100, 33]])
     cache = old.ExLlamaV2Cache_TP(model, max_seq_len=512)
-    difference = model.forward(ids, cache) - parts[0].forward(ids, parts[1])
+    difference = model.forward(ids, cache).cpu() - parts[0].forward(ids, parts[1]).cpu()
     assert difference[..., :320].abs().max() < 0.01
     processes = model.weights
     model.unload()
@@ -220,20 +226,23 @@ def test_splits_become_those_of_exl(old: Any, monkeypatch: pytest.MonkeyPatch) -
 
     def load(files: Any, options: LoadOptions, report: Any) -> Any:
         asked.append(options)
-        return load_model(files, LoadOptions(device="cpu"), report)
+        return load_model(files, LoadOptions(device="cpu"), report)  # in one process
 
     monkeypatch.setattr(exl_exllamav2.model, "load_model", load)
     monkeypatch.setattr(exl_exllamav2.config.ExLlamaV2Config, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     config = old.ExLlamaV2Config("/mnt/models/some-model")
     old.ExLlamaV2(config).load()
-    old.ExLlamaV2(config).load([0, 20, 24.5])
+    old.ExLlamaV2(config).load([0, 20, 24.5, 30])  # there is no fourth GPU
     old.ExLlamaV2(config).load_tp([1, 1])
+    old.ExLlamaV2(config).load_tp([1, 1, 1, 1])
+    old.ExLlamaV2(config).load_tp()
     model = old.ExLlamaV2(config)
     cache = old.ExLlamaV2Cache_8bit(model, max_seq_len=2048, lazy=True)
     model.load_autosplit(cache, reserve_vram=[1 << 20, 0])
     assert [one.split for one in asked[:2]] == ["auto", "0.000000,21.474836,26.306675"]
-    assert asked[2].split == "1.073742,1.073742"
-    last = asked[3]
+    assert [one.tensor_parallel for one in asked] == [1, 1, 2, 3, 3, 1]
+    last = asked[-1]
     assert (last.split, last.cache_tokens, last.kv_format) == ("auto", 2048, KVFormat.FP8)
     assert last.reserved_bytes == 1 << 20
 

@@ -379,4 +379,4 @@ def test_attributes_that_programs_read(old: Any) -> None:
         assert not missing, f"{found} lacks {missing}"
     assert config.arch.lm.requires_bos is False
     assert Path(old.__file__).name == "__init__.py"
-    assert model._torch_device(0) == "cpu"
+    assert model._torch_device(0) == ("cuda:0" if config.is_on_gpu() else "cpu")

@@ -192,12 +192,12 @@ def _left_padding(mask: Tensor | None, batch: int) -> list[int]:
     """Masked columns at the left of each row. Masked columns elsewhere are refused."""
     if mask is None:
         return [0] * batch
-    masked = mask.view(mask.shape[0], -1) < -1e4  # [b, width]
+    masked = mask.cpu().view(mask.shape[0], -1) < -1e4  # [b, width]
     if masked.shape[0] == 1:
         masked = masked.expand(batch, -1)
     counts = masked.sum(-1)
     ordered = torch.arange(masked.shape[1]) < counts[:, None]
-    if not torch.equal(masked.cpu(), ordered.cpu()):
+    if not torch.equal(masked, ordered):
         refuse("input_mask", "masked columns within a row", "Mask padding at the left only.")
     return [int(n) for n in counts]
 

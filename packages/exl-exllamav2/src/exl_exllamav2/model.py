@@ -146,8 +146,8 @@ class ExLlamaV2:
     ) -> None:
         """Load a model that computes on several devices at once.
 
-        On the CPU, `gpu_split` of n devices means n processes with a part of every matrix each. On
-        GPUs, layers are divided instead, with a warning.
+        `gpu_split` of n devices means n processes with an equal part of every matrix each. Without
+        it, all GPUs take part.
         """
         steps = self.load_tp_gen(
             gpu_split, callback, callback_gen, expect_cache_tokens, expect_cache_base
@@ -174,20 +174,21 @@ class ExLlamaV2:
         if not any(size > 0 for size in sizes):
             return {}
         if self.config.is_on_gpu():
-            return {"split": ",".join(f"{max(0.0, size) * 2**30 / 1e9:.6f}" for size in sizes)}
+            own = sizes[: torch.cuda.device_count()]  # exllamav2 uses GPUs in order, as needed
+            return {"split": ",".join(f"{max(0.0, size) * 2**30 / 1e9:.6f}" for size in own)}
         if sum(size > 0 for size in sizes) > 1:
             warn_once("gpu_split", "is not used: the model runs on the CPU")
         return {}
 
     def _parallel_fields(self, gpu_split: Sequence[float] | None) -> LoadFields:
         """Options for `load_tp`."""
-        if self.config.is_on_gpu():
-            warn_once("load_tp", "divides layers over the GPUs, not matrices")
-            return self._split_fields(gpu_split)
         count = sum(float(size) > 0 for size in gpu_split or ())
+        if self.config.is_on_gpu():
+            num_gpus = torch.cuda.device_count()
+            count = min(count, num_gpus) if gpu_split else num_gpus
         if count > 1:
             return {"tensor_parallel": count}
-        warn_once("load_tp", "runs in one process: no sizes of several devices were given")
+        warn_once("load_tp", "runs in one process: there are no sizes of several devices")
         return {}
 
     def _load(
