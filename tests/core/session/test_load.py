@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from exl_core.arch.layers import MLA
 from exl_core.arch.spec import RopeMethod
 from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import EngineOptions
@@ -20,10 +21,14 @@ from exl_core.model.context import Context
 from exl_core.model.segment import LogitRows
 from exl_core.ops.backends.reference.table import ReferenceTable
 from exl_core.sampling.params import SamplerParams
+from exl_core.session import describe
 from exl_core.session.describe import describe_model
-from exl_core.session.load import LoadedModel, LoadFields, LoadOptions, load_model
+from exl_core.session.load import LoadedModel, LoadFields, LoadOptions, checkpoint_of, load_model
+from exl_core.session.open import open_model
 from exl_core.session.weights import check_memory
+from support.gguf_latent import write_latent
 from support.quantized_models import SIZES
+from support.tiny_latent import tiny_deepseek3
 from support.tiny_models import byte_tokenizer, converted, save, tiny_gemma3, tiny_llama
 
 
@@ -211,3 +216,25 @@ def test_splits_that_cannot_be_made_are_refused(
 ) -> None:
     with pytest.raises(ExlError, match=message):
         load_model(str(folder), **options)
+
+
+@pytest.mark.parametrize("is_gguf", [False, True])
+def test_transposed_keys_of_latent_attention_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_gguf: bool
+) -> None:
+    """The CPU keeps them for prompts. Files have keys and values in one matrix (safetensors) or in
+    two (GGUF)."""
+    monkeypatch.setattr(describe, "default_device", lambda: "cpu")
+    model = tiny_deepseek3()
+    path = write_latent(model, tmp_path / "a.gguf") if is_gguf else save(model, tmp_path / "a")
+    files = open_model(path)
+    normal, invariant = (
+        checkpoint_of(files, files.config, LoadOptions(device="cpu", batch_invariant=is_invariant))
+        for is_invariant in (False, True)
+    )
+    mixers = [layer.mixer for layer in files.config.layers]
+    transposed = sum(
+        4 * one.num_q_heads * one.nope_dim * one.kv_rank for one in mixers if isinstance(one, MLA)
+    )
+    assert normal.packed_bytes - invariant.packed_bytes == transposed > 0
+    assert describe_model(str(path)).weights_bytes_in_memory == normal.packed_bytes

@@ -29,8 +29,8 @@ GREEDY = SamplerParams(temperature=0.0)
 VOCAB = 259  # ids of the tiny tokenizer
 
 
-def load(folder: Path) -> LoadedModel:
-    return load_model(str(folder), LoadOptions(device="cpu", exact=True, mtp=True))
+def load(folder: Path, split: str = "auto") -> LoadedModel:
+    return load_model(str(folder), LoadOptions(device="cpu", exact=True, mtp=True, split=split))
 
 
 @pytest.fixture(scope="module", params=MTP_FAMILIES)
@@ -133,6 +133,28 @@ def test_logits_of_the_layer(tiny: tuple[MtpCheckpoint, LoadedModel]) -> None:
     token_ids, _ = drafter.drafts[0]
     expected = checkpoint.logits(token_ids)[-1]
     assert (found[0][0].double() - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", ["glm4-moe", "qwen3.5", "deepseek3"])
+def test_a_model_in_stages_has_the_same_drafts(family: str, tmp_path: Path) -> None:
+    """The layer is with the last stage. Prompts and batches are cut into microbatches."""
+    checkpoint = MtpCheckpoint(family)
+    folder = checkpoint.save(tmp_path)
+    split = f"cpu=1,cpu={checkpoint.num_layers - 1}"
+    loaded = load(folder, split)
+    plain_plan = load_model(folder, device="cpu", exact=True, split=split).plan
+    assert [stage.layers for stage in loaded.plan] == [stage.layers for stage in plain_plan]
+    assert loaded.plan[0].weights_bytes == plain_plan[0].weights_bytes
+    assert loaded.mtp is not None
+    more = loaded.plan[1].weights_bytes - plain_plan[1].weights_bytes
+    assert more > 0.9 * loaded.mtp.weights_bytes > 0  # norms become float32
+    drafter = drafter_of(loaded)
+    requests = [greedy(prompt(seed, 20 + 7 * seed), 8) for seed in range(16)]
+    requests.append(greedy(prompt(3, 530), 8))
+    staged = run(engine_of(loaded, drafter, tokens=16384, max_batch=20), *requests)
+    check_drafts(checkpoint, drafter)
+    plain = run(engine_of(load(folder), tokens=16384, max_batch=20), *requests)
+    assert [end.token_ids for end in staged] == [end.token_ids for end in plain]
 
 
 @pytest.mark.parametrize("family", ["glm4-moe", "qwen3.5", "deepseek3"])

@@ -16,6 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from exl_core.arch.layers import MLA
 from exl_core.arch.modules import Kind, ModuleRow, module_table
 from exl_core.arch.places import RowPermutation
 from exl_core.arch.quantization import Quantization
@@ -71,6 +72,7 @@ class Checkpoint:
     `is_exact`: all matrices are dense, dequantized as their formats define.
     `in_4bit`: matrices of the layers that are stored as floats are rounded to 4-bit codes.
     `has_factors`: all op tables which get the weights keep scales as products (`ScaleParts`).
+    `has_transposes`: one of them keeps the keys of latent attention transposed too.
     `min_group_rows`: that of the op tables which get the weights (`LinearOps`), the largest if they
     differ. GGUF blocks with smaller groups are dequantized. So are matrices of trellis codes whose
     columns are stored in another order than the model's, because they cannot be reordered.
@@ -87,6 +89,7 @@ class Checkpoint:
         in_4bit: bool = False,
         min_group_rows: int = BLOCK_ROWS,
         has_factors: bool = False,
+        has_transposes: bool = False,
         rows: Iterable[ModuleRow] | None = None,
     ) -> None:
         self._source = source
@@ -94,7 +97,8 @@ class Checkpoint:
         self._is_exact = is_exact
         self._in_4bit = in_4bit
         self.min_group_rows = min_group_rows
-        self.has_factors = has_factors
+        self._has_factors = has_factors
+        self._layers = config.layers if has_transposes else ()
         if rows is None:
             rows = module_table(config).rows
             for surplus in module_table(config).surplus:
@@ -155,8 +159,17 @@ class Checkpoint:
 
     def _packed_bytes(self, name: str) -> int:
         if self.rows[name].is_matrix:
-            return self.layout(name).size_bytes(self.min_group_rows, has_factors=self.has_factors)
+            return self.matrix_bytes(self.rows[name], self.layout(name))
         return self.stored[name].num_values * self.dtype(name).itemsize
+
+    def matrix_bytes(self, row: ModuleRow, layout: WeightLayout) -> int:
+        """Bytes that a matrix, or a part of it with this layout, will take in memory."""
+        size = layout.size_bytes(self.min_group_rows, has_factors=self._has_factors)
+        mixer = self._layers[row.layer].mixer if self._layers and row.layer is not None else None
+        if isinstance(mixer, MLA) and row.role in ("kv_up", "k_up"):
+            others = 0 if row.role == "k_up" else mixer.value_dim
+            size += size * mixer.nope_dim // (mixer.nope_dim + others)
+        return size
 
     def packed_bytes_of(self, row: ModuleRow) -> int:
         """Bytes that one tensor will take in memory."""

@@ -82,6 +82,11 @@ def has_factors(name: str) -> bool:
     return name not in ("reference", "cpu")
 
 
+def has_transposes(name: str, *, batch_invariant: bool = False) -> bool:
+    """Whether the table keeps the keys of latent attention transposed too (`HeadUp`)."""
+    return name == "cpu" and not batch_invariant
+
+
 def available_isas() -> tuple[str, ...]:
     """Instruction sets that both the kernels and the processor support, slowest first.
 

@@ -60,7 +60,7 @@ class ShardedCheckpoint:
     def packed_bytes_of(self, row: ModuleRow) -> int:
         """Bytes that the rank's part of a tensor will take in memory."""
         if row.is_matrix:
-            return self.layout(row.name).size_bytes(self._whole.min_group_rows)
+            return self._whole.matrix_bytes(row, self.layout(row.name))
         return self.stored[row.name].num_values * self._whole.dtype(row.name).itemsize
 
     def layout(self, name: str) -> WeightLayout:

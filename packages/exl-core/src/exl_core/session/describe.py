@@ -17,7 +17,7 @@ from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.source import Progress, StoredTensor
 from exl_core.formats.verify import VerifyReport, verify
 from exl_core.ops.backends.cuda.device import default_device
-from exl_core.ops.open import available_isas, has_factors, min_group_rows
+from exl_core.ops.open import available_isas, has_factors, has_transposes, min_group_rows
 from exl_core.ops.weights import GroupRun, TrellisLayout
 from exl_core.session.mtp import find_mtp, open_mtp
 from exl_core.session.open import ModelFiles, open_model, stop_ids
@@ -116,20 +116,14 @@ def describe_model(spec: str | None = None) -> ModelDescription:
     """Reads headers, configuration and tokenizer. Checks names and shapes, loads no weights."""
     files = open_model(spec)
     source = files.source
-    checkpoint = Checkpoint(
-        source,
-        files.config,
-        files.quantization,
-        min_group_rows=min_group_rows(default_device()),
-        has_factors=has_factors(default_device()),
-    )
+    checkpoint = _tensors(files, files.config)
     tokenizer = files.tokenizer
     used = checkpoint.used_names
     weight_files = {tensor.file for tensor in source.tensors.values()}
     counted = count_parameters(checkpoint, files.config)
     mtp = None
     if find_mtp(source, files.config) is not None:
-        mtp = open_mtp(source, checkpoint, files.config, files.path, partial(_rows, files))
+        mtp = open_mtp(source, checkpoint, files.config, files.path, partial(_tensors, files))
         used |= mtp.checkpoint.used_names
     unused = [tensor for name, tensor in source.tensors.items() if name not in used]
     return ModelDescription(
@@ -161,8 +155,10 @@ def verify_model(spec: str | None = None, progress: Progress | None = None) -> V
     return verify(files.source, files.config, files.quantization, progress)
 
 
-def _rows(files: ModelFiles, config: ModelConfig, rows: Sequence[ModuleRow]) -> Checkpoint:
-    """Some of the tensors of a model."""
+def _tensors(
+    files: ModelFiles, config: ModelConfig, rows: Sequence[ModuleRow] | None = None
+) -> Checkpoint:
+    """The tensors of a model, or some of them, as the default device keeps them."""
     device = default_device()
     return Checkpoint(
         files.source,
@@ -171,6 +167,7 @@ def _rows(files: ModelFiles, config: ModelConfig, rows: Sequence[ModuleRow]) -> 
         min_group_rows=min_group_rows(device),
         rows=rows,
         has_factors=has_factors(device),
+        has_transposes=has_transposes(device),
     )
 
 

@@ -25,7 +25,7 @@ from exl_core.formats.containers.source import Progress
 from exl_core.model.mtp import MtpLayer
 from exl_core.model.transformer import Transformer
 from exl_core.ops.backends.cuda.device import check_head_dims, check_states, parse_device
-from exl_core.ops.open import get_table, has_factors, min_group_rows
+from exl_core.ops.open import get_table, has_factors, has_transposes, min_group_rows
 from exl_core.ops.table import OpTable
 from exl_core.parallel.plan import AUTO, RankCount
 from exl_core.prompt.template import ChatTemplate
@@ -231,7 +231,8 @@ def load_model(
         ops = make_table(device) if opening is None else _started(opening, checkpoint)
         divided, ranks = _with_ranks(options, device, config, checkpoint)
         mtp = _mtp_of(files, config, divided, checkpoint) if options.mtp else None
-        plan = _plan(_reserving(divided, mtp), split, config, checkpoint, ops, device=device)
+        sizes = partial(_sizes, divided, config, checkpoint, mtp)
+        plan = _plan(divided, split, config, sizes, ops, device=device)
         on_host = options.embeddings_on == "cpu"
         loading = Loading(config, checkpoint, files.path, threads, progress, on_host)
         if divided.tensor_parallel == 1:
@@ -287,19 +288,13 @@ def _mtp_of(
     return open_mtp(files.source, checkpoint, config, files.path, make)
 
 
-def _reserving(options: LoadOptions, mtp: MtpFiles | None) -> LoadOptions:
-    """The options with memory set aside for the layer for multi-token prediction."""
-    more = 0 if mtp is None else mtp.packed_bytes
-    return replace(options, reserved_bytes=options.reserved_bytes + more)
-
-
 def _with_ranks(
     options: LoadOptions, device: str, config: ModelConfig, checkpoint: Checkpoint
 ) -> tuple[LoadOptions, RankChoice | None]:
     """The options with a number of ranks, and the choice of that number if it was left open."""
     if options.tensor_parallel != AUTO:
         return options, None
-    sizes = partial(_sizes, options, config, checkpoint)
+    sizes = partial(_sizes, options, config, checkpoint, None)
     choice = choose_ranks(options, device, sizes, config)
     return replace(options, tensor_parallel=choice.count), choice
 
@@ -330,13 +325,13 @@ def _plan(
     options: LoadOptions,
     split: Split,
     config: ModelConfig,
-    checkpoint: Checkpoint,
+    sizes_of: Callable[[], LayerSizes],
     ops: OpTable,
     *,
     device: str,
 ) -> tuple[StagePlan, ...]:
     """Stages of the model; () for all of it on `device`, which `ops` is the table of, and for ranks
-    that have a part of every layer each."""
+    that have a part of every layer each. `sizes_of` computes the sizes of its layers."""
     if options.tensor_parallel != 1:
         return ()
     experts = parse_experts_on(options.experts_on)
@@ -358,7 +353,7 @@ def _plan(
             split = Split(is_auto=False, stages=((device, config.num_layers),))
     if ops.device.type != "cuda" and not split.stages:
         raise RequestError("no GPU to split the model over", got=f"--device {options.device}")
-    sizes = _sizes(options, config, checkpoint)
+    sizes = sizes_of()
     if options.embeddings_on == "cpu" and not sizes.is_tied:
         sizes = replace(sizes, embedding=0)
     own = DeviceMemory(str(ops.device), "", free_memory_bytes(ops.device))
@@ -376,12 +371,16 @@ def _plan(
     return () if is_whole else plan
 
 
-def _sizes(options: LoadOptions, config: ModelConfig, checkpoint: Checkpoint) -> LayerSizes:
-    """Sizes of the model and of the cache that `options` ask for."""
+def _sizes(
+    options: LoadOptions, config: ModelConfig, checkpoint: Checkpoint, mtp: MtpFiles | None
+) -> LayerSizes:
+    """Sizes of the model and of the cache that `options` ask for. The layer for multi-token
+    prediction is on the device of the head."""
     tokens = options.cache_tokens or min(config.max_seq_len, DEFAULT_CTX_LIMIT)
-    return layer_sizes(
+    sizes = layer_sizes(
         checkpoint.bytes_by_part, config, options.kv_format, tokens, checkpoint.expert_bytes
     )
+    return sizes if mtp is None else replace(sizes, head=sizes.head + mtp.packed_bytes)
 
 
 def checkpoint_of(
@@ -413,6 +412,9 @@ def checkpoint_of(
         min_group_rows=max(map(min_group_rows, devices)),
         rows=rows,
         has_factors=all(map(has_factors, devices)),
+        has_transposes=any(
+            has_transposes(device, batch_invariant=options.batch_invariant) for device in devices
+        ),
     )
     if options.load_in_4bit and not any(map(checkpoint.is_rounded, checkpoint.stored)):
         raise RequestError(
