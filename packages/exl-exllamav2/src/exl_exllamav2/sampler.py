@@ -53,8 +53,7 @@ class ExLlamaV2Sampler:
         """Tokens [b, 1], top tokens and their probabilities [b, 1, k] (on the meta device without
         `return_top_tokens`), probabilities [b, 1], and whether a filter ended the reply.
 
-        `random` in [0, 1) selects the token of row 0. Logits may be on a GPU, as `forward` returns
-        them; the results are on the CPU.
+        `random` in [0, 1) selects the token of row 0. `logits` may be on a GPU.
         """
         rows = logits.view(logits.shape[0], -1).float().cpu()
         size = min(tokenizer.actual_vocab_size, rows.shape[1])

@@ -54,7 +54,7 @@ from exl_core.session.split import (
     plan_split,
 )
 from exl_core.session.weights import Loading
-from exl_core.settings import Launched, read_settings
+from exl_core.settings import Launched, Settings, read_settings
 from exl_core.tokenizer.base import Tokenizer
 
 DEFAULT_CTX_LIMIT = 8192
@@ -218,11 +218,7 @@ def load_model(
     check_ranks(options, device)
     threads = threads_of_rank(options, settings)
     path = None if isinstance(model, ModelFiles) else resolve_model(model)
-
-    def make_table(name: str) -> OpTable:
-        isa = options.isa or (settings.isa if name == "cpu" else None)
-        return get_table(name, isa=isa, threads=threads, batch_invariant=options.batch_invariant)
-
+    make_table = partial(_make_table, options, settings, threads)
     opening = _start_device(partial(make_table, device)) if device.startswith("cuda") else None
     files = model if isinstance(model, ModelFiles) else open_model(path)
     config, others = _config_on(device, files, options), fields_of(options, threads)
@@ -259,6 +255,11 @@ def load_model(
             parameters=count_parameters(checkpoint, config),
             mtp=None if mtp is None else mtp.read(transformer, threads),
         )
+
+
+def _make_table(options: LoadOptions, settings: Settings, threads: int, name: str) -> OpTable:
+    isa = options.isa or (settings.isa if name == "cpu" else None)
+    return get_table(name, isa=isa, threads=threads, batch_invariant=options.batch_invariant)
 
 
 def _tables(
