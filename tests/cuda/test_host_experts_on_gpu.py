@@ -30,7 +30,8 @@ TOLERANCE = 1e-2
 BUILDERS: dict[str, Callable[..., Any]] = {
     "qwen3-moe": EXPERT_FAMILIES["qwen3-moe"],
     "qwen2-moe": EXPERT_FAMILIES["qwen2-moe"],  # a shared expert, on the GPU meanwhile
-    "llama4": tiny_llama4,  # weights on the inputs of the experts
+    # Weights on the inputs of the experts. The GPU takes no heads of 20, the default.
+    "llama4": lambda: tiny_llama4(head_dim=32),
 }
 
 

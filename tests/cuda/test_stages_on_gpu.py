@@ -73,15 +73,15 @@ def test_layers_on_the_cpu_compute_the_logits_of_the_gpu(folder: Path) -> None:
 def test_a_model_that_the_gpu_cannot_hold_gets_layers_on_the_cpu(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GPU appears to have memory for all but the first layer."""
-    whole = load_model(str(folder), device="cuda", split="none")
+    """One GPU appears to have memory for all but the first layer."""
+    whole = load_model(str(folder), device="cuda:0", split="none")
     assert whole.plan == ()
-    needed = load_model(str(folder), device="cuda", cpu_layers=1).plan[1]
+    needed = load_model(str(folder), device="cuda:0", cpu_layers=1).plan[1]
     free = needed.weights_bytes + needed.cache_bytes + (600 << 20)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)
-    found = load_model(str(folder), device="cuda")
+    found = load_model(str(folder), device="cuda:0")
     assert [(stage.device, stage.layers.stop) for stage in found.plan][:1] == [("cpu", 1)]
 
 

@@ -34,7 +34,8 @@ __device__ __forceinline__ void store_results(
             }
             const int v = 8 * n + lane % 4 * 2 + j;
             if (lane < 4) {
-                stats[2 * warp * kQueries + v] = state.peak[n][j];
+                // The weights are relative to this exponent, as is the weight of a sink.
+                stats[2 * warp * kQueries + v] = state.peak[n][j] - weight_lift(value_type);
                 stats[(2 * warp + 1) * kQueries + v] = weight;
             }
             float* to = results + (warp * kQueries + v) * (width + 4);

@@ -21,6 +21,13 @@ constexpr int kUnsplitKeys = 512;
 template <int key_type, int value_type>
 constexpr int kStepChunks = key_type == kU8 && value_type == kU8 ? 2 : 1;
 
+// A warp's weights are 2^(score - peak + lift). Weights times scales of values must stay in the range
+// of float16, as far as possible from both of its ends. Scales are at most 1/8 of its largest number,
+// so 2^3 is a safe factor.
+__host__ __device__ constexpr float weight_lift(int value_type) {
+    return is_codes(value_type) ? 3.0f : 0.0f;
+}
+
 template <int key_type, int value_type, int width, int tiles>
 struct DecodeShape {
     static constexpr int kQueries = 8 * tiles;
@@ -213,9 +220,7 @@ __device__ __forceinline__ void attend_step(
     uint32_t p[kChunks][tiles][2];
 #pragma unroll
     for (int n = 0; n < tiles; ++n) {
-        // Weights times scales of values must stay in the range of float16, as far as possible from
-        // both of its ends. Scales are at most 1/8 of its largest number, so 2^3 is a safe factor.
-        constexpr float kLift = is_codes(value_type) ? 3.0f : 0.0f;
+        constexpr float kLift = weight_lift(value_type);
         const float base[2] = {
             (peak[n][0] == -INFINITY ? 0.0f : peak[n][0]) - kLift,
             (peak[n][1] == -INFINITY ? 0.0f : peak[n][1]) - kLift
