@@ -56,9 +56,9 @@ pytestmark = pytest.mark.cuda
 ALL, LAST, NONE = LogitRows.ALL, LogitRows.LAST, LogitRows.NONE
 PAGES = 24
 GREEDY = SamplerParams(temperature=0)
-# Heads of 32, which caches of codes need. Some outputs of Qwen3.5's delta rule are small differences
-# of large terms. Its norm divides by their root mean square, so that with the usual 1e-6 the rounding
-# of activations to float16 alone moves rows by more than 0.1.
+# Heads of 32, which caches of codes need. Some outputs of Qwen3.5's delta rule are small
+# differences of large terms, and its norm divides by their root mean square. With the usual eps of
+# 1e-6 the rounding of activations to float16 alone moves such rows by more than 0.1.
 HYBRIDS: dict[str, Callable[[], Any]] = {
     "lfm2": lambda: tiny_hybrids.tiny_lfm2(hidden_size=192, head_dim=32, block_multiple_of=32),
     "qwen3.5": lambda: tiny_hybrids.tiny_qwen35(

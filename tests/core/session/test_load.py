@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,11 +22,12 @@ from exl_core.model.context import Context
 from exl_core.model.segment import LogitRows
 from exl_core.ops.backends.reference.table import ReferenceTable
 from exl_core.sampling.params import SamplerParams
-from exl_core.session import describe
+from exl_core.session import describe, load
 from exl_core.session.describe import describe_model
 from exl_core.session.load import LoadedModel, LoadFields, LoadOptions, checkpoint_of, load_model
 from exl_core.session.open import open_model
 from exl_core.session.weights import check_memory
+from exl_core.settings import Settings
 from support.gguf_latent import write_latent
 from support.quantized_models import SIZES
 from support.tiny_latent import tiny_deepseek3
@@ -53,6 +55,17 @@ def test_options_change_only_their_configuration_values(folder: Path) -> None:
     ).config
     rope = replace(plain.ropes[0], method=RopeMethod.LINEAR, factor=2.0, alpha=3.0)
     assert changed == replace(plain, max_seq_len=99, ropes=(rope,))
+
+
+@pytest.mark.parametrize(("threads", "cores", "expected"), [(None, 4, 3), (None, 1, 1), (4, 4, 4)])
+def test_experts_beside_a_gpu_leave_it_a_core(
+    threads: int | None, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "available_cpus", lambda: cores)
+    options = LoadOptions(threads=threads)
+    make_table = partial(load._make_table, options, Settings(isa=None, threads=cores), cores)
+    assert make_table("cpu").threads == cores
+    assert make_table("cpu", host_experts=True).threads == expected
 
 
 def test_yarn_stretches_the_models_own_context(folder: Path) -> None:

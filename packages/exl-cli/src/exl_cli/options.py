@@ -95,7 +95,8 @@ Threads = Annotated[
         metavar="N",
         min=1,
         max=MAX_THREADS,
-        help="Number of CPU threads. Default: all cores that this process may use.",
+        help="Number of CPU threads. Default: all cores that this process may use. Experts on the "
+        "CPU beside a GPU (--experts-on) leave one of them to the wait for the GPU.",
         rich_help_panel=_RUNNING,
     ),
 ]
