@@ -1,4 +1,4 @@
-"""The prompt kernel of the batch-invariant mode: results near float64, with the decode kernel's bits.
+"""The prompt kernel of the batch-invariant mode: near float64, with the decode kernel's bits.
 
 Rows of a long part run in the prompt kernel, the same rows in parts of at most 16 in the decode
 kernel. Shapes are random: head sizes that the kernels pad, groups that do not divide a block's
