@@ -171,7 +171,7 @@ def test_plain_form_of_rows_with_gaps(gpu: Gpu, rng: torch.Generator, has_norm: 
     ("rows", "k"), [(65, 4096), (200, 14336), (1093, 4096), (1075, 1536), (300, 584)]
 )
 def test_a_row_does_not_depend_on_the_others(
-    gpu: Gpu, rng: torch.Generator, rows: int, k: int, dtype: torch.dtype, has_norm: bool
+    *, gpu: Gpu, rng: torch.Generator, rows: int, k: int, dtype: torch.dtype, has_norm: bool
 ) -> None:
     """Prompts have a kernel of their own, which takes 4 or 8 rows at a time."""
     x = random_x(rng, rows, k, dtype).to(gpu.device)

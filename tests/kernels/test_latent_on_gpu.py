@@ -41,6 +41,7 @@ def open_table(*, batch_invariant: bool = False) -> OpTable:
 def test_prompts_in_the_expanded_form(
     *, monkeypatch: pytest.MonkeyPatch, rng: torch.Generator, kv_format: str, sizes: Sizes
 ) -> None:
+    monkeypatch.setattr(latent, "LEAST_SAVING_S", -1.0)  # also for few rows
     batch = batch_of(rng, kv_format, SEQUENCES, (1, sizes.rotated + sizes.rank, 256))
     rotation = angles(rng, batch.rows, sizes.rotated // 2)
     state = rng.get_state()
@@ -67,3 +68,13 @@ def test_prompts_in_the_expanded_form(
     assert not torch.equal(results[0][long:], results[1][long:]), "long sequences are expanded"
     for y in (*results, parts):
         assert (y - exact).abs().max() <= 1e-2 * exact.abs().max()
+
+
+def test_prompts_are_expanded_where_that_is_faster() -> None:
+    sizes = latent.Sizes(*DEEPSEEK)
+    saved = latent.LEAST_SAVING_S
+    assert sizes.saving_s(2048, 0) > saved
+    assert sizes.saving_s(2048, 14_336) > saved
+    assert sizes.saving_s(512, 0) < saved  # measured
+    short = sizes._replace(rank=64)
+    assert short.saving_s(2048, 0) < saved, "a cached row is shorter than a key"

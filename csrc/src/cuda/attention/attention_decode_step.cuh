@@ -201,13 +201,11 @@ __device__ __forceinline__ void find_peaks(
     constexpr int kChunks = chunks / steps;  // per step
 #pragma unroll
     for (int i = 0; i < steps; ++i) {
-        bool is_new = false;
 #pragma unroll
         for (int n = 0; n < tiles; ++n) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const float before = i == 0 ? state.peak[n][j] : peak[i == 0 ? 0 : i - 1][n][j];
-                float top = before;
+                float top = i == 0 ? state.peak[n][j] : -INFINITY;
 #pragma unroll
                 for (int c = i * kChunks; c < (i + 1) * kChunks; ++c) {
                     top = fmaxf(top, fmaxf(s[c][n][j], s[c][n][2 + j]));
@@ -217,7 +215,19 @@ __device__ __forceinline__ void find_peaks(
                     top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
                 }
                 peak[i][n][j] = top;
-                is_new |= top != before;
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < steps; ++i) {
+        bool is_new = false;
+#pragma unroll
+        for (int n = 0; n < tiles; ++n) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const float before = i == 0 ? state.peak[n][j] : peak[i == 0 ? 0 : i - 1][n][j];
+                if (i > 0) peak[i][n][j] = fmaxf(peak[i][n][j], before);
+                is_new |= peak[i][n][j] != before;
             }
         }
         moved[i] = __any_sync(0xffffffffu, is_new);

@@ -17,13 +17,13 @@
 
 namespace exl::cuda {
 
-constexpr int kPromptWarps = 8;
-
 template <int key_type, int value_type, int width>
 struct PromptShape {
     using Decode = DecodeShape<key_type, value_type, width, 1>;
-    static constexpr int kTiles = 256 / width;   // 128 sums per thread: of a chain, of a partition
-    static constexpr int kQueries = 8 * kTiles;  // per warp
+    // Most warps of a block. More warps than these would have too few registers.
+    static constexpr int kWarps = width > 128 ? 8 : 16;
+    static constexpr int kTiles = width > 64 ? 1 : 2;
+    static constexpr int kQueries = 8 * kTiles;          // per warp
     static constexpr int kKeys = width > 128 ? 32 : 64;  // per tile
     static constexpr int kTogether = 32;                 // keys whose steps are interleaved
     static constexpr int kSteps = kTogether / Decode::kKeys;
@@ -315,9 +315,9 @@ struct PromptWarp {
 };
 
 template <int key_type, int value_type, int width>
-__global__ void __launch_bounds__(kPromptWarps* kWarp, 1) prompt_kernel(
-    const AttentionParams params
-) {
+__global__ void __launch_bounds__(
+    PromptShape<key_type, value_type, width>::kWarps* kWarp, 1
+) prompt_kernel(const AttentionParams params) {
     using Shape = PromptShape<key_type, value_type, width>;
     constexpr int kTiles = Shape::kTiles, kKeys = Shape::kKeys;
     extern __shared__ __align__(16) uint8_t shared[];
@@ -412,7 +412,7 @@ cudaError_t launch_prompt(AttentionParams params, const AttentionSize& size, voi
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
     int unused;
     params.chains = invariant_warps<key_type, value_type, width>(unused, info);
-    int warps = kPromptWarps;
+    int warps = Shape::kWarps;
     while (warps > 1 && Shape::bytes(warps, 1) > info.shared_per_block) warps /= 2;
     params.stages = kMaxStages;
     while (Shape::bytes(warps, params.stages) > info.shared_per_block) --params.stages;

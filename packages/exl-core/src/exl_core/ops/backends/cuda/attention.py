@@ -176,6 +176,13 @@ class Attention:
         )
         self._gpu.call("rope_write", args, _pages_of(cache))
 
+    def read_keys(self, cache: CacheLayer, pages: Tensor, count: int) -> Tensor:
+        """Keys of a sequence's first `count` positions: float16 [count, kv_heads, d]."""
+        shape = count, cache.keys.shape[1], head_dim_of(cache.keys)
+        keys = self._gpu.empty(*shape, dtype=torch.float16)
+        self._gpu.call("read_keys", _pages_of(cache), pages.data_ptr(), count, keys.data_ptr())
+        return keys
+
     def attend(
         self,
         qkv: Tensor,

@@ -18,12 +18,10 @@ from exl_core.ops.attention import AttendOps, AttentionBatch, CacheLayer, Scorin
 from exl_core.ops.backends.cuda.attention import (
     Attention,
     CudaBatch,
-    LongSegment,
     flash_attention,
 )
-from exl_core.ops.backends.cuda.library import Gpu
+from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.latent import AbsorbedLatentOps, attend_absorbed
-from exl_core.ops.cache_rows import decode_rows
 from exl_core.ops.latent import DenseHeads, HeadMatrices, HeadOps, HeadUp, LatentUp
 
 FIXED_ROWS = 64
@@ -35,18 +33,35 @@ EXPANDED_BYTES = 256 * 1024 * 1024
 
 MAX_EXPANDED_HEAD = 256  # of torch's flash attention
 
+ABSORBED_RATE, FLASH_RATE, PRODUCT_RATE = 90e12, 300e12, 500e12
+"""Operations per second of our attention over latent rows, of torch's attention and of the products
+that expand keys and values, about, on an H100."""
+
+LEAST_SAVING_S = 200e-6
+"""Least time that the expanded form has to save. It takes some eight launches more, and the host is
+the slower side of short passes (docs/experiments/cuda-attention.md)."""
+
 
 class Sizes(NamedTuple):
-    """Elements of a head: n without and p with RoPE, v of a value."""
+    """Heads, and elements: n without and p with RoPE, r of a latent vector, v of a value."""
 
+    heads: int
     plain: int
     rotated: int
+    rank: int
     value: int
 
     @property
     def wide(self) -> int:
         """Elements of an expanded key and of a value, the shorter of which is padded."""
         return max(self.plain + self.rotated, self.value)
+
+    def saving_s(self, rows: int, past: int) -> float:
+        """Time that the expanded form saves for the rows of a sequence."""
+        pairs = rows * past + rows * (rows + 1) // 2
+        absorbed = 2 * pairs * (self.rotated + 2 * self.rank) / ABSORBED_RATE
+        expansion = 2 * (past + rows) * self.rank * (self.plain + self.value) / PRODUCT_RATE
+        return self.heads * (absorbed - expansion - 4 * pairs * self.wide / FLASH_RATE)
 
 
 class Operands(NamedTuple):
@@ -62,7 +77,6 @@ class _Table(AttendOps, HeadOps, Protocol):
     _attention: Attention
 
     def activations(self, rows: int, columns: int) -> Tensor: ...
-    def rope_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None: ...
 
 
 class CudaLatentOps(AbsorbedLatentOps):
@@ -98,50 +112,50 @@ class CudaLatentOps(AbsorbedLatentOps):
         heads, bound = cast(HeadUp, up), cast(CudaBatch, batch)
         num_heads, rotated = heads.keys.num_heads, key.shape[1]
         value = cast(DenseHeads, heads.values).weight.shape[1]
-        sizes = Sizes(q.shape[1] // num_heads - rotated, rotated, value)
+        plain = q.shape[1] // num_heads - rotated
+        sizes = Sizes(num_heads, plain, rotated, latent.shape[1], value)
         attend = partial(attend_absorbed, self, up=heads, cache=cache, scoring=scoring)
-        if not self._attention.has_flash or not _can_expand(bound, sizes, scoring):
+        if not self._attention.has_flash or not _is_expanded(bound, sizes, scoring):
             return attend(q, latent, key, batch=bound)
         out = self.activations(q.shape[0], num_heads * value)
         first = bound.long[0].first
         if bound.short is not None:
             out[:first] = attend(q[:first], latent[:first], key[:first], batch=bound.short)
         cos, sin = bound.cos[first:], bound.sin[first:]
-        row = torch.cat([key[first:], latent[first:]], 1).to(torch.float16)
-        self._attention.rope_write(
-            row, replace(bound, slots=bound.slots[first:], cos=cos, sin=sin), cache
-        )
-        split = q[first:].view(len(row), num_heads, -1)
-        turned = split[..., sizes.plain :].to(torch.float16).contiguous()
-        self.rope_(turned, cos, sin)
-        queries = torch.zeros(
-            *split.shape[:2], sizes.wide, dtype=torch.float16, device=self._gpu.device
-        )
-        queries[..., :rotated] = turned
-        queries[..., rotated : rotated + sizes.plain] = split[..., : sizes.plain]
+        row = self.activations(q.shape[0] - first, rotated + sizes.rank)
+        row[:, :rotated] = key[first:]
+        row[:, rotated:] = latent[first:]
+        own = replace(bound, slots=bound.slots[first:], cos=cos, sin=sin)
+        self._attention.rope_write(row, own, cache)
+        queries = self.activations(len(row), num_heads * sizes.wide)
+        queries = queries.view(-1, num_heads, sizes.wide)
+        queries[..., : plain + rotated] = q[first:].view(len(row), num_heads, -1)
+        if plain + rotated < sizes.wide:
+            queries[..., plain + rotated :] = 0.0
+        _rotate(self._gpu, queries, plain, cos, sin)
         operands = Operands(heads, sizes, scoring.scale)
         for segment in bound.long:
-            own = slice(segment.first - first, segment.last - first)
-            held = _held(cache, bound.rows.page_table[segment.seq], segment)
+            end = segment.past_len + segment.last - segment.first
+            held = self._attention.read_keys(cache, bound.rows.page_table[segment.seq], end)
             results = out[segment.first : segment.last].view(-1, num_heads, value)
-            _attend_expanded(queries[own], held, operands, results)
+            some = queries[segment.first - first : segment.last - first]
+            _attend_expanded(some, held[:, 0], operands, results)
         return out
 
 
-def _can_expand(batch: CudaBatch, sizes: Sizes, scoring: Scoring) -> bool:
+def _is_expanded(batch: CudaBatch, sizes: Sizes, scoring: Scoring) -> bool:
     if not batch.long or scoring.softcap or sizes.wide > MAX_EXPANDED_HEAD or sizes.wide % 8:
         return False
-    most = max(s.last - s.first + s.past_len for s in batch.long)
-    return scoring.window == 0 or scoring.window >= most
+    counts = [(s.last - s.first, s.past_len) for s in batch.long]
+    sees_all = scoring.window == 0 or scoring.window >= max(map(sum, counts))
+    return sees_all and all(sizes.saving_s(*count) >= LEAST_SAVING_S for count in counts)
 
 
-def _held(cache: CacheLayer, pages: Tensor, segment: LongSegment) -> Tensor:
-    """Cached rows of a sequence, those of this pass included: float16 [keys, p + r]."""
-    count = segment.past_len + segment.last - segment.first
-    pages = pages[: -(-count // cache.keys.shape[2])].long()
-    stored = cache.keys.view(torch.uint8).index_select(0, pages).view(cache.keys.dtype)
-    rows = stored.flatten(0, 2)[:count]
-    return rows if rows.dtype is torch.float16 else decode_rows(rows, torch.float32).half()
+def _rotate(gpu: Gpu, queries: Tensor, first: int, cos: Tensor, sin: Tensor) -> None:
+    """RoPE of the elements of each head from `first` on, in place. queries [R, H, wide]."""
+    rows, heads, wide = queries.shape
+    at = queries[..., first:].data_ptr(), TYPES[queries.dtype], queries.stride(0)
+    gpu.call("rope", *at, cos.data_ptr(), sin.data_ptr(), cos.shape[1], rows, heads, wide)
 
 
 def _attend_expanded(queries: Tensor, held: Tensor, operands: Operands, out: Tensor) -> None:
@@ -150,26 +164,26 @@ def _attend_expanded(queries: Tensor, held: Tensor, operands: Operands, out: Ten
     Writes out [R, H, v].
     """
     up, sizes, scale = operands
+    plain, rotated, value, wide = sizes.plain, sizes.rotated, sizes.value, sizes.wide
     # [H, n, r] and [H, r, v], both contiguous.
     to_keys = cast(DenseHeads, up.keys).weight.transpose(1, 2)
     to_values = cast(DenseHeads, up.values).weight.transpose(1, 2)
-    keys, (plain, rotated, value), wide = held.shape[0], sizes, sizes.wide
-    latents, num_heads = held[:, rotated:], queries.shape[1]
-    step = min(num_heads, max(1, EXPANDED_BYTES // (4 * keys * wide)))
+    keys, latents = held.shape[0], held[:, rotated:]
+    step = min(sizes.heads, max(1, EXPANDED_BYTES // (4 * keys * wide)))
     both = queries.new_empty(2, step, keys, wide)
-    both[0, ..., :rotated] = held[:, :rotated]
-    both[0, ..., rotated + plain :] = 0.0
-    both[1, ..., value:] = 0.0
-    for first in range(0, num_heads, step):
-        part = slice(first, min(first + step, num_heads))
-        count = part.stop - first
-        k, v = both[0, :count], both[1, :count]
-        shared = latents.expand(count, -1, -1)
-        torch.bmm(shared, to_keys[part].transpose(1, 2), out=k[..., rotated : rotated + plain])
+    both[0, ..., plain : plain + rotated] = held[:, :rotated]
+    if plain + rotated < wide:
+        both[0, ..., plain + rotated :] = 0.0
+    if value < wide:
+        both[1, ..., value:] = 0.0
+    for first in range(0, sizes.heads, step):
+        part = slice(first, min(first + step, sizes.heads))
+        k, v = both[:, : part.stop - first]
+        shared = latents.expand(len(k), -1, -1)
+        torch.bmm(shared, to_keys[part].transpose(1, 2), out=k[..., :plain])
         torch.bmm(shared, to_values[part], out=v[..., :value])
-        q = queries[:, part].transpose(0, 1)[None]
-        y = flash_attention(q, k[None], v[None], scale)[0]
-        out[:, part] = y.transpose(0, 1)[..., :value]
+        y = flash_attention(queries[:, part].transpose(0, 1)[None], k[None], v[None], scale)
+        out[:, part] = y[0].transpose(0, 1)[..., :value]
 
 
 def _fixed_product(x: Tensor, weight: Tensor) -> Tensor:
