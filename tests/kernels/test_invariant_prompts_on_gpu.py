@@ -1,8 +1,9 @@
 """The prompt kernel of the batch-invariant mode: near float64, with the decode kernel's bits.
 
 Rows of a long part run in the prompt kernel, the same rows in parts of at most 16 in the decode
-kernel. Shapes are random: head sizes that the kernels pad, groups that do not divide a block's
-vectors, windows, soft-caps, sinks, pages, and lengths around the partitions of keys.
+kernel. Wide heads and shared rows have one kernel, in two shapes for few and many rows. Shapes of
+batches are random: head sizes that the kernels pad, groups that do not divide a block's vectors,
+windows, soft-caps, sinks, pages, and lengths around the partitions of keys.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from support.kv_caches import FORMATS
 
 pytestmark = pytest.mark.cuda
 
+SHARED = 576
 PARTITIONS = (0, 448, 512, 3900, 4096, 12_250)  # keys before which partitions or chains end
 
 
@@ -45,7 +47,13 @@ class Case:
 
     def attend(self, table: OpTable) -> Tensor:
         rows = self.batch.attention_rows
-        return table.paged_attention(self.q, self.batch.cache, rows, self.scoring, self.sinks)
+        y = table.paged_attention(self.q, self.batch.cache, rows, self.scoring, self.sinks)
+        return self._with_values(y)
+
+    def _with_values(self, y: Tensor) -> Tensor:
+        """The results that are computed: of shared rows not those of the first 64 elements."""
+        heads, d = self.q.shape[1:]
+        return y.view(-1, heads, d)[..., 64 if d == SHARED else 0 :]
 
     def part(self, table: OpTable, seq: int, first: int, last: int) -> Tensor:
         """Rows first .. last - 1 of one sequence by themselves."""
@@ -56,12 +64,15 @@ class Case:
             alone.past_lens + first,
         )
         q = self.q[start + first : start + last]
-        return table.paged_attention(q, alone.cache, seen, self.scoring, self.sinks)
+        y = table.paged_attention(q, alone.cache, seen, self.scoring, self.sinks)
+        return self._with_values(y)
 
 
 def _case(rng: torch.Generator, name: str, width: int, long: tuple[int, int]) -> Case:
-    """Heads for kernels of `width`; the second sequence is `long`, the others are short."""
+    """Heads for kernels of `width`; the second sequence is `long`, the others are short. A width of
+    576 stands for shared rows."""
     d = width - (0 if _integer(rng, 0, 1) else 32 * _integer(rng, 1, 1 if width == 64 else 3))
+    d = width if width == SHARED else d
     page = (256, 64, 16)[_integer(rng, 0, 2)]
     kv_heads, group = _integer(rng, 1, 2), _integer(rng, 1, 16)
     sequences = [(_integer(rng, 0, 700), _integer(rng, 1, 40)), long, (3, 1), (0, 19)]
@@ -69,10 +80,12 @@ def _case(rng: torch.Generator, name: str, width: int, long: tuple[int, int]) ->
     q = torch.randn(batch.rows, kv_heads * group, d, generator=rng).cuda()
     window = (0, 0, 100, 1500)[_integer(rng, 0, 3)]
     scoring = Scoring(d**-0.5, window, 5.0 * _integer(rng, 0, 1))
-    sinks = torch.randn(kv_heads * group, generator=rng).cuda() if _integer(rng, 0, 1) else None
+    has_sinks = width <= 256 and _integer(rng, 0, 1)
+    sinks = torch.randn(kv_heads * group, generator=rng).cuda() if has_sinks else None
+    keys = batch.key_cache.cuda()
     on_gpu = PagedBatch(
-        batch.key_cache.cuda(),
-        batch.value_cache.cuda(),
+        keys,
+        keys if width == SHARED else batch.value_cache.cuda(),
         batch.page_table,
         batch.row_starts,
         batch.past_lens,
@@ -85,11 +98,13 @@ def _bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.int32 if x.dtype is torch.float32 else torch.int16)
 
 
-@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("width", [64, 128, 256, 512, SHARED])
 @pytest.mark.parametrize("name", FORMATS)
 def test_prompts_have_the_bits_of_decode(
     table: OpTable, rng: torch.Generator, name: str, width: int
 ) -> None:
+    if width == SHARED and name == "q6":
+        pytest.skip("shared rows are stored in one format")
     for before in PARTITIONS:
         past, rows = before + _integer(rng, 0, 70), _integer(rng, 17, 150)
         case = _case(rng, name, width, (past, rows))
