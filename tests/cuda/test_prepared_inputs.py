@@ -165,14 +165,26 @@ def test_plain_form_of_rows_with_gaps(gpu: Gpu, rng: torch.Generator, has_norm: 
     assert_prepared(got, normed(x, norm).flatten(), is_exact=not has_norm)
 
 
-def test_a_row_does_not_depend_on_the_others(gpu: Gpu, rng: torch.Generator) -> None:
-    x = random_x(rng, 65, 4096, torch.float32)
-    norm = torch.randn(4096, generator=rng).to(gpu.device)
-    form = permuted(rng, 4096, 1)
-    (all_rows,) = prepare(gpu, x.to(gpu.device), norm, [form])
-    each = [prepare(gpu, row[None].to(gpu.device), norm, [form, form])[0] for row in x]
-    chunks = [prepared_chunk(torch.stack(some)) for some in (each[:CHUNK_ROWS], each[CHUNK_ROWS:])]
-    assert torch.equal(all_rows, torch.cat(chunks))
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["f16", "f32"])
+@pytest.mark.parametrize(
+    ("rows", "k"), [(65, 4096), (200, 14336), (1093, 4096), (1075, 1536), (300, 584)]
+)
+def test_a_row_does_not_depend_on_the_others(
+    *, gpu: Gpu, rng: torch.Generator, rows: int, k: int, dtype: torch.dtype, has_norm: bool
+) -> None:
+    """Prompts have a kernel of their own, which takes 4 or 8 rows at a time."""
+    x = random_x(rng, rows, k, dtype).to(gpu.device)
+    norm = torch.randn(k, generator=rng).to(gpu.device) if has_norm else None
+    form = permuted(rng, k, 1)
+    outs = prepare(gpu, x, norm, [form, form] if rows % 2 else [form])
+    chunks = [slice(first, first + CHUNK_ROWS) for first in range(0, rows, CHUNK_ROWS)]
+    parts = [prepare(gpu, x[part], norm, [form])[0] for part in chunks]
+    for out in outs:
+        assert torch.equal(out, torch.cat(parts))
+    last = x[chunks[-1]]
+    each = torch.stack([prepare(gpu, row[None], norm, [form, form])[0] for row in last])
+    assert torch.equal(parts[-1], prepared_chunk(each))
 
 
 def test_values_beyond_float16_become_the_largest(gpu: Gpu) -> None:

@@ -422,6 +422,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "embedding": (_P, _I, _P, _I, _I, _P, _P),
     "write_kv": (POINTER(Cache), _P, _P, _I, _L, _P, _I, _P),
     "rope_write": (POINTER(RopeWrite), POINTER(Cache), _P),
+    "read_keys": (POINTER(Cache), _P, _I, _P, _P),
     "attention": (POINTER(Attention), POINTER(Cache), _P),
     "sample": (POINTER(Sample), _P),
     "route": (POINTER(Route), _P),

@@ -1,4 +1,4 @@
-// Cache of keys and values in the CUDA library, and writes to it.
+// Cache of keys and values in the CUDA library, writes to it, and reads of whole rows.
 //
 // Caches are [pages][kv_heads][page_size][row]. exl/formats/kv.h describes rows; codes are equal to
 // those of the CPU kernels bit for bit. head_dim is at most 512 and a multiple of 8, or of 32 if
@@ -52,6 +52,12 @@ typedef struct {
     const int64_t* slots;
 } ExlRopeWrite;
 EXL_CUDA_API int exl_cuda_rope_write(const ExlRopeWrite* args, const ExlCache* cache, void* stream);
+
+// Decodes the keys of the first `positions` positions of a sequence, whose pages (int32) are on the
+// device: out [positions, kv_heads, d] float16.
+EXL_CUDA_API int exl_cuda_read_keys(
+    const ExlCache* cache, const int32_t* pages, int32_t positions, void* out, void* stream
+);
 
 #ifdef __cplusplus
 }

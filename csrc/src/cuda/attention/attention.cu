@@ -4,9 +4,10 @@
 // Used for   Sequences with up to kDecodeRows rows in this pass run in the decode kernel
 //            (attention_decode.cuh), longer ones in the prefill kernel (attention_prefill.cuh).
 //            Lengths are known on the device only. If a pass may contain both kinds, both kernels
-//            are launched, and blocks without work return at once. The batch-invariant mode runs
-//            everything in the decode kernel: the two sum in different orders. Heads of more than
-//            256 elements have a kernel of their own (attention_wide.cuh).
+//            are launched, and blocks without work return at once. The batch-invariant mode has a
+//            kernel for longer sequences whose results have the bits of the decode kernel
+//            (attention_prompt.cuh). Heads of more than 256 elements have a kernel of their own
+//            (attention_wide.cuh).
 #include "cuda/attention/attention.cuh"
 #include "exl/cuda/linear.h"
 
@@ -85,8 +86,9 @@ extern "C" int exl_cuda_attention(const ExlAttention* args, const ExlCache* cach
         return params.is_shared ? attend_shared(params, size, stream)
                                 : attend_wide(params, size, stream);
     }
-    if (args->max_rows > kDecodeRows && !params.is_invariant) {
-        const cudaError_t error = attend_prefill(params, size, stream);
+    if (args->max_rows > kDecodeRows) {
+        const auto attend = params.is_invariant ? attend_prompt : attend_prefill;
+        const cudaError_t error = attend(params, size, stream);
         // A single long sequence leaves nothing for the decode kernel.
         if (error != cudaSuccess || (args->seqs == 1 && args->rows > kDecodeRows)) return error;
     }

@@ -47,9 +47,9 @@ struct AttentionParams {
     int first_value;  // first element of a row that has a result; not 0 in attention_wide.cuh only
     // Set by the decode kernel's launch only.
     int first_item;  // number of the tile of rows whose blockIdx.z is 0
-    int row_tiles;   // of each sequence; 0: see sequence_tile
-    int seqs;
+    int row_tiles;   // of each sequence
     int splits;
+    int chains;  // of a partition; set by the launch of the prompt kernel only
     int stages;
     unsigned* counters;
     float* partials;
@@ -74,6 +74,8 @@ constexpr int64_t kInvariantVectors = 65536;  // in the batch-invariant mode
 
 cudaError_t attend_decode(AttentionParams params, const AttentionSize& size, void* stream);
 cudaError_t attend_prefill(const AttentionParams& params, const AttentionSize& size, void* stream);
+// The same as attend_prefill in the batch-invariant mode.
+cudaError_t attend_prompt(const AttentionParams& params, const AttentionSize& size, void* stream);
 // Heads of more than kMaxHead elements; any number of rows.
 cudaError_t attend_wide(const AttentionParams& params, const AttentionSize& size, void* stream);
 // The same for rows of up to kSharedRow elements that are keys and values at once.
@@ -141,11 +143,11 @@ __device__ __forceinline__ void scale_scores(
     constexpr int kCount = sizeof(Scores) / sizeof(float);
     const float scale = unit * params.scale;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) s[i] *= scale;
+    for (int i = 0; i < kCount; ++i) s[i] = __fmul_rn(s[i], scale);
     if (params.cap == 0.0f) return;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {  // c tanh(x / c) with tanh(y) = 1 - 2 / (e^2y + 1)
-        s[i] = params.cap * (1.0f - __fdividef(2.0f, exp2_of(s[i]) + 1.0f));
+        s[i] = __fmul_rn(params.cap, 1.0f - __fdividef(2.0f, exp2_of(s[i]) + 1.0f));
     }
 }
 

@@ -20,9 +20,12 @@
 // Splits     Blocks write partial results. The last block to arrive adds them, in the order of the
 //            splits, and resets the counter to zero. Results do not depend on the order of arrival.
 // Invariance In the batch-invariant mode a split is a partition: the keys from partition_begin(i)
-//            on, whatever the lengths. In a partition, warp w takes the steps w, w + warps, ... In
+//            on, whatever the lengths. Each warp takes one of its chains: chain_keys(i) consecutive
+//            keys with one running softmax. Results of chains are merged in their order into that
+//            of a partition, and those in their order into the row's (attention_merge.cuh). In
 //            steps and partitions whose keys a row does not see, the row's sums stay as they are.
 //            So the order of a row's sums depends on its position and on the window only.
+//            attention_prompt.cuh computes them in the same order for many rows.
 #pragma once
 
 #include "cuda/attention/attention.cuh"
@@ -36,6 +39,10 @@ constexpr int kMaxSplits = 64;
 constexpr int kPartitionKeys = 512;
 __host__ __device__ constexpr int partition_begin(int i) {
     return i < kMaxSplits ? kPartitionKeys * (((8 + i % 8) << i / 8) - 8) : 0x7fffffff;
+}
+// Keys of each of a partition's chains. The last chain of the last partition has no end.
+__host__ __device__ constexpr int chain_keys(int i, int chains) {
+    return (kPartitionKeys << i / 8) / chains;
 }
 // Partition that contains a key.
 __host__ __device__ constexpr int partition_of(int key) {
@@ -73,30 +80,18 @@ struct KeyFragments {
         a[0] = a[1] = type == kU8 ? 0x00080008 : 0x00800080;
         a[2] = a[3] = 0x00800080;
     }
-    // Calls body(k, fragment) for each k step.
-    template <class Body>
-    static __device__ __forceinline__ void for_each(const uint8_t* rows, int lane, Body&& body) {
+    // Loads the fragment of a k step.
+    static __device__ __forceinline__ void load(
+        uint32_t (&a)[4], const uint8_t* rows, int k, int lane
+    ) {
         static_assert(!is_codes(type));
         if constexpr (is_plain(type)) {
-            const uint8_t* row = rows + lane % 16 * kStride + lane / 16 * 16;
-#pragma unroll
-            for (int k = 0; k < width / 16; ++k) {
-                uint32_t a[4];
-                load_matrices(a, row + 32 * k);
-                body(k, a);
-            }
+            load_matrices(a, rows + lane % 16 * kStride + lane / 16 * 16 + 32 * k);
         } else {
             const auto* low = reinterpret_cast<const uint32_t*>(rows + lane / 4 * kStride);
-            const auto* high = low + 8 * kStride / 4;
-#pragma unroll
-            for (int k = 0; k < width / 16; ++k) {
-                const uint32_t x = low[4 * k + lane % 4], y = high[4 * k + lane % 4];
-                const uint32_t a[4] = {
-                    bits_of(byte_floats<0>(x)), bits_of(byte_floats<0>(y)),
-                    bits_of(byte_floats<1>(x)), bits_of(byte_floats<1>(y))
-                };
-                body(k, a);
-            }
+            const uint32_t x = low[4 * k + lane % 4], y = low[8 * kStride / 4 + 4 * k + lane % 4];
+            a[0] = bits_of(byte_floats<0>(x)), a[1] = bits_of(byte_floats<0>(y));
+            a[2] = bits_of(byte_floats<1>(x)), a[3] = bits_of(byte_floats<1>(y));
         }
     }
     // Loads the scales of keys g and g + 8 (g = lane / 4) for the groups 2 t and 2 t + 1

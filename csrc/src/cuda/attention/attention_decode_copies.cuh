@@ -22,10 +22,27 @@ struct WorkItem {
     int first_split;
     int begin;  // this block's steps are begin .. end - 1
     int end;
+    // Batch-invariant mode: steps of each chain of the partition, and the first step of the first
+    // one. Otherwise 0.
+    int chain_steps;
+    int first_step;
 };
 
-// Sets the split of a block: in the batch-invariant mode a partition, of which the block's steps
-// begin at a multiple of `warps` steps.
+// Steps of one warp: begin, begin + stride, ... before end.
+struct WarpSteps {
+    int begin, stride, end;
+};
+
+// Normally the warps take turns. In the batch-invariant mode each takes a chain, of which the steps
+// before work.begin are left out: no row sees their keys.
+__device__ __forceinline__ WarpSteps steps_of(const WorkItem& work, int warp, int warps) {
+    if (work.chain_steps == 0) return {work.begin + warp, warps, work.end};
+    const int first = work.first_step + warp * work.chain_steps;
+    const int end = warp == warps - 1 ? work.end : min(work.end, first + work.chain_steps);
+    return {max(work.begin, first), 1, end};
+}
+
+// Sets the split of a block: in the batch-invariant mode a partition.
 __device__ __forceinline__ void set_partition(WorkItem& work, int step_keys, int warps) {
     const int first = partition_of(work.begin_key), last = partition_of(work.end_key - 1);
     const int split = static_cast<int>(blockIdx.x);
@@ -33,31 +50,10 @@ __device__ __forceinline__ void set_partition(WorkItem& work, int step_keys, int
     work.splits = last - first + 1;
     work.split = split;
     work.first_split = first;
-    work.begin = partition_begin(split) / step_keys;
-    const int hidden = max(0, work.begin_key / step_keys - work.begin);
-    work.begin += hidden / warps * warps;
+    work.begin = max(partition_begin(split), work.begin_key) / step_keys;
     work.end = (min(work.end_key, partition_begin(split + 1)) + step_keys - 1) / step_keys;
-}
-
-// Sequence and tile of rows of a block. If sequences have several rows each and there are several
-// (params.row_tiles is 0), the tiles of sequence i are numbered from row_starts[i] / tile_rows + i
-// on. That leaves some numbers without a tile, and a binary search finds the sequence.
-__device__ __forceinline__ int2 sequence_tile(const AttentionParams& params, int tile_rows) {
-    const int item = params.first_item + static_cast<int>(blockIdx.z);
-    if (params.row_tiles > 0) return make_int2(item / params.row_tiles, item % params.row_tiles);
-    const auto first_of = [&](int seq) {
-        return static_cast<int>(uniform(params.row_starts[seq])) / tile_rows + seq;
-    };
-    int low = 0, high = params.seqs - 1;
-    while (low < high) {
-        const int middle = (low + high + 1) / 2;
-        if (first_of(middle) <= item) {
-            low = middle;
-        } else {
-            high = middle - 1;
-        }
-    }
-    return make_int2(low, item - first_of(low));
+    work.chain_steps = chain_keys(split, warps) / step_keys;
+    work.first_step = partition_begin(split) / step_keys;
 }
 
 __device__ __forceinline__ WorkItem work_item_of(
@@ -65,13 +61,12 @@ __device__ __forceinline__ WorkItem work_item_of(
 ) {
     WorkItem work = {};
     const int tile_rows = queries / params.group;
-    const int2 at = sequence_tile(params, tile_rows);
-    const int seq = work.seq = at.x;
+    const int item = params.first_item + static_cast<int>(blockIdx.z);
+    const int seq = work.seq = item / params.row_tiles;
     const int seq_begin = uniform(params.row_starts[seq]);
     const int seq_rows = uniform(params.row_starts[seq + 1]) - seq_begin;
-    const int first = at.y * tile_rows;
-    const bool is_long = seq_rows > kDecodeRows && !params.is_invariant;
-    if (is_long || first >= seq_rows) return work;
+    const int first = item % params.row_tiles * tile_rows;
+    if (seq_rows > kDecodeRows || first >= seq_rows) return work;
     work.first_row = seq_begin + first;
     work.rows = min(tile_rows, seq_rows - first);
     work.vectors = work.rows * params.group;
@@ -119,8 +114,7 @@ class StepCopies {
           pages_(pages_of(params, work)),
           staged_(staged + warp * params.stages * Shape::kStepBytes),
           lane_(lane),
-          warps_(warps),
-          copy_step_(work.begin + warp),
+          steps_(steps_of(work, warp, warps)),
           copy_stage_(params.stages - 1) {
         if (params.d == width) return;
         clear(staged_, params.stages * Shape::kStepBytes, lane, kWarp);
@@ -130,22 +124,22 @@ class StepCopies {
     __device__ __forceinline__ void produce() const {}
     __device__ __forceinline__ void prefetch_past() const {
         for (int stage = 0; stage < params_.stages - 1; ++stage) {
-            const int step = copy_step_ + stage * warps_;
+            const int step = steps_.begin + stage * steps_.stride;
             if ((step + 1) * kKeys <= work_.past_len) start_copy(step, stage);
         }
     }
     __device__ __forceinline__ void prefetch_new() {
-        for (int stage = 0; stage < params_.stages - 1; ++stage, copy_step_ += warps_) {
-            if ((copy_step_ + 1) * kKeys > work_.past_len) start_copy(copy_step_, stage);
+        for (int stage = 0; stage < params_.stages - 1; ++stage, steps_.begin += steps_.stride) {
+            if ((steps_.begin + 1) * kKeys > work_.past_len) start_copy(steps_.begin, stage);
             commit_copies();
         }
     }
     __device__ __forceinline__ void sync() const { __syncthreads(); }
     // Waits for the rows of the next step and returns them.
     __device__ __forceinline__ uint8_t* acquire() {
-        start_copy(copy_step_, copy_stage_);
+        start_copy(steps_.begin, copy_stage_);
         commit_copies();
-        copy_step_ += warps_;
+        steps_.begin += steps_.stride;
         copy_stage_ = copy_stage_ + 1 == params_.stages ? 0 : copy_stage_ + 1;
         if (params_.stages >= kMaxStages) {
             wait_copies<kMaxStages - 1>();
@@ -167,7 +161,7 @@ class StepCopies {
 
   private:
     __device__ __forceinline__ void start_copy(int step, int stage) const {
-        if (step >= work_.end) return;
+        if (step >= steps_.end) return;
         uint8_t* to = staged_ + stage * Shape::kStepBytes;
         if (1 << params_.page_bits >= kKeys) {  // the whole step is in one page
             copy<kKeys>(to, to + Shape::kKeyBytes, step * kKeys);
@@ -193,10 +187,10 @@ class StepCopies {
     const WorkItem& work_;
     const int32_t* pages_;
     uint8_t* staged_;
-    int lane_, warps_;
-    int copy_step_;  // the step that is copied next, and the stage that it goes to
-    int copy_stage_;
-    int stage_ = 0;  // of the current step
+    int lane_;
+    WarpSteps steps_;  // that are still to be copied
+    int copy_stage_;   // of the next one
+    int stage_ = 0;    // of the current step
 };
 
 #if EXL_IS_HOPPER
@@ -232,36 +226,27 @@ class StepCopies<key_type, value_type, width, true> {
         const int32_t* pages = pages_of(params_, work_);
         const bool is_reread = work_.end_key - work_.begin_key <= kL2Keys;
         const uint64_t hint = is_reread ? kEvictNormal : kEvictFirst;
-        int warp = 0, stage = 0;
+        // In the batch-invariant mode the last warp may have a longer chain, and its steps end last.
+        const bool has_chains = work_.chain_steps > 0;
+        const int more = has_chains ? steps_of(work_, warps_ - 1, warps_).begin : work_.begin;
+        const int rounds = max(work_.chain_steps, work_.end - more);
+        int stage = 0;
         uint32_t parity = 1;  // of the phase before a barrier's first one, which counts as complete
         bool has_inputs = false;
-        for (int step = work_.begin; step < work_.end; ++step) {
-            if (!has_inputs && (step + 1) * Shape::kKeys > work_.past_len) {
-                wait_for_inputs();
-                has_inputs = true;
+        for (int round = 0; round < rounds; ++round) {
+            for (int warp = 0; warp < warps_; ++warp) {
+                const WarpSteps steps = steps_of(work_, warp, warps_);
+                const int step = steps.begin + round * steps.stride;
+                if (step >= steps.end) {
+                    if (has_chains) continue;
+                    return;
+                }
+                if (!has_inputs && (step + 1) * Shape::kKeys > work_.past_len) {
+                    wait_for_inputs();
+                    has_inputs = true;
+                }
+                copy_step(step, warp, stage, parity, pages, hint);
             }
-            const int position = step * Shape::kKeys;
-            const uint32_t page = uniform(pages[position >> params_.page_bits]);
-            const int offset = position & ((1 << params_.page_bits) - 1);
-            const int64_t head = static_cast<int64_t>(page) * params_.kv_heads + blockIdx.y;
-            const int64_t row = (head << params_.page_bits) + offset;
-            const uint32_t to = shared_offset(stage_of(warp, stage));
-            constexpr int kKeyBytes = Shape::kKeyBytes, kValueBytes = Shape::kStepBytes - kKeyBytes;
-            barrier_wait(free_barrier(warp, stage), parity);
-            if (lane_ == 0) {
-                uint64_t* full = full_barrier(warp, stage);
-                barrier_arrive_expecting(full, Shape::kStepBytes);
-                copy_run(
-                    to, params_.key_cache + row * staged_bytes(key_type, width), kKeyBytes,
-                    shared_offset(full), hint
-                );
-                copy_run(
-                    to + kKeyBytes, params_.value_cache + row * staged_bytes(value_type, width),
-                    kValueBytes, shared_offset(full), hint
-                );
-            }
-            if (++warp < warps_) continue;
-            warp = 0;
             if (++stage < params_.stages) continue;
             stage = 0;
             parity ^= 1;
@@ -289,6 +274,29 @@ class StepCopies<key_type, value_type, width, true> {
     __device__ __forceinline__ void finish() const {}  // every copy has been waited for already
 
   private:
+    __device__ __forceinline__ void copy_step(
+        int step, int warp, int stage, uint32_t parity, const int32_t* pages, uint64_t hint
+    ) const {
+        const int position = step * Shape::kKeys;
+        const uint32_t page = uniform(pages[position >> params_.page_bits]);
+        const int offset = position & ((1 << params_.page_bits) - 1);
+        const int64_t head = static_cast<int64_t>(page) * params_.kv_heads + blockIdx.y;
+        const int64_t row = (head << params_.page_bits) + offset;
+        const uint32_t to = shared_offset(stage_of(warp, stage));
+        constexpr int kKeyBytes = Shape::kKeyBytes, kValueBytes = Shape::kStepBytes - kKeyBytes;
+        barrier_wait(free_barrier(warp, stage), parity);
+        if (lane_ != 0) return;
+        uint64_t* full = full_barrier(warp, stage);
+        barrier_arrive_expecting(full, Shape::kStepBytes);
+        copy_run(
+            to, params_.key_cache + row * staged_bytes(key_type, width), kKeyBytes,
+            shared_offset(full), hint
+        );
+        copy_run(
+            to + kKeyBytes, params_.value_cache + row * staged_bytes(value_type, width),
+            kValueBytes, shared_offset(full), hint
+        );
+    }
     __device__ __forceinline__ uint8_t* stage_of(int warp, int stage) const {
         return staged_ + (warp * params_.stages + stage) * Shape::kStepBytes;
     }

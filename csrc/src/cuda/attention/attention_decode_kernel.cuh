@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/attention/attention_decode_copies.cuh"
+#include "cuda/attention/attention_merge.cuh"
 
 namespace exl::cuda {
 
@@ -52,14 +53,12 @@ __device__ __forceinline__ void store_results(
 
 // Adds the warps' results. If `partials` is null, sums are divided by their weight and replace the
 // first warp's results. Otherwise they go to `partials` undivided, with peak and weight in
-// `partial_stats`. In the batch-invariant mode, sums are divided instead of their terms: this rounds
-// like add_splits.
+// `partial_stats`. merge_chains takes its place in the batch-invariant mode.
 template <int width, int queries>
 __device__ __forceinline__ void merge_warps(
     float* results, const float* stats, int vectors, float* partials, float2* partial_stats,
     const AttentionParams& params, int kv_head, int warp, int warps, int lane
 ) {
-    const bool divides_last = params.is_invariant;
     static_assert(kDecodeWarps == 8);
     for (int v = warp; v < vectors; v += warps) {
         // Lane l has the peak and the weight of warp l % 8: -infinity and 0 if that had no keys.
@@ -81,8 +80,7 @@ __device__ __forceinline__ void merge_warps(
             weight += sink_weight(params, kv_head * params.group + v % params.group, peak);
         }
         const float by_weight = partials == nullptr ? __fdividef(1.0f, weight) : 1.0f;
-        const float last = divides_last ? by_weight : 1.0f;
-        if (!divides_last) factor *= by_weight;
+        factor *= by_weight;
 #pragma unroll
         for (int i = 4 * lane; i < width; i += 4 * kWarp) {
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -98,7 +96,6 @@ __device__ __forceinline__ void merge_warps(
                 sum.z += by * x.z;
                 sum.w += by * x.w;
             }
-            sum.x *= last, sum.y *= last, sum.z *= last, sum.w *= last;
             // Overwriting is safe: no other warp reads this query's results, and this lane has
             // already read the ones it overwrites.
             float* to = partials == nullptr ? results + v * (width + 4) : partials + v * width;
@@ -147,24 +144,22 @@ __device__ __forceinline__ void compute_shares(
     __syncwarp();
 }
 
-// Adds the partial results of splits first .. end - 1 in a fixed order and stores the sums as rows
+// Adds the partial results of splits 0 .. end_split - 1 in a fixed order and stores the sums as rows
 // of `results`. If there are more warps than vectors, several warps share a vector,
-// and each adds a part of its splits: part p of vector v is row p * `queries` + v. In the
-// batch-invariant mode they do not. Returns the number of parts, whose sums the caller adds.
+// and each adds a part of its splits: part p of vector v is row p * `queries` + v. Returns the
+// number of parts, whose sums the caller adds.
 template <int width, int queries>
 __device__ __forceinline__ int add_splits(
     float* results, float* shares, int vectors, const float* partials, const float2* partial_stats,
-    int first_split, int end_split, const AttentionParams& params, int kv_head, int warp, int warps,
-    int lane
+    int end_split, const AttentionParams& params, int kv_head, int warp, int warps, int lane
 ) {
-    const bool may_share = !params.is_invariant;
     // Loads in flight per lane. 17 are half of 33 splits: eight kv heads have 33 splits on 132
     // multiprocessors, and with four vectors two warps share a vector.
     constexpr int kInFlight = 17;
     constexpr int kQuads = width / 4;  // groups of four elements in a vector
     // Lanes that read the same quads, each of other splits.
     constexpr int kLanesPerQuad = kQuads < kWarp ? kWarp / kQuads : 1;
-    const int parts = may_share ? max(1, warps / vectors) : 1;
+    const int parts = max(1, warps / vectors);
     const int split_step = parts * kLanesPerQuad;
     shares += warp * kMaxSplits;
     for (int item = warp; item < vectors * parts; item += warps) {
@@ -175,9 +170,7 @@ __device__ __forceinline__ int add_splits(
         for (int i = 0; i < kMaxSplits / kWarp; ++i) {
             const int split = i * kWarp + lane;
             mine[i] = make_float2(-INFINITY, 0.0f);
-            if (split >= first_split && split < end_split) {
-                mine[i] = __ldcg(partial_stats + split * queries + v);
-            }
+            if (split < end_split) mine[i] = __ldcg(partial_stats + split * queries + v);
         }
         constexpr int kRow = queries * kQuads;
         const auto* from =
@@ -189,11 +182,10 @@ __device__ __forceinline__ int add_splits(
                 float4 x[kInFlight];
                 const auto* at = from + first * kRow + quad;
                 int left = end_split - own - first;
-                const int most = end_split - first_split;  // `left` of a split that exists
 #pragma unroll
                 for (int i = 0; i < kInFlight; ++i) {
                     x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                    if (left > 0 && left <= most) x[i] = __ldcg(at);
+                    if (left > 0) x[i] = __ldcg(at);
                     at += split_step * kRow;
                     left -= split_step;
                 }
@@ -276,22 +268,10 @@ __global__ void __launch_bounds__(
     }
     copies.sync();
     uint32_t q[tiles][width / 16][2];
+    load_queries<key_type, width, tiles>(q, queries, lane);
     int positions[tiles][2];
 #pragma unroll
     for (int n = 0; n < tiles; ++n) {
-        const auto* row =
-            reinterpret_cast<const __half*>(queries) + (8 * n + lane / 4) * Shape::kQueryStride;
-#pragma unroll
-        for (int k = 0; k < width / 16; ++k) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const __half2 two = __halves2half2(
-                    row[Keys::query_element(k, lane % 4, r, 0)],
-                    row[Keys::query_element(k, lane % 4, r, 1)]
-                );
-                q[n][k][r] = bits_of(__hmul2(two, Keys::query_factor(r)));
-            }
-        }
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const int v = 8 * n + lane % 4 * 2 + j;
@@ -311,7 +291,8 @@ __global__ void __launch_bounds__(
     // First key that is within the windows of all rows.
     const int common_begin =
         params.window > 0 ? max(0, work.first_position + work.rows - params.window) : 0;
-    for (int step = work.begin + warp; step < work.end; step += warps) {
+    const WarpSteps steps = steps_of(work, warp, warps);
+    for (int step = steps.begin; step < steps.end; step += steps.stride) {
         uint8_t* rows = copies.acquire();
         const int first_key = step * kStep;
         if (first_key < work.begin_key || first_key + kStep > work.end_key) {
@@ -323,8 +304,9 @@ __global__ void __launch_bounds__(
             __syncwarp();
         }
         const bool masked = first_key < common_begin || first_key + kStep > work.first_position + 1;
-        attend_step<key_type, value_type, width, tiles>(
-            params, rows, first_key, masked, positions, q, means, minus_middle, state, lane
+        attend_steps<key_type, value_type, width, tiles>(
+            params, rows, rows + Shape::kKeyBytes, first_key, masked, positions, q, means,
+            minus_middle, state, lane
         );
         copies.release();
     }
@@ -343,11 +325,18 @@ __global__ void __launch_bounds__(
             partials + static_cast<int64_t>(params.splits) * kQueries * width
         );
     }
-    merge_warps<width, kQueries>(
-        results, stats, work.vectors,
-        partials == nullptr ? nullptr : partials + work.split * kQueries * width,
-        partial_stats + work.split * kQueries, params, kv_head, warp, warps, lane
-    );
+    float* own_partials = partials == nullptr ? nullptr : partials + work.split * kQueries * width;
+    if (params.is_invariant) {
+        merge_chains<width, kQueries>(
+            results, stats, work.vectors, own_partials, partial_stats + work.split * kQueries,
+            params, kv_head, warp, warps, lane
+        );
+    } else {
+        merge_warps<width, kQueries>(
+            results, stats, work.vectors, own_partials, partial_stats + work.split * kQueries,
+            params, kv_head, warp, warps, lane
+        );
+    }
     // Load the permutation early: it does not depend on the results.
     Permutation<width> permutation;
     const bool is_permuted = params.permutation != nullptr;
@@ -358,10 +347,17 @@ __global__ void __launch_bounds__(
     int parts = 1;
     if (work.splits > 1) {
         if (!arrives_last(params.counters + item, work.splits)) return;
-        parts = add_splits<width, kQueries>(
-            results, stats, work.vectors, partials, partial_stats, work.first_split,
-            work.first_split + work.splits, params, kv_head, warp, warps, lane
-        );
+        if (params.is_invariant) {
+            merge_partitions<width, kQueries, kMaxSplits>(
+                results, work.vectors, partials, partial_stats, work.first_split,
+                work.first_split + work.splits, params, kv_head, warp, warps, lane
+            );
+        } else {
+            parts = add_splits<width, kQueries>(
+                results, stats, work.vectors, partials, partial_stats, work.splits, params, kv_head,
+                warp, warps, lane
+            );
+        }
     }
     __syncthreads();
     for (int v = warp; v < work.vectors; v += warps) {

@@ -54,22 +54,27 @@ cudaError_t launch_decode_kernel(
     );
 }
 
-// Batch-invariant mode: splits are partitions, and the number of warps depends on types and device
-// only. A launch has as many tiles of rows as the workspace can hold partial results of.
+// Warps of a block in the batch-invariant mode, which are the chains of a partition: types and device
+// decide alone. Also sets the number of stages.
+template <int key_type, int value_type, int width>
+int invariant_warps(int& stages, const DeviceInfo& info) {
+    int warps = kDecodeWarps;
+    stages = kMaxStages;
+    fit_decode<DecodeShape<key_type, value_type, width, 2>, width>(warps, stages, info);
+    return warps;
+}
+
+// Batch-invariant mode: splits are partitions. A launch has as many tiles of rows as the workspace can hold partial results of.
 template <int key_type, int value_type, int width, int tiles>
 cudaError_t launch_partitions(
     AttentionParams params, const AttentionSize& size, const DeviceInfo& info, void* stream
 ) {
     using Shape = DecodeShape<key_type, value_type, width, tiles>;
-    int warps = kDecodeWarps;
-    params.stages = kMaxStages;
-    fit_decode<DecodeShape<key_type, value_type, width, 2>, width>(warps, params.stages, info);
+    const int warps = invariant_warps<key_type, value_type, width>(params.stages, info);
     const int tile_rows = Shape::kQueries / params.group;
-    const int row_tiles = static_cast<int>(ceil_div(size.max_rows, tile_rows));
-    const bool is_even = size.seqs == 1 || row_tiles == 1;
-    const int items = is_even ? size.seqs * row_tiles : params.rows / tile_rows + size.seqs;
-    params.row_tiles = is_even ? row_tiles : 0;
-    params.seqs = size.seqs;
+    const int most_rows = std::min(size.max_rows, kDecodeRows);
+    params.row_tiles = static_cast<int>(ceil_div(most_rows, tile_rows));
+    const int64_t items = static_cast<int64_t>(size.seqs) * params.row_tiles;
     params.splits = partition_of(size.max_keys > 0 ? size.max_keys - 1 : 0) + 1;
     const int64_t item_floats =
         static_cast<int64_t>(params.splits) * params.kv_heads * Shape::kQueries * (width + 2);

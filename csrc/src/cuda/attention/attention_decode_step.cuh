@@ -1,4 +1,5 @@
-// One step of a warp in attention_decode_kernel.cuh: attention of its queries to 16 or 32 keys.
+// Steps of a warp in attention_decode_kernel.cuh and attention_prompt.cuh: attention of its queries to
+// 16 or 32 keys per step.
 #pragma once
 
 #include "cuda/attention/attention_decode.cuh"
@@ -114,27 +115,32 @@ __device__ __forceinline__ void compute_means(
     }
 }
 
-// Processes one step of keys and values, staged at `rows`. If `masked`, each query sees only the
-// keys that its position and the window allow; otherwise all queries see all keys.
-template <int key_type, int value_type, int width, int tiles>
-__device__ __forceinline__ void attend_step(
-    const AttentionParams& params, const uint8_t* rows, int first_key, bool masked,
-    const int (&positions)[tiles][2], const uint32_t (&q)[tiles][width / 16][2],
-    const Means<tiles>& means, const uint32_t (&minus_middle)[4], SoftmaxState<width, tiles>& state,
-    int lane
+// Dot products of keys and queries, s [chunks][tiles], for `chunks` chunks of keys staged at `rows`.
+// Each element is summed in an order that does not depend on `chunks` and `tiles`.
+template <int key_type, int width, int tiles, int chunks>
+__device__ __forceinline__ void multiply_keys(
+    float (&s)[chunks][tiles][4], const uint8_t* rows, const uint32_t (&q)[tiles][width / 16][2],
+    const Means<tiles>& means, int lane
 ) {
-    using Shape = DecodeShape<key_type, value_type, width, tiles>;
     using Keys = KeyFragments<key_type, width>;
-    using Values = ValueFragments<value_type, width>;
-    constexpr int kChunks = Shape::kChunks;
-    float s[kChunks][tiles][4] = {};
+    if constexpr (!is_codes(key_type)) {
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-        const uint8_t* keys = rows + c * kChunk * Keys::kStride;
-        if constexpr (is_codes(key_type)) {
-            // Start from minus the middle of the codes times the query means, weighted by the
-            // scales. Then sum products with codes within each group and apply its scale to the
-            // sum: this takes fewer products and keeps dependent chains of sums short.
+        for (int k = 0; k < width / 16; ++k) {
+#pragma unroll
+            for (int c = 0; c < chunks; ++c) {
+                uint32_t a[4];
+                Keys::load(a, rows + c * kChunk * Keys::kStride, k, lane);
+#pragma unroll
+                for (int n = 0; n < tiles; ++n) multiply(s[c][n], a, q[n][k][0], q[n][k][1]);
+            }
+        }
+    } else {
+        // Start from minus the middle of the codes times the query means, weighted by the scales.
+        // Then sum products with codes within each group and apply its scale to the sum: this takes
+        // fewer products and keeps dependent chains of sums short.
+#pragma unroll
+        for (int c = 0; c < chunks; ++c) {
+            const uint8_t* keys = rows + c * kChunk * Keys::kStride;
             uint32_t scales[2];
             Keys::load_scales(scales, keys, lane);
 #pragma unroll
@@ -154,70 +160,116 @@ __device__ __forceinline__ void attend_step(
                         multiply(sum, a[0], q[n][k][0], q[n][k][1]);
                         multiply(sum, a[1], q[n][k + 1][0], q[n][k + 1][1]);
 #pragma unroll
-                        for (int i = 0; i < 4; ++i) s[c][n][i] += sum[i] * (i < 2 ? low : high);
+                        for (int i = 0; i < 4; ++i) {
+                            s[c][n][i] = __fmaf_rn(sum[i], i < 2 ? low : high, s[c][n][i]);
+                        }
                     }
                 }
             );
-        } else {
-            Keys::for_each(keys, lane, [&](int k, const uint32_t (&a)[4]) {
-#pragma unroll
-                for (int n = 0; n < tiles; ++n) multiply(s[c][n], a, q[n][k][0], q[n][k][1]);
-            });
         }
     }
-    scale_scores(s, params, is_codes(key_type) ? kSubnormalFactor : 1.0f);
-    if (masked) {
+}
+
+// Turns scores of keys that a query does not see into -infinity.
+template <int tiles, int chunks>
+__device__ __forceinline__ void hide_keys(
+    float (&s)[chunks][tiles][4], const AttentionParams& params, int first_key,
+    const int (&positions)[tiles][2], int lane
+) {
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
+    for (int c = 0; c < chunks; ++c) {
 #pragma unroll
-            for (int n = 0; n < tiles; ++n) {
+        for (int n = 0; n < tiles; ++n) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int key = first_key + c * kChunk + lane / 4 + i / 2 * 8;
-                    const int age = positions[n][i % 2] - key;
-                    const bool seen = age >= 0 && (params.window <= 0 || age < params.window);
-                    s[c][n][i] = seen ? s[c][n][i] : -INFINITY;
-                }
+            for (int i = 0; i < 4; ++i) {
+                const int key = first_key + c * kChunk + lane / 4 + i / 2 * 8;
+                const int age = positions[n][i % 2] - key;
+                const bool seen = age >= 0 && (params.window <= 0 || age < params.window);
+                s[c][n][i] = seen ? s[c][n][i] : -INFINITY;
             }
         }
     }
-    float peak[tiles][2];
-    bool moved = false;
+}
+
+// Running maxima of each query's scores after each of `steps` steps, and whether a step changed one
+// of the warp's.
+template <int width, int tiles, int steps, int chunks>
+__device__ __forceinline__ void find_peaks(
+    float (&peak)[steps][tiles][2], bool (&moved)[steps], const float (&s)[chunks][tiles][4],
+    const SoftmaxState<width, tiles>& state
+) {
+    constexpr int kChunks = chunks / steps;  // per step
 #pragma unroll
-    for (int n = 0; n < tiles; ++n) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            peak[n][j] = state.peak[n][j];
-#pragma unroll
-            for (int c = 0; c < kChunks; ++c) {
-                peak[n][j] = fmaxf(peak[n][j], fmaxf(s[c][n][j], s[c][n][2 + j]));
-            }
-#pragma unroll
-            for (int step = 4; step < kWarp; step *= 2) {
-                peak[n][j] = fmaxf(peak[n][j], __shfl_xor_sync(0xffffffffu, peak[n][j], step));
-            }
-            moved |= peak[n][j] != state.peak[n][j];
-        }
-    }
-    if (__any_sync(0xffffffffu, moved)) {
+    for (int i = 0; i < steps; ++i) {
 #pragma unroll
         for (int n = 0; n < tiles; ++n) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                // With a peak of -infinity there are no sums yet; -infinity minus itself is NaN.
-                const float factor =
-                    peak[n][j] == -INFINITY ? 1.0f : exp2_of(state.peak[n][j] - peak[n][j]);
-                state.peak[n][j] = peak[n][j];
-                state.weight[n][j] *= factor;
+                float top = i == 0 ? state.peak[n][j] : -INFINITY;
 #pragma unroll
-                for (int tile = 0; tile < width / 16; ++tile) {
-                    state.sums[tile][n][j] *= factor;
-                    state.sums[tile][n][2 + j] *= factor;
+                for (int c = i * kChunks; c < (i + 1) * kChunks; ++c) {
+                    top = fmaxf(top, fmaxf(s[c][n][j], s[c][n][2 + j]));
                 }
+#pragma unroll
+                for (int step = 4; step < kWarp; step *= 2) {
+                    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+                }
+                peak[i][n][j] = top;
             }
         }
     }
-    uint32_t p[kChunks][tiles][2];
+#pragma unroll
+    for (int i = 0; i < steps; ++i) {
+        bool is_new = false;
+#pragma unroll
+        for (int n = 0; n < tiles; ++n) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const float before = i == 0 ? state.peak[n][j] : peak[i == 0 ? 0 : i - 1][n][j];
+                if (i > 0) peak[i][n][j] = fmaxf(peak[i][n][j], before);
+                is_new |= peak[i][n][j] != before;
+            }
+        }
+        moved[i] = __any_sync(0xffffffffu, is_new);
+    }
+}
+
+// Weighted sums of the values of one chunk: sums += V^T P^T.
+template <int value_type, int width, int tiles>
+__device__ __forceinline__ void add_values(
+    SoftmaxState<width, tiles>& state, const uint8_t* values, const uint32_t (&p)[tiles][2],
+    const uint32_t (&minus_middle)[4], int lane
+) {
+    using Values = ValueFragments<value_type, width>;
+    if constexpr (is_codes(value_type)) {
+        Values::for_each_group(
+            values, lane, [&](int group, const uint32_t (&a)[2][4], __half2 low, __half2 high) {
+#pragma unroll
+                for (int n = 0; n < tiles; ++n) {
+                    const uint32_t b0 = bits_of(__hmul2(halves(p[n][0]), low));
+                    const uint32_t b1 = bits_of(__hmul2(halves(p[n][1]), high));
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        multiply(state.sums[2 * group + i][n], a[i], b0, b1);
+                        multiply(state.sums[2 * group + i][n], minus_middle, b0, b1);
+                    }
+                }
+            }
+        );
+    } else {
+        Values::for_each(values, lane, [&](int tile, const uint32_t (&a)[4]) {
+#pragma unroll
+            for (int n = 0; n < tiles; ++n) multiply(state.sums[tile][n], a, p[n][0], p[n][1]);
+        });
+    }
+}
+
+// Weights of one step's keys in float16, as operands of `add_values`; adds them to state.weight.
+template <int value_type, int width, int tiles, int chunks>
+__device__ __forceinline__ void weigh_keys(
+    uint32_t (*p)[tiles][2], SoftmaxState<width, tiles>& state, const float (*s)[tiles][4],
+    const float (&peak)[tiles][2]
+) {
 #pragma unroll
     for (int n = 0; n < tiles; ++n) {
         constexpr float kLift = weight_lift(value_type);
@@ -226,7 +278,7 @@ __device__ __forceinline__ void attend_step(
             (peak[n][1] == -INFINITY ? 0.0f : peak[n][1]) - kLift
         };
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
+        for (int c = 0; c < chunks; ++c) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const float x = exp2_of(s[c][n][2 * h] - base[0]);
@@ -238,31 +290,94 @@ __device__ __forceinline__ void attend_step(
             }
         }
     }
+}
+
+// Processes `steps` steps of keys, staged at `keys`, and their values. If `masked`, each query sees
+// only the keys that its position and the window allow; otherwise all queries see all keys. The
+// results have the same bits as those of one step after the other.
+template <int key_type, int value_type, int width, int tiles, int steps = 1>
+__device__ __forceinline__ void attend_steps(
+    const AttentionParams& params, const uint8_t* keys, const uint8_t* values, int first_key,
+    bool masked, const int (&positions)[tiles][2], const uint32_t (&q)[tiles][width / 16][2],
+    const Means<tiles>& means, const uint32_t (&minus_middle)[4], SoftmaxState<width, tiles>& state,
+    int lane
+) {
+    constexpr int kChunks = kStepChunks<key_type, value_type>, kAll = steps * kChunks;
+    float s[kAll][tiles][4] = {};
+    multiply_keys<key_type, width, tiles, kAll>(s, keys, q, means, lane);
+    scale_scores(s, params, is_codes(key_type) ? kSubnormalFactor : 1.0f);
+    if (masked) hide_keys(s, params, first_key, positions, lane);
+    float peak[steps][tiles][2];
+    bool moved[steps];
+    find_peaks<width, tiles, steps, kAll>(peak, moved, s, state);
+    float factor[steps][tiles][2];
+    const auto rescale = [&](int i) {
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-        const uint8_t* values = rows + Shape::kKeyBytes + c * kChunk * Values::kStride;
-        if constexpr (is_codes(value_type)) {
-            Values::for_each_group(
-                values, lane, [&](int group, const uint32_t (&a)[2][4], __half2 low, __half2 high) {
+        for (int n = 0; n < tiles; ++n) {
 #pragma unroll
-                    for (int n = 0; n < tiles; ++n) {
-                        const uint32_t b0 = bits_of(__hmul2(halves(p[c][n][0]), low));
-                        const uint32_t b1 = bits_of(__hmul2(halves(p[c][n][1]), high));
+            for (int tile = 0; tile < width / 16; ++tile) {
 #pragma unroll
-                        for (int i = 0; i < 2; ++i) {
-                            multiply(state.sums[2 * group + i][n], a[i], b0, b1);
-                            multiply(state.sums[2 * group + i][n], minus_middle, b0, b1);
-                        }
-                    }
+                for (int j = 0; j < 4; ++j) {
+                    state.sums[tile][n][j] = __fmul_rn(state.sums[tile][n][j], factor[i][n][j % 2]);
                 }
+            }
+        }
+    };
+    uint32_t p[kAll][tiles][2];
+#pragma unroll
+    for (int i = 0; i < steps; ++i) {
+        // Of several steps all weights are computed first, without branches between them.
+        if (steps > 1 || moved[i]) {
+#pragma unroll
+            for (int n = 0; n < tiles; ++n) {
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    // With a peak of -infinity there are no sums yet; -infinity minus itself is NaN.
+                    const float top = peak[i][n][j];
+                    factor[i][n][j] = top == -INFINITY ? 1.0f : exp2_of(state.peak[n][j] - top);
+                    state.peak[n][j] = top;
+                    state.weight[n][j] = __fmul_rn(state.weight[n][j], factor[i][n][j]);
+                }
+            }
+            if (steps == 1) rescale(i);
+        }
+        weigh_keys<value_type, width, tiles, kChunks>(
+            p + i * kChunks, state, s + i * kChunks, peak[i]
+        );
+    }
+#pragma unroll
+    for (int i = 0; i < steps; ++i) {
+        if (steps > 1 && moved[i]) rescale(i);
+#pragma unroll
+        for (int c = i * kChunks; c < (i + 1) * kChunks; ++c) {
+            add_values<value_type, width, tiles>(
+                state, values + c * kChunk * ValueFragments<value_type, width>::kStride, p[c],
+                minus_middle, lane
             );
-        } else {
-            Values::for_each(values, lane, [&](int tile, const uint32_t (&a)[4]) {
+        }
+    }
+}
+
+// Fragments of the queries in shared memory, float16 rows of width + 8 elements.
+template <int key_type, int width, int tiles>
+__device__ __forceinline__ void load_queries(
+    uint32_t (&q)[tiles][width / 16][2], const uint8_t* queries, int lane
+) {
+    using Keys = KeyFragments<key_type, width>;
 #pragma unroll
-                for (int n = 0; n < tiles; ++n) {
-                    multiply(state.sums[tile][n], a, p[c][n][0], p[c][n][1]);
-                }
-            });
+    for (int n = 0; n < tiles; ++n) {
+        const auto* row =
+            reinterpret_cast<const __half*>(queries) + (8 * n + lane / 4) * (width + 8);
+#pragma unroll
+        for (int k = 0; k < width / 16; ++k) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const __half2 two = __halves2half2(
+                    row[Keys::query_element(k, lane % 4, r, 0)],
+                    row[Keys::query_element(k, lane % 4, r, 1)]
+                );
+                q[n][k][r] = bits_of(__hmul2(two, Keys::query_factor(r)));
+            }
         }
     }
 }

@@ -14,8 +14,10 @@
 // Codes      Keys and values stay in the space of the Hadamard transform: queries are transformed
 //            when they are loaded, results when they are stored.
 // Splits     Blocks with a part of the keys write partial results. The last block to arrive adds
-//            them in the order of the splits, and resets the counter to zero. The batch-invariant
-//            mode has one split and 16 vectors per block, whatever the batch is.
+//            them in the order of the splits, and resets the counter to zero.
+// Invariance In the batch-invariant mode there is one split, and tiles have the same number of keys
+//            and vectors the same number of threads, however many vectors a block has. A vector's
+//            sums do not depend on anything else.
 #pragma once
 
 #include "cuda/attention/attention.cuh"
@@ -29,15 +31,16 @@ constexpr int kWideMostSplits = 64;
 static_assert(kWideHead / kWideWarps == kUnit, "a warp holds one unit of every result");
 
 // `width`: elements of a key in shared memory. If it is kSharedRow, keys are values too, and there
-// is one tile of both.
-template <int tiles, int keys, int width>
+// is one tile of both. `threads`: that compute the softmax of a vector. 0: as many as there are.
+template <int tiles, int keys, int width, int threads>
 struct WideShape {
     static constexpr bool kIsShared = width == kSharedRow;
     static constexpr int kStride = 2 * width + 16;  // bytes between float16 rows
     static constexpr int kVectors = 16 * tiles;
     static constexpr int kScoreStride = keys + 4;        // floats
     static constexpr int kWeightStride = 2 * keys + 16;  // bytes
-    static constexpr int kThreadsPerVector = kWideThreads / kVectors;
+    static constexpr int kThreadsPerVector = threads > 0 ? threads : kWideThreads / kVectors;
+    static_assert(kVectors * kThreadsPerVector % kWarp == 0, "whole warps");
     static constexpr int kQueryBytes = kVectors * kStride;
     static constexpr int kTileBytes = keys * kStride;
     static constexpr int kAllTileBytes = (kIsShared ? 1 : 2) * kTileBytes;
@@ -204,11 +207,10 @@ __device__ __forceinline__ void store_wide_result(
 }
 
 // Scores of all query vectors with the keys of a tile, as dot products: float [vectors, keys].
-template <int tiles, int keys, int width>
+template <class Shape, int tiles, int keys, int width>
 __device__ __forceinline__ void multiply_keys(
     float* scores, const uint8_t* queries, const uint8_t* key_rows, int warp, int lane
 ) {
-    using Shape = WideShape<tiles, keys, width>;
     constexpr int kStride = Shape::kScoreStride;
     constexpr int kBlocks = tiles * (keys / 8);  // of 16 vectors and 8 keys
 #pragma unroll 1
@@ -236,9 +238,8 @@ __device__ __forceinline__ void multiply_keys(
 
 // One thread's part of the softmax of a query vector. The threads of a vector are adjacent lanes
 // and hold the same peak.
-template <int tiles, int keys, int width>
+template <class Shape, int keys>
 struct WideSoftmax {
-    using Shape = WideShape<tiles, keys, width>;
     float peak = -INFINITY;
     float weight = 0.0f;  // over this thread's keys only
 
@@ -269,7 +270,7 @@ struct WideSoftmax {
         const float base = top == -INFINITY ? 0.0f : top;
         const float factor = exp2_of(peak - base);
         peak = top;
-        weight *= factor;
+        weight = __fmul_rn(weight, factor);
         auto* to = reinterpret_cast<__half*>(weights + vector * Shape::kWeightStride);
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
@@ -291,13 +292,12 @@ struct WideSoftmax {
 };
 
 // sums = sums * factors + weights * values, for this warp's 64 elements of every vector.
-template <int tiles, int keys, int width>
+template <class Shape, int tiles, int keys>
 __device__ __forceinline__ void add_values(
     float (&sums)[tiles][8][4], const float* factors, const uint8_t* weights,
     const uint8_t* value_rows, int warp, int lane
 ) {
-    constexpr int kStride = WideShape<tiles, keys, width>::kWeightStride;
-    constexpr int kRowStride = WideShape<tiles, keys, width>::kStride;
+    constexpr int kStride = Shape::kWeightStride, kRowStride = Shape::kStride;
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
         const float low = factors[t * 16 + lane / 4], high = factors[t * 16 + 8 + lane / 4];
@@ -343,9 +343,9 @@ __device__ __forceinline__ bool is_last_block(unsigned* counter, int count) {
     return is_last;
 }
 
-template <int key_type, int value_type, int tiles, int keys, int width>
+template <int key_type, int value_type, int tiles, int keys, int width, int threads>
 __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const AttentionParams params) {
-    using Shape = WideShape<tiles, keys, width>;
+    using Shape = WideShape<tiles, keys, width, threads>;
     constexpr int kVectors = Shape::kVectors;
     extern __shared__ __align__(16) uint8_t shared[];
     let_next_begin();
@@ -380,7 +380,8 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const AttentionPa
     const int vector = threadIdx.x / Shape::kThreadsPerVector;
     const int part = threadIdx.x % Shape::kThreadsPerVector;
     const int position = work.past + (work.first_vector + vector) / params.group;
-    WideSoftmax<tiles, keys, width> softmax;
+    const bool has_vector = vector < kVectors;
+    WideSoftmax<Shape, keys> softmax;
     float sums[tiles][8][4] = {};
     for (int tile = work.begin; tile < work.end; ++tile) {
         const int first_key = tile * keys;
@@ -395,11 +396,13 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const AttentionPa
             );
         }
         __syncthreads();
-        multiply_keys<tiles, keys, width>(scores, queries, key_rows, warp, lane);
+        multiply_keys<Shape, tiles, keys, width>(scores, queries, key_rows, warp, lane);
         __syncthreads();
-        softmax.update(params, scores, weights, factors, first_key, position, vector, part);
+        if (has_vector) {
+            softmax.update(params, scores, weights, factors, first_key, position, vector, part);
+        }
         __syncthreads();
-        add_values<tiles, keys, width>(sums, factors, weights, value_rows, warp, lane);
+        add_values<Shape, tiles, keys>(sums, factors, weights, value_rows, warp, lane);
         __syncthreads();
     }
     const float total = softmax.total();
@@ -407,7 +410,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const AttentionPa
     const int64_t item = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
     float* partials = params.partials + item * params.splits * kVectors * (kWideHead + 2);
     float* own = partials + static_cast<int64_t>(split) * kVectors * (kWideHead + 2);
-    if (part == 0) {
+    if (has_vector && part == 0) {
         totals[vector] = is_split || total == 0.0f ? 1.0f : 1.0f / total;
         if (is_split) {
             own[kVectors * kWideHead + 2 * vector] = softmax.peak;
@@ -465,11 +468,11 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const AttentionPa
     }
 }
 
-template <int key_type, int value_type, int tiles, int keys, int width>
+template <int key_type, int value_type, int tiles, int keys, int width, int threads = 0>
 cudaError_t launch_wide(
     AttentionParams params, const AttentionSize& size, const DeviceInfo& info, void* stream
 ) {
-    using Shape = WideShape<tiles, keys, width>;
+    using Shape = WideShape<tiles, keys, width, threads>;
     params.row_tiles = static_cast<int>(
         ceil_div(static_cast<int64_t>(size.max_rows) * params.group, Shape::kVectors)
     );
@@ -491,7 +494,7 @@ cudaError_t launch_wide(
         static_cast<unsigned>(size.seqs)
     );
     return launch(
-        wide_kernel<key_type, value_type, tiles, keys, width>, grid, dim3(kWideThreads),
+        wide_kernel<key_type, value_type, tiles, keys, width, threads>, grid, dim3(kWideThreads),
         Shape::kBytes, stream, params
     );
 }
@@ -501,18 +504,27 @@ template <int key_type, int value_type, int width = kWideHead>
 cudaError_t wide_with(const AttentionParams& params, const AttentionSize& size, void* stream) {
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
-    const int most = info.shared_per_block;
-    const bool is_many = params.group * size.max_rows > 16 && !size.is_invariant;
-    if (is_many && WideShape<4, 32, width>::kBytes <= most) {
-        return launch_wide<key_type, value_type, 4, 32, width>(params, size, info, stream);
+    const auto fits = [&](int bytes) { return bytes <= info.shared_per_block; };
+    // The threads per vector of 64 vectors. Without them the mode has 16 vectors for every batch.
+    constexpr int kThreads = kWideThreads / 64;
+    using Many = WideShape<4, 32, width, kThreads>;
+    if (params.group * size.max_rows > 16 && fits(Many::kBytes)) {
+        return launch_wide<key_type, value_type, 4, 32, width, kThreads>(
+            params, size, info, stream
+        );
     }
-    if (WideShape<1, 64, width>::kBytes <= most) {
+    if (size.is_invariant && (width == kSharedRow || fits(WideShape<1, 32, width, 0>::kBytes))) {
+        return launch_wide<key_type, value_type, 1, 32, width, kThreads>(
+            params, size, info, stream
+        );
+    }
+    if (!size.is_invariant && fits(WideShape<1, 64, width, 0>::kBytes)) {
         return launch_wide<key_type, value_type, 1, 64, width>(params, size, info, stream);
     }
     if constexpr (width == kSharedRow) {
         return launch_wide<key_type, value_type, 1, 32, width>(params, size, info, stream);
     } else {
-        if (WideShape<1, 32, width>::kBytes <= most) {
+        if (fits(WideShape<1, 32, width, 0>::kBytes)) {
             return launch_wide<key_type, value_type, 1, 32, width>(params, size, info, stream);
         }
         return launch_wide<key_type, value_type, 1, 16, width>(params, size, info, stream);

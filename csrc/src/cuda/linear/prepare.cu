@@ -7,7 +7,7 @@
 //            16 KB and stays in the L2 cache. It keeps the row in shared memory and gathers its
 //            slice from there. With few rows a form has many slices, because then the gather takes
 //            most of the time: it reads random words of shared memory, about 3.5 per bank and
-//            cycle.
+//            cycle. Prompts have a kernel of their own (prepare_many_rows.cuh).
 // Accuracy   Squares are summed in an order that depends on k alone. A LayerNorm sums values, then
 //            squares of their distances from the mean.
 // Overlap    Permutations and norm weights are loaded before the wait for the previous kernel: they
@@ -18,13 +18,11 @@
 #include <algorithm>
 
 #include "cuda/common/rows.cuh"
-#include "cuda/linear/prepared.cuh"
-#include "cuda/linear/quant_small_batch.cuh"
+#include "cuda/linear/prepare_many_rows.cuh"
 #include "exl/cuda/elementwise.h"
 
 namespace exl::cuda {
 
-constexpr int kBlockRows = 32;
 constexpr int kPair = 2;  // positions per thread and gather
 
 // The slices of form i are blocks end[i - 1] .. end[i] - 1 in the y dimension of the grid; form 0
@@ -33,45 +31,12 @@ struct Slices {
     int end[3];
 };
 
-// Location of one row of the batch in a prepared form. Offsets are in float16 elements.
-struct Place {
-    int64_t first;  // offset of position 0
-    int pitch;      // from one block of 32 positions to the next
-    int spread;     // from one group of 8 to the next, in the small-batch layout; otherwise 0
-
-    // Offset of an even position. The odd position after it follows directly.
-    __device__ __forceinline__ int64_t at(int position) const {
-        const int in_block = position % 32;
-        const int offset = spread == 0 ? in_block : in_block / 2 % 4 * spread + in_block / 8 * 2;
-        return first + static_cast<int64_t>(position / 32) * pitch + offset;
-    }
-};
-
-__device__ __forceinline__ Place place_of(
-    int row, int m, int least_rows, int num_blocks, bool may_be_small_batch
-) {
-    constexpr int kChunkRows = EXL_CUDA_CHUNK_ROWS;
-    const int chunk = row / kChunkRows, in_chunk = row % kChunkRows;
-    const int rows = max(min(m - chunk * kChunkRows, kChunkRows), least_rows);
-    const int64_t first = static_cast<int64_t>(chunk) * num_blocks * 32 * kChunkRows;
-    if (rows == 1) return {first, 32, 0};
-    const int padded = padded_rows(rows);
-    if (rows > 8 && may_be_small_batch) return {first + in_chunk * 8, padded * 32, padded * 8};
-    return {first + in_chunk * 32, padded * 32, 0};
-}
-
 // Values of two adjacent positions of a form, from input features `features` (-1: padding).
 template <class T>
 __device__ __forceinline__ __half2 gather(const T* row, int2 features, float factor) {
     const float first = features.x < 0 ? 0.0f : to_float(row[features.x]) * factor;
     const float second = features.y < 0 ? 0.0f : to_float(row[features.y]) * factor;
     return __halves2half2(from_float<__half>(first), from_float<__half>(second));
-}
-
-// Input features at `position` and the position after it.
-__device__ __forceinline__ int2 features_at(const ExlPrepared& to, int position, int k) {
-    if (to.permutation != nullptr) return *reinterpret_cast<const int2*>(to.permutation + position);
-    return make_int2(position < k ? position : -1, position + 1 < k ? position + 1 : -1);
 }
 
 __device__ __forceinline__ void prefetch(const void* address) {
@@ -200,7 +165,7 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
                         if constexpr (is_layer_norm) {
                             sum += values[j];
                         } else {
-                            sum += values[j] * values[j];
+                            sum = add_square(sum, values[j]);
                             values[j] *= factors[j];
                         }
                     }
@@ -217,7 +182,7 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
         if constexpr (is_layer_norm) {
             normalize<threads, is_aligned>(args, row, sum, partial, is_padding ? 0 : end);
         } else if constexpr (has_norm) {
-            factor = rsqrtf(block_sum<threads / kWarp>(sum, partial[0]) / args.k + args.eps);
+            factor = rms_factor(block_sum<threads / kWarp>(sum, partial[0]), args);
         } else {
             __syncthreads();
         }
@@ -279,8 +244,11 @@ static cudaError_t prepare(const ExlPrepare& args, const DeviceInfo& info, int r
 // depends on it. Otherwise 512 threads are faster for a single row, 1024 for more.
 template <class X>
 static cudaError_t prepare(const ExlPrepare& args, const DeviceInfo& info, int rows, void* stream) {
-    if (args.is_layer_norm) return prepare<X, float, 512, true>(args, info, rows, stream);
-    if (args.norm != nullptr) return prepare<X, float, 512>(args, info, rows, stream);
+    if (args.is_layer_norm) return prepare<X, float, kNormThreads, true>(args, info, rows, stream);
+    if (const int together = rows_together<X>(args, info); together > 1) {
+        return prepare_many_rows<X>(args, info, rows, together, stream);
+    }
+    if (args.norm != nullptr) return prepare<X, float, kNormThreads>(args, info, rows, stream);
     const bool is_short = rows == 1 || args.to[0].plain;
     if (is_short) return prepare<X, __half, 512>(args, info, rows, stream);
     return prepare<X, __half, 1024>(args, info, rows, stream);

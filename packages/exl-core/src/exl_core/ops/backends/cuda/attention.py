@@ -90,7 +90,7 @@ class Attention:
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._has_flash = torch.cuda.get_device_capability(gpu.device) >= (8, 0)  # torch's
+        self.has_flash = torch.cuda.get_device_capability(gpu.device) >= (8, 0)  # torch's
         self._row_counts: Counter[int] = Counter()  # of long segments without cached tokens
 
     def bind(self, rows: AttentionRows, slots: Tensor, cos: Tensor, sin: Tensor) -> CudaBatch:
@@ -147,6 +147,42 @@ class Attention:
             key.shape[0],
         )
 
+    def rope_write(
+        self,
+        qkv: Tensor,
+        batch: CudaBatch,
+        cache: CacheLayer,
+        *,
+        norms: HeadNorms = NO_HEAD_NORMS,
+        smoothing: KeySmoothing | None = None,
+    ) -> None:
+        """Rotates queries and keys in place, and writes the cache. There may be no queries."""
+        rows, width = qkv.shape
+        args = cuda.RopeWrite(
+            qkv=qkv.data_ptr(),
+            qkv_stride=qkv.stride(0),
+            qkv_dtype=TYPES[qkv.dtype],
+            rows=rows,
+            q_heads=width // head_dim_of(cache.keys) - cache.heads_per_row,
+            rotary_half=batch.cos.shape[1],
+            cos=batch.cos.data_ptr(),
+            sin=batch.sin.data_ptr(),
+            q_norm=_pointer(norms.q),
+            k_norm=_pointer(norms.k),
+            head_scale=None if smoothing is None else smoothing.scale.data_ptr(),
+            head_shift=None if smoothing is None else smoothing.shift.data_ptr(),
+            eps=norms.eps,
+            slots=batch.slots.data_ptr(),
+        )
+        self._gpu.call("rope_write", args, _pages_of(cache))
+
+    def read_keys(self, cache: CacheLayer, pages: Tensor, count: int) -> Tensor:
+        """Keys of a sequence's first `count` positions: float16 [count, kv_heads, d]."""
+        shape = count, cache.keys.shape[1], head_dim_of(cache.keys)
+        keys = self._gpu.empty(*shape, dtype=torch.float16)
+        self._gpu.call("read_keys", _pages_of(cache), pages.data_ptr(), count, keys.data_ptr())
+        return keys
+
     def attend(
         self,
         qkv: Tensor,
@@ -159,30 +195,13 @@ class Attention:
         sinks: Tensor | None,
         to: CudaInputs | None,
     ) -> None:
-        rows, width = qkv.shape
+        self.rope_write(qkv, batch, cache, norms=norms, smoothing=smoothing)
         head_dim, kv_heads = head_dim_of(cache.keys), cache.keys.shape[1]
-        q_heads = width // head_dim - cache.heads_per_row
-        args = cuda.RopeWrite(
-            qkv=qkv.data_ptr(),
-            qkv_stride=qkv.stride(0),
-            qkv_dtype=TYPES[qkv.dtype],
-            rows=rows,
-            q_heads=q_heads,
-            rotary_half=batch.cos.shape[1],
-            cos=batch.cos.data_ptr(),
-            sin=batch.sin.data_ptr(),
-            q_norm=_pointer(norms.q),
-            k_norm=_pointer(norms.k),
-            head_scale=None if smoothing is None else smoothing.scale.data_ptr(),
-            head_shift=None if smoothing is None else smoothing.shift.data_ptr(),
-            eps=norms.eps,
-            slots=batch.slots.data_ptr(),
-        )
-        self._gpu.call("rope_write", args, _pages_of(cache))
+        rows, q_heads = qkv.shape[0], qkv.shape[1] // head_dim - cache.heads_per_row
         queries = qkv[:, : q_heads * head_dim]
         # torch's attention knows no sinks.
         may_use_torch = sinks is None and not cache.is_shared
-        if may_use_torch and _can_use_torch(batch, scoring, qkv, cache.keys, self._has_flash):
+        if may_use_torch and _can_use_torch(batch, scoring, qkv, cache.keys, self.has_flash):
             if batch.short is not None:
                 q = queries[: batch.long[0].first]
                 self.paged_attention(q, q, batch.short, cache, scoring, heads=q_heads)
@@ -393,10 +412,17 @@ def _attend_with_past(
         return x.transpose(0, 1).index_select(1, pages).flatten(1, 2)[None, :, :count]
 
     q, k, v = queries.transpose(0, 1)[None], gathered(cache.keys), gathered(cache.values)
-    # With fewer queries than keys, this op aligns the causal mask so that the last query sees the
-    # last key. The public way to say so, torch.nn.attention.bias, takes seconds to import.
+    q.copy_(flash_attention(q, k, v, scoring.scale))
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of q [1, heads, rows, d] to k and v [1, kv_heads, keys, d].
+
+    With fewer queries than keys, the last query sees the last key. The public way to say so,
+    torch.nn.attention.bias, takes seconds to import.
+    """
     flash = torch.ops.aten._scaled_dot_product_flash_attention
-    q.copy_(flash(q, k, v, is_causal=True, scale=scoring.scale)[0])
+    return cast(Tensor, flash(q, k, v, is_causal=True, scale=scale)[0])
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

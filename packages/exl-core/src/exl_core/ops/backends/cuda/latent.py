@@ -1,19 +1,82 @@
-"""Latent attention on the GPU: products of each head by torch, attention by our kernels."""
+"""Latent attention on the GPU: products of each head by torch, attention by our kernels or torch's.
+
+Sequences with many rows take the expanded form, in which torch's attention runs over keys and
+values of all heads. They are computed from the cached rows, so that a prompt in chunks attends to
+what the cache holds. Other sequences, and all in the batch-invariant mode, take the absorbed form.
+"""
 
 from __future__ import annotations
 
-from typing import cast
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from exl_core.ops.backends.cuda.library import Gpu
-from exl_core.ops.backends.latent import AbsorbedLatentOps
-from exl_core.ops.latent import DenseHeads, HeadMatrices
+from exl_core.ops.attention import AttendOps, AttentionBatch, CacheLayer, Scoring
+from exl_core.ops.backends.cuda.attention import (
+    Attention,
+    CudaBatch,
+    flash_attention,
+)
+from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.latent import AbsorbedLatentOps, attend_absorbed
+from exl_core.ops.latent import DenseHeads, HeadMatrices, HeadOps, HeadUp, LatentUp
 
 FIXED_ROWS = 64
 """Rows of torch's products in the batch-invariant mode. The order in which it sums depends on the
 number of rows."""
+
+EXPANDED_BYTES = 256 * 1024 * 1024
+"""Memory for keys and values of a part of the heads, which are expanded and attended together."""
+
+MAX_EXPANDED_HEAD = 256  # of torch's flash attention
+
+ABSORBED_RATE, FLASH_RATE, PRODUCT_RATE = 90e12, 300e12, 500e12
+"""Operations per second of our attention over latent rows, of torch's attention and of the products
+that expand keys and values, about, on an H100."""
+
+LEAST_SAVING_S = 200e-6
+"""Least time that the expanded form has to save. It takes some eight launches more, and the host is
+the slower side of short passes (docs/experiments/cuda-attention.md)."""
+
+
+class Sizes(NamedTuple):
+    """Heads, and elements: n without and p with RoPE, r of a latent vector, v of a value."""
+
+    heads: int
+    plain: int
+    rotated: int
+    rank: int
+    value: int
+
+    @property
+    def wide(self) -> int:
+        """Elements of an expanded key and of a value, the shorter of which is padded."""
+        return max(self.plain + self.rotated, self.value)
+
+    def saving_s(self, rows: int, past: int) -> float:
+        """Time that the expanded form saves for the rows of a sequence."""
+        pairs = rows * past + rows * (rows + 1) // 2
+        absorbed = 2 * pairs * (self.rotated + 2 * self.rank) / ABSORBED_RATE
+        expansion = 2 * (past + rows) * self.rank * (self.plain + self.value) / PRODUCT_RATE
+        return self.heads * (absorbed - expansion - 4 * pairs * self.wide / FLASH_RATE)
+
+
+class Operands(NamedTuple):
+    """Operands of a layer that all sequences share."""
+
+    up: HeadUp
+    sizes: Sizes
+    scale: float
+
+
+class _Table(AttendOps, HeadOps, Protocol):
+    _gpu: Gpu
+    _attention: Attention
+
+    def activations(self, rows: int, columns: int) -> Tensor: ...
 
 
 class CudaLatentOps(AbsorbedLatentOps):
@@ -34,6 +97,93 @@ class CudaLatentOps(AbsorbedLatentOps):
         else:
             y = torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)  # [m, H, n]
         return y if out is None else out.copy_(y)
+
+    def attend_latent(
+        self: _Table,
+        q: Tensor,
+        latent: Tensor,
+        key: Tensor,
+        up: LatentUp,
+        *,
+        batch: AttentionBatch,
+        cache: CacheLayer,
+        scoring: Scoring,
+    ) -> Tensor:
+        heads, bound = cast(HeadUp, up), cast(CudaBatch, batch)
+        num_heads, rotated = heads.keys.num_heads, key.shape[1]
+        value = cast(DenseHeads, heads.values).weight.shape[1]
+        plain = q.shape[1] // num_heads - rotated
+        sizes = Sizes(num_heads, plain, rotated, latent.shape[1], value)
+        attend = partial(attend_absorbed, self, up=heads, cache=cache, scoring=scoring)
+        if not self._attention.has_flash or not _is_expanded(bound, sizes, scoring):
+            return attend(q, latent, key, batch=bound)
+        out = self.activations(q.shape[0], num_heads * value)
+        first = bound.long[0].first
+        if bound.short is not None:
+            out[:first] = attend(q[:first], latent[:first], key[:first], batch=bound.short)
+        cos, sin = bound.cos[first:], bound.sin[first:]
+        row = self.activations(q.shape[0] - first, rotated + sizes.rank)
+        row[:, :rotated] = key[first:]
+        row[:, rotated:] = latent[first:]
+        own = replace(bound, slots=bound.slots[first:], cos=cos, sin=sin)
+        self._attention.rope_write(row, own, cache)
+        queries = self.activations(len(row), num_heads * sizes.wide)
+        queries = queries.view(-1, num_heads, sizes.wide)
+        queries[..., : plain + rotated] = q[first:].view(len(row), num_heads, -1)
+        if plain + rotated < sizes.wide:
+            queries[..., plain + rotated :] = 0.0
+        _rotate(self._gpu, queries, plain, cos, sin)
+        operands = Operands(heads, sizes, scoring.scale)
+        for segment in bound.long:
+            end = segment.past_len + segment.last - segment.first
+            held = self._attention.read_keys(cache, bound.rows.page_table[segment.seq], end)
+            results = out[segment.first : segment.last].view(-1, num_heads, value)
+            some = queries[segment.first - first : segment.last - first]
+            _attend_expanded(some, held[:, 0], operands, results)
+        return out
+
+
+def _is_expanded(batch: CudaBatch, sizes: Sizes, scoring: Scoring) -> bool:
+    if not batch.long or scoring.softcap or sizes.wide > MAX_EXPANDED_HEAD or sizes.wide % 8:
+        return False
+    counts = [(s.last - s.first, s.past_len) for s in batch.long]
+    sees_all = scoring.window == 0 or scoring.window >= max(map(sum, counts))
+    return sees_all and all(sizes.saving_s(*count) >= LEAST_SAVING_S for count in counts)
+
+
+def _rotate(gpu: Gpu, queries: Tensor, first: int, cos: Tensor, sin: Tensor) -> None:
+    """RoPE of the elements of each head from `first` on, in place. queries [R, H, wide]."""
+    rows, heads, wide = queries.shape
+    at = queries[..., first:].data_ptr(), TYPES[queries.dtype], queries.stride(0)
+    gpu.call("rope", *at, cos.data_ptr(), sin.data_ptr(), cos.shape[1], rows, heads, wide)
+
+
+def _attend_expanded(queries: Tensor, held: Tensor, operands: Operands, out: Tensor) -> None:
+    """Rotated queries [R, H, wide] attend to the keys and values of cached rows [T, p + r].
+
+    Writes out [R, H, v].
+    """
+    up, sizes, scale = operands
+    plain, rotated, value, wide = sizes.plain, sizes.rotated, sizes.value, sizes.wide
+    # [H, n, r] and [H, r, v], both contiguous.
+    to_keys = cast(DenseHeads, up.keys).weight.transpose(1, 2)
+    to_values = cast(DenseHeads, up.values).weight.transpose(1, 2)
+    keys, latents = held.shape[0], held[:, rotated:]
+    step = min(sizes.heads, max(1, EXPANDED_BYTES // (4 * keys * wide)))
+    both = queries.new_empty(2, step, keys, wide)
+    both[0, ..., plain : plain + rotated] = held[:, :rotated]
+    if plain + rotated < wide:
+        both[0, ..., plain + rotated :] = 0.0
+    if value < wide:
+        both[1, ..., value:] = 0.0
+    for first in range(0, sizes.heads, step):
+        part = slice(first, min(first + step, sizes.heads))
+        k, v = both[:, : part.stop - first]
+        shared = latents.expand(len(k), -1, -1)
+        torch.bmm(shared, to_keys[part].transpose(1, 2), out=k[..., :plain])
+        torch.bmm(shared, to_values[part], out=v[..., :value])
+        y = flash_attention(queries[:, part].transpose(0, 1)[None], k[None], v[None], scale)
+        out[:, part] = y[0].transpose(0, 1)[..., :value]
 
 
 def _fixed_product(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,0 +1,80 @@
+"""Latent attention of prompts on a GPU: the expanded form against float64, and the absorbed form.
+
+The batch-invariant mode has the absorbed form only. In the other mode, long sequences behind short
+ones take the expanded form.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+from device_table import DeviceTable
+from paged_support import batch_of
+from test_attention_fused import angles
+from test_latent import DEEPSEEK, MISTRAL4, TINY, Sizes, attend, expanded, operands, shared
+
+from exl_core.ops.backends.cuda import latent
+from exl_core.ops.backends.reference.table import ReferenceTable
+from exl_core.ops.open import get_table
+from exl_core.ops.table import OpTable
+
+pytestmark = pytest.mark.cuda
+
+SEQUENCES = [(17, 1), (0, 40), (0, 300), (300, 400), (1500, 256)]
+GLM = Sizes(heads=5, plain=192, rotated=64, rank=512, value=256)
+UNEVEN = Sizes(heads=7, plain=24, rotated=16, rank=112, value=72)  # values longer than keys
+
+
+def open_table(*, batch_invariant: bool = False) -> OpTable:
+    opened = get_table("cuda", isa=None, threads=2, batch_invariant=batch_invariant)
+    return cast(OpTable, DeviceTable(opened))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [TINY, UNEVEN, MISTRAL4, DEEPSEEK, GLM],
+    ids=["tiny", "uneven", "mistral4", "deepseek", "glm"],
+)
+@pytest.mark.parametrize("kv_format", ["f32", "f16", "fp8", "q8", "q4"])
+def test_prompts_in_the_expanded_form(
+    *, monkeypatch: pytest.MonkeyPatch, rng: torch.Generator, kv_format: str, sizes: Sizes
+) -> None:
+    monkeypatch.setattr(latent, "LEAST_SAVING_S", -1.0)  # also for few rows
+    batch = batch_of(rng, kv_format, SEQUENCES, (1, sizes.rotated + sizes.rank, 256))
+    rotation = angles(rng, batch.rows, sizes.rotated // 2)
+    state = rng.get_state()
+    reference = cast(OpTable, ReferenceTable(1))
+    wanted = shared(batch)
+    exact = expanded(
+        operands(reference, rng.set_state(state), batch.rows, sizes), batch, wanted, rotation
+    )
+    results, written = [], []
+    for is_invariant in (False, True):
+        table = open_table(batch_invariant=is_invariant)
+        cache = shared(batch)
+        given = operands(table, rng.set_state(state), batch.rows, sizes)
+        results.append(attend(table, given, batch, cache, rotation).float())
+        written.append(cache.keys)
+    # Few heads at a time.
+    monkeypatch.setattr(latent, "EXPANDED_BYTES", 4 << 20)
+    table = open_table()
+    given = operands(table, rng.set_state(state), batch.rows, sizes)
+    parts = attend(table, given, batch, shared(batch), rotation).float()
+
+    long = int(batch.row_starts[2])
+    assert torch.equal(written[0].view(torch.uint8), written[1].view(torch.uint8))
+    assert not torch.equal(results[0][long:], results[1][long:]), "long sequences are expanded"
+    for y in (*results, parts):
+        assert (y - exact).abs().max() <= 1e-2 * exact.abs().max()
+
+
+def test_prompts_are_expanded_where_that_is_faster() -> None:
+    sizes = latent.Sizes(*DEEPSEEK)
+    saved = latent.LEAST_SAVING_S
+    assert sizes.saving_s(2048, 0) > saved
+    assert sizes.saving_s(2048, 14_336) > saved
+    assert sizes.saving_s(512, 0) < saved  # measured
+    short = sizes._replace(rank=64)
+    assert short.saving_s(2048, 0) < saved, "a cached row is shorter than a key"
