@@ -18,7 +18,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, TypeGuard, cast
+from typing import Literal, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, T
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import GateKind, LayerNorm, Norm, RmsNorm
-from exl_core.ops.linear import DenseLinear, JoinedSizes, PackedLinear
+from exl_core.ops.linear import DenseLinear, Inputs, JoinedSizes, PackedLinear
 from exl_core.ops.weights import (
     DenseColumns,
     DenseLayout,
@@ -97,6 +97,17 @@ class CudaInputs:
         """Output of `exl_cuda_prepare` that fills this object."""
         permutation = self.w.permutation.data_ptr()
         return cuda.Prepared(permutation, self.memory.data_ptr(), self.w.num_blocks, 0)
+
+
+class PendingRows(NamedTuple):
+    """States x plus `sums`, partial sums of all ranks, as inputs of a product after a norm."""
+
+    x: Tensor
+    sums: cuda.PartialSums
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
 
 
 class Linears:
@@ -176,6 +187,58 @@ class Linears:
         args = self._new_arguments((x.w,), residual, cuda.ADD)
         args.inputs[0], args.is_by_rows = x.memory.data_ptr(), x.is_by_rows
         self._gpu.call("quant_linear", args)
+
+    def can_send(self, x: Inputs, w: PackedLinear, rows: int) -> bool:
+        """Whether `multiply_sent` takes these operands."""
+        if self._gpu.is_invariant or rows > cuda.CHUNK_ROWS:
+            return False
+        if isinstance(x, CudaInputs):
+            return True
+        quantized = _all_quantized(parts_of(w))
+        is_direct = quantized is not None and rows <= self._max_direct_rows(quantized)
+        return is_direct and isinstance(x, Tensor) and len(parts_of(w)) == 1
+
+    def multiply_sent(
+        self, x: Tensor | CudaInputs, w: PackedLinear, to: int, copies: cuda.PartialCopies
+    ) -> None:
+        """float32 [m, n] at the address `to`, and its copies, = x @ w."""
+        parts = (x.w,) if isinstance(x, CudaInputs) else _all_quantized(parts_of(w))
+        assert parts is not None, "`can_send` has checked it"
+        rows = x.rows if isinstance(x, CudaInputs) else x.shape[0]
+        args = self._arguments_at(parts, to, (rows, w.out_features), cuda.STORE)
+        held: list[Tensor] = []
+        if isinstance(x, CudaInputs):
+            args.inputs[0], args.is_by_rows = x.memory.data_ptr(), x.is_by_rows
+        else:
+            held = self._prepare_inputs(args, x, None, parts)
+        self._gpu.call("quant_linear_sent", args, copies)
+        del held
+
+    def can_read_pending(self, w: PackedLinear, rows: int, epilogue: int) -> bool:
+        """Whether `multiply_pending` takes these operands."""
+        quantized = _all_quantized(parts_of(w))
+        if quantized is None or len(quantized) > cuda.MAX_PARTS or w.in_features % 8:
+            return False
+        sizes = [part.out_features for part in quantized]
+        if epilogue == cuda.GATED and sizes != [w.out_features // 2] * 2:
+            return False
+        if epilogue == cuda.ACTIVATED and len(sizes) != 1:
+            return False
+        return rows <= self._max_direct_rows(quantized)
+
+    def multiply_pending(
+        self,
+        x: PendingRows,
+        w: PackedLinear,
+        out: Tensor | CudaInputs,
+        norm: Norm,
+        epilogue: int,
+        gate: int = 0,
+    ) -> None:
+        """out = norm(x) @ w with an epilogue, for states that are exchanged on the way."""
+        parts = _all_quantized(parts_of(w))
+        assert parts is not None, "`can_read_pending` has checked it"
+        self._multiply_codes(x, parts, out, norm=norm, epilogue=epilogue, gate=gate)
 
     def multiply(
         self,
@@ -316,7 +379,7 @@ class Linears:
 
     def _multiply_codes(
         self,
-        x: Tensor,
+        x: Tensor | PendingRows,
         parts: tuple[CudaQuantLinear, ...],
         out: Tensor | CudaInputs,
         *,
@@ -324,15 +387,29 @@ class Linears:
         epilogue: int,
         gate: int = 0,
     ) -> None:
-        rows, gpu = x.shape[0], self._gpu
+        rows = x.shape[0]
         if isinstance(out, CudaInputs):
             args = self._new_arguments(parts, out.memory.view(1, -1), epilogue, gate)
             args.m, args.inverse_permutation = rows, out.inverse_permutation
             out.is_by_rows = rows > cuda.TILE_ROWS
         else:
             args = self._new_arguments(parts, out, epilogue, gate)
+        held = self._prepare_inputs(args, x, norm, parts)
+        self._gpu.call("quant_linear", args)
+        del held
+
+    def _prepare_inputs(
+        self,
+        args: cuda.QuantLinear,
+        x: Tensor | PendingRows,
+        norm: Norm | None,
+        parts: tuple[CudaQuantLinear, ...],
+    ) -> list[Tensor]:
+        """Prepares norm(x) for the parts, and sets the inputs in `args`. Returns their memory, which
+        the caller keeps until the product is queued."""
+        rows, gpu = args.m, self._gpu
         least_rows = gpu.least_rows(has_integers=all(part.has_integers for part in parts))
-        prepare = _prepare(x, norm)
+        prepare = _prepare(x.x if isinstance(x, PendingRows) else x, norm)
         prepare.least_rows = least_rows
         buffers: dict[int, Tensor] = {}  # by permutation: parts with the same one share inputs
         for i, part in enumerate(parts):
@@ -346,8 +423,11 @@ class Linears:
                 prepare.to[prepare.count] = target
                 prepare.count += 1
             args.inputs[i] = buffers[permutation].data_ptr()
-        gpu.call("prepare", prepare)
-        gpu.call("quant_linear", args)
+        if isinstance(x, PendingRows):
+            gpu.call("prepare_sums", prepare, x.sums)
+        else:
+            gpu.call("prepare", prepare)
+        return list(buffers.values())
 
     def prepare_for(self, to: CudaInputs | CudaTrellisInputs, x: Tensor) -> None:
         if isinstance(to, CudaTrellisInputs):
@@ -367,13 +447,26 @@ class Linears:
         gate: int = 0,
     ) -> cuda.QuantLinear:
         """Arguments of `exl_cuda_quant_linear` without its inputs."""
+        shape = out.shape[0], out.stride(0)
+        return self._arguments_at(parts, out.data_ptr(), shape, epilogue, gate, TYPES[out.dtype])
+
+    def _arguments_at(
+        self,
+        parts: tuple[CudaQuantLinear, ...],
+        y: int,
+        shape: tuple[int, int],
+        epilogue: int,
+        gate: int = 0,
+        dtype: int = TYPES[torch.float32],
+    ) -> cuda.QuantLinear:
+        """The same for outputs at the address `y`. `shape`: rows, and the distance between them."""
         workspace = self._gpu.workspace("quant_linear", self._max_n, MAX_DIRECT_ROWS)
         args = cuda.QuantLinear(
-            y=out.data_ptr(),
-            y_stride=out.stride(0),
-            y_dtype=TYPES[out.dtype],
+            y=y,
+            y_stride=shape[1],
+            y_dtype=dtype,
             count=len(parts),
-            m=out.shape[0],
+            m=shape[0],
             epilogue=epilogue,
             gate=gate,
             workspace=workspace.data_ptr(),
