@@ -134,7 +134,8 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
     constexpr int kStride = threads * kVector;  // values that a block reads per load
     constexpr bool has_norm = sizeof(T) == sizeof(float);
     constexpr bool has_sums = !std::is_same_v<Sums, NoSums>;
-    constexpr int kInFlight = has_norm ? 2 : 4;  // loads per thread before the first is used
+    // Loads per thread before the first is used. With sums there are as many for each rank.
+    constexpr int kInFlight = has_sums ? 1 : has_norm ? 2 : 4;
     T* row = reinterpret_cast<T*>(shared);
     let_next_begin();
 
