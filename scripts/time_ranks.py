@@ -1,4 +1,4 @@
-"""Measure tensor parallelism on GPUs, one JSON object per line. Usage: time_ranks.py MODEL [--ranks 2]
+"""Measure tensor parallelism on GPUs, one JSON object per line. Usage: time_ranks.py MODEL
 
 Loads the model on one GPU and then on several, once for each kind of exchange, and measures decode
 and prefill as `exl bench` does (`packages/exl-eval/src/exl_eval/speed.py`). `ratio` is the speed

@@ -1,17 +1,19 @@
 """Sums through the ranks' own memory: several ranks take turns on one GPU, and two on two GPUs.
 
-On one GPU every rank sends before any rank reads, so that nobody waits. The results have the bits of
-products, sums in the order of the ranks, and norms that are computed one after the other.
+On one GPU every rank sends before any rank reads, so that nobody waits. The results have the bits
+of products, sums in the order of the ranks, and norms that are computed one after the other.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cuda.matmul import CudaInputs
-from exl_core.ops.backends.cuda.peers import SharedMemory, buffer_bytes
+from exl_core.ops.backends.cuda.peers import PeerBuffers, SharedMemory, _Pending
 from exl_core.ops.backends.cuda.table import CudaTable
 from exl_core.ops.elementwise import LayerNorm, Norm, RmsNorm
 from exl_core.ops.linear import PackedLinear
@@ -19,6 +21,7 @@ from exl_core.ops.open import get_table
 from exl_core.ops.weights import DenseColumns, DenseLayout, GroupedColumns, GroupedLayout, GroupRun
 from exl_core.parallel.peers import MAX_RANKS, MAX_ROWS
 from exl_kernels import cuda
+from exl_kernels.cuda_exchange import HANDLE_BYTES, MAX_PEERS, STAGES
 
 pytestmark = pytest.mark.cuda
 
@@ -55,17 +58,24 @@ def matrix(ops: CudaTable, n: int, k: int, seed: int) -> PackedLinear:
 class Ranks:
     """The ranks of one GPU, with a buffer each."""
 
-    def __init__(self, ops: CudaTable, number: int, width: int) -> None:
-        size = buffer_bytes(number, MAX_ROWS, width)
+    def __init__(self, ops: CudaTable, number: int, width: int, vocab: int = 1) -> None:
+        size = PeerBuffers((0,) * number, MAX_ROWS, width, vocab).size_bytes
         self.buffers = [
             torch.zeros(size // 4, dtype=torch.int32, device="cuda") for _ in range(number)
         ]
-        addresses = [one.data_ptr() for one in self.buffers]
-        self.all = [ops.peer_sums(rank, addresses) for rank in range(number)]
+        addresses = tuple(one.data_ptr() for one in self.buffers)
+        places = PeerBuffers(addresses, MAX_ROWS, width, vocab)
+        self.all = [ops.peer_sums(rank, places) for rank in range(number)]
 
-    def begin(self, rows: int, width: int) -> None:
+    def begin(self, rows: int) -> None:
         for one in self.all:
-            one.begin(rows, width)
+            one.begin(rows)
+
+    def end(self) -> None:
+        """Ends a pass, which leaves all buffers empty."""
+        for one in self.all:
+            one.end()
+        assert all(bool((one == UNSENT).all()) for one in self.buffers)
 
 
 def in_order(x: Tensor | None, parts: list[Tensor]) -> Tensor:
@@ -82,7 +92,7 @@ def test_sums_are_formed_in_the_order_of_the_ranks(
 ) -> None:
     width = 32 * (rows % 5 + 1) + 4
     ranks = Ranks(ops, number, width)
-    ranks.begin(rows, width)
+    ranks.begin(rows)
     for round_ in range(ROUNDS):
         parts = [torch.randn(rows, width, generator=rng).cuda() * 1e3 for _ in range(number)]
         x = torch.randn(rows, width, generator=rng).cuda() if round_ % 2 else None
@@ -92,6 +102,7 @@ def test_sums_are_formed_in_the_order_of_the_ranks(
         for one in ranks.all:
             own = None if x is None else x.clone()
             assert torch.equal(one.await_sum(own, defers=False), expected)
+    ranks.end()
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -108,7 +119,7 @@ def test_products_send_their_sums_and_the_next_product_reads_them(
     weight, bias = torch.rand(width, device="cuda") + 0.5, torch.randn(width, device="cuda")
     norms: list[Norm] = [RmsNorm(weight, 1e-5), LayerNorm(weight, bias, 1e-5)]
     x = torch.randn(rows, width, generator=rng).cuda()
-    ranks.begin(rows, width)
+    ranks.begin(rows)
     for round_ in range(ROUNDS):
         norm = norms[round_ % 2]
         inputs = [torch.randn(rows, 256, generator=rng).half().cuda() for _ in range(number)]
@@ -127,38 +138,88 @@ def test_products_send_their_sums_and_the_next_product_reads_them(
             elif round_ % 3 == 1:
                 out, same = ops.activations(rows, 128), ops.activations(rows, 128)
                 assert one.norm_gated_linear(target, norm, joined, "silu", out) is out
-                assert torch.equal(out, ops.norm_gated_linear(expected, norm, joined, "silu", same))
+                ops.norm_gated_linear(expected, norm, joined, "silu", same)
+                assert torch.equal(out, same)
             else:
                 out, same = ops.activations(rows, 96), ops.activations(rows, 96)
                 assert one.norm_activated_linear(target, norm, plain, "relu2", out) is out
-                other = ops.norm_activated_linear(expected, norm, plain, "relu2", same)
-                assert torch.equal(out, other)
+                ops.norm_activated_linear(expected, norm, plain, "relu2", same)
+                assert torch.equal(out, same)
             assert torch.equal(target, expected)
         x = targets[0]
     assert x.isfinite().all()
+    ranks.end()
 
 
-def test_a_read_sum_leaves_its_stage_empty_for_the_next_but_one(ops: CudaTable) -> None:
-    rows, width = 5, 64
+def test_sums_that_a_product_has_read_are_emptied_by_the_next_reader(ops: CudaTable) -> None:
+    rows, width = 5, 256
+    norm, w = RmsNorm(torch.ones(width, device="cuda"), 1e-5), matrix(ops, 64, width, 1)
     ranks = Ranks(ops, 2, width)
-    ranks.begin(rows, width)
-    stages = [one[: cuda.STAGES * 2 * rows * width].view(cuda.STAGES, -1) for one in ranks.buffers]
-    assert all(bool((stage == UNSENT).all()) for stage in stages)
-    for number in range(ROUNDS):
+    x = torch.zeros(rows, width, device="cuda")
+    size = 2 * rows * width
+    for length in (1, 2, 3, 5):
+        ranks.begin(rows)
+        for number in range(length):
+            for one in ranks.all:
+                one.send(torch.ones(rows, width, device="cuda"))
+            for one in ranks.all:
+                one.norm_linear(one.await_sum(x, defers=True), norm, w, None)
+            for buffer in ranks.buffers:
+                starts = [stage * 2 * MAX_ROWS * width for stage in range(STAGES)]
+                is_empty = [bool((buffer[at : at + size] == UNSENT).all()) for at in starts]
+                assert is_empty == [stage != number % STAGES for stage in range(STAGES)]
+        ranks.end()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_embeddings_and_logits_are_shared(
+    ops: CudaTable, rng: torch.Generator, number: int, rows: int
+) -> None:
+    """In passes of other sizes, one after the other. No unit divides the vocabulary."""
+    width, vocab = 256, 331
+    ranks = Ranks(ops, number, width, vocab)
+    starts = [0, *(vocab * rank // number // 32 * 32 for rank in range(1, number)), vocab]
+    shares = [range(*ends) for ends in pairwise(starts)]
+    table = torch.randn(vocab, width, generator=rng).cuda()
+    norm = RmsNorm(torch.rand(width, device="cuda") + 0.5, 1e-5)
+    heads = [matrix(ops, len(own), width, own.start) for own in shares]
+    for size, spreads in ((rows, True), (max(1, rows // 2), False), (rows, True)):
+        ids = torch.randint(0, vocab, (size,), generator=rng).cuda()
+        given = [ids if rank == 0 or not spreads else ids * 0 for rank in range(number)]
+        ranks.begin(size)
+        parts = []
+        for one, own, token_ids in zip(ranks.all, shares, given, strict=True):
+            numbers, is_own = one.share_tokens(token_ids, own, spreads=spreads)
+            assert torch.equal(token_ids, ids)
+            parts.append((one, table[own.start : own.stop][numbers], is_own))
+        for one, part, is_own in parts:  # one after the other, as nobody may wait here
+            one._send(part, *one._slots(STAGES), is_own.data_ptr())
+        x = table[ids]
         for one in ranks.all:
-            one.send(torch.ones(rows, width, device="cuda"))
-        for one in ranks.all:
-            one.await_sum(None, defers=False)
-        for stage in stages:
-            is_empty = [bool((part == UNSENT).all()) for part in stage]
-            assert is_empty == [place != number % cuda.STAGES for place in range(cuda.STAGES)]
+            target = torch.empty_like(x)
+            one._pending = _Pending(None, target, STAGES)
+            one.settle()
+            assert torch.equal(target, x)
+        for one, head, own in list(zip(ranks.all, heads, shares, strict=True))[1:]:
+            one.send_logits(x, norm, head, own.start)
+        logits = torch.full((size, vocab), torch.nan, device="cuda")
+        logits[:, : shares[0].stop] = ops.norm_linear(x, norm, heads[0])
+        ranks.all[0].gather_logits(logits, shares[0].stop)
+        whole = torch.cat([ops.norm_linear(x, norm, head) for head in heads], -1)
+        assert torch.equal(logits, whole)
+        for one, buffer in zip(ranks.all, ranks.buffers, strict=True):
+            one.end()
+            area = buffer[(one._buffers.logits_at(0) - one._buffers.addresses[0]) // 4 :]
+            rest = buffer if one is ranks.all[0] else buffer[: -len(area)]
+            assert bool((rest == UNSENT).all())
 
 
 def test_partial_sums_that_are_no_numbers_arrive(ops: CudaTable) -> None:
     """One has the bits that stand for a value that has not arrived."""
     part = torch.tensor([[UNSENT, 0, 0x7F800000, 0x7FC00000]], dtype=torch.int32, device="cuda")
     ranks = Ranks(ops, 2, 4)
-    ranks.begin(1, 4)
+    ranks.begin(1)
     for one in ranks.all:
         one.timeout_ms = 200
         one.send(part.view(torch.float32))
@@ -175,7 +236,7 @@ def test_a_wait_ends_with_its_timeout_or_when_it_is_aborted(ops: CudaTable, defe
     norm, w = RmsNorm(torch.ones(width, device="cuda"), 1e-5), matrix(ops, 64, width, 1)
     for is_aborted in (False, True):
         ranks = Ranks(ops, 2, width)
-        ranks.begin(2, width)
+        ranks.begin(2)
         first = ranks.all[0]
         first.timeout_ms = 0 if is_aborted else 50
         first.send(torch.ones(2, width, device="cuda"))
@@ -192,7 +253,7 @@ def test_a_wait_ends_with_its_timeout_or_when_it_is_aborted(ops: CudaTable, defe
 
 def test_matrices_without_codes_are_left_to_the_caller(ops: CudaTable) -> None:
     ranks = Ranks(ops, 2, 64)
-    ranks.begin(3, 64)
+    ranks.begin(3)
     dense = ops.new_linear(DenseLayout(64, 32, torch.float16, has_bias=False))
     ops.fill_linear(dense, 0, DenseColumns(torch.randn(64, 32).half(), None))
     first = ranks.all[0]
@@ -208,7 +269,7 @@ def test_replayed_graphs_exchange_anew(ops: CudaTable, rng: torch.Generator) -> 
     x = torch.zeros(rows, width, device="cuda")
 
     def run() -> Tensor:
-        ranks.begin(rows, width)
+        ranks.begin(rows)
         results: list[Tensor] = []
         for _ in range(4):
             for one, part in zip(ranks.all, parts, strict=True):
@@ -216,6 +277,8 @@ def test_replayed_graphs_exchange_anew(ops: CudaTable, rng: torch.Generator) -> 
             results += [one.await_sum(x, defers=True) for one in ranks.all]
             for one in ranks.all:
                 one.settle()
+        for one in ranks.all:
+            one.end()
         return torch.stack(results)
 
     run()
@@ -233,7 +296,7 @@ def test_replayed_graphs_exchange_anew(ops: CudaTable, rng: torch.Generator) -> 
 def test_memory_of_this_process_cannot_be_opened_twice_and_is_freed() -> None:
     memory = SharedMemory(torch.device("cuda", 0), 1 << 20)
     assert memory.address % 256 == 0
-    assert len(memory.handle) == cuda.HANDLE_BYTES
+    assert len(memory.handle) == HANDLE_BYTES
     with pytest.raises(cuda.CudaError, match="shared_open"):
         memory.open(memory.handle)
     memory.close()
@@ -242,4 +305,4 @@ def test_memory_of_this_process_cannot_be_opened_twice_and_is_freed() -> None:
 
 def test_exchanges_have_as_many_rows_and_ranks_as_kernels_take() -> None:
     assert MAX_ROWS == cuda.CHUNK_ROWS
-    assert MAX_RANKS == cuda.MAX_PEERS + 1
+    assert MAX_RANKS == MAX_PEERS + 1

@@ -25,6 +25,7 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
+from exl_kernels.cuda_exchange import PartialCopies, PartialSums, Tokens
 from exl_kernels.cuda_recurrent import CausalConv, DeltaRule, StateScan
 
 ABI = 15
@@ -42,9 +43,6 @@ PANEL_HEAD = 32  # bytes of a column panel before its k-tiles
 MAX_PARTS = 3
 CHUNK_ROWS = 64  # of prepared inputs
 PAD_BLOCKS = 3  # after prepared inputs
-MAX_PEERS = 7  # EXL_CUDA_MAX_PEERS
-STAGES = 3  # EXL_CUDA_STAGES
-HANDLE_BYTES = 64  # EXL_CUDA_SHARED_HANDLE_BYTES
 MAX_TOP = 512  # most top tokens that a sample can return
 SCORES = {"softmax": 0, "sigmoid": 1}
 MAX_EXPERTS = 768
@@ -108,21 +106,6 @@ class Prepared(Structure):
         ("num_blocks", c_int32),
         ("plain", c_int32),
     )
-
-
-class PartialSums(Structure):
-    _fields_ = (
-        ("parts", c_void_p),
-        ("spent", c_void_p),
-        ("sum", c_void_p),
-        ("ended", c_void_p),
-        ("ranks", c_int32),
-        ("timeout_ms", c_int32),
-    )
-
-
-class PartialCopies(Structure):
-    _fields_ = (("to", c_void_p * MAX_PEERS), ("count", c_int32))
 
 
 class Prepare(Structure):
@@ -454,8 +437,10 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "state_scan": (POINTER(StateScan), _P),
     "prepare_sums": (POINTER(Prepare), POINTER(PartialSums), _P),
     "quant_linear_sent": (POINTER(QuantLinear), POINTER(PartialCopies), _P),
-    "exchange_begin": (_P, _L, _P),
-    "exchange_send": (_P, _L, _I, _I, _P, POINTER(PartialCopies), _P),
+    "exchange_empty": (_P, _L, _P),
+    "exchange_tokens": (POINTER(Tokens), _P),
+    "exchange_send": (_P, _L, _P, _I, _I, _P, POINTER(PartialCopies), _L, _P),
+    "exchange_gather": (_P, _L, _I, _I, _I, _P, _L, POINTER(PartialSums), _P),
     "exchange_settle": (POINTER(PartialSums), _P, _L, _I, _I, _P),
     "shared_new": (_L, POINTER(_P), _P),
     "shared_free": (_P,),

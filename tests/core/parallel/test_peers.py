@@ -61,13 +61,17 @@ class FakeSums:
     has_ended: bool = False
     timeout_ms: int = 0
     part: Tensor | None = None
-    shape: tuple[int, int] | None = None
+    shape: int | None = None
     was_aborted: bool = False
+    num_ended: int = 0
 
-    def begin(self, rows: int, width: int) -> None:
-        self.shape = rows, width
+    def begin(self, rows: int) -> None:
+        self.shape = rows
 
     def end(self) -> None:
+        self.num_ended += 1
+
+    def cancel(self) -> None:
         self.shape = None
 
     def send(self, part: Tensor) -> None:
@@ -177,13 +181,18 @@ def test_only_small_passes_go_through_shared_memory() -> None:
     def work(exchange: ThreadExchange) -> None:
         sums: Any = FakeSums(exchange)
         found = PeerExchange(exchange, sums, FakeMemory(0))
-        for rows, shape in ((1, (1, WIDTH)), (MAX_ROWS, (MAX_ROWS, WIDTH)), (MAX_ROWS + 1, None)):
-            with found.passing(rows, WIDTH):
+        for rows, shape in ((1, 1), (MAX_ROWS, MAX_ROWS), (MAX_ROWS + 1, None)):
+            with found.passing(rows):
                 assert sums.shape == shape
             assert sums.shape is None
+        assert sums.num_ended == 2
+        with pytest.raises(ValueError, match="in a pass"), found.passing(1):
+            raise ValueError("in a pass")
+        assert sums.num_ended == 2
+        assert sums.shape is None
         found.abort()
         assert sums.was_aborted
-        with pytest.raises(RankError, match="have ended"), found.passing(1, WIDTH):
+        with pytest.raises(RankError, match="have ended"), found.passing(1):
             pass
 
     on_ranks(2, work)
@@ -192,7 +201,8 @@ def test_only_small_passes_go_through_shared_memory() -> None:
 def test_ranks_of_the_cpu_have_no_link() -> None:
     def work(exchange: ThreadExchange) -> None:
         table = get_table("cpu", threads=1)
-        assert with_peers(exchange, table, WIDTH, "auto") == (exchange, None)
+        config: Any = None  # of no concern there
+        assert with_peers(exchange, table, config, "auto") == (exchange, None)
 
     on_ranks(2, work)
 

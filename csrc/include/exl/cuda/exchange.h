@@ -10,15 +10,20 @@
 // arithmetic instruction produces. Readers load values until none has these bits. A partial sum that
 // has them is sent as another NaN.
 //
-// The exchanges of a pass take the stages in turn. A reader of stage s also empties the stage before
-// it, which all of this rank's kernels have read. This is safe with three stages: a rank sends
-// exchange i + 2 after it has read exchange i + 1. The other ranks sent that one after they had read
-// exchange i, and emptied the stage of exchange i - 1, which is the stage of exchange i + 2.
+// The exchanges of a pass take the stages in turn. exl_cuda_prepare_sums, whose blocks read the same
+// parts, empties the stage before the one that it reads: all kernels of this rank have read it.
+// exl_cuda_exchange_settle also empties the stage that it reads. This is safe with three stages: a
+// rank sends exchange i + 2 after it has read exchange i + 1. The other ranks sent that one after they
+// had read exchange i, and emptied the stage of exchange i - 1, which is the stage of exchange i + 2.
 //
-// Before the first exchange of a pass every rank empties its whole buffer (exl_cuda_exchange_begin).
-// The caller then synchronizes the ranks on the GPU, before any of them sends. So `m` and `k` may
-// differ between passes, and an interrupted pass leaves nothing behind. All ranks make the same
-// calls in the same order.
+// A pass begins with the exchange of the embedding, which has a stage of its own, and ends with a sum
+// that exl_cuda_exchange_settle reads, so that all stages are empty. A rank sends its part of the
+// embedding after it has completed the pass before. So each pass may start with the first stage and
+// have other sizes, and nothing else synchronizes the ranks. Tokens and logits have areas of their own,
+// which their readers empty.
+//
+// At first every rank empties its whole buffer (exl_cuda_exchange_empty), and all ranks wait for each
+// other. All ranks make the same calls in the same order.
 #pragma once
 
 #include "exl/cuda/linear.h"
@@ -34,11 +39,11 @@ extern "C" {
 
 // Sums to read: x + slot 0 + slot 1 + ..., for x [m, k] float32.
 typedef struct {
-    const float* parts;  // stage of the own buffer, [ranks][m][k]
-    float* spent;        // the stage before it, which is emptied
-    float* sum;          // [m, k]: receives the sums
-    int32_t* ended;      // in page-locked memory of the host: other than 0: readers do not wait
-    int32_t ranks;       // 0: nothing to read
+    float* parts;    // stage of the own buffer, [ranks][m][k]
+    float* spent;    // the stage before it, which is emptied
+    float* sum;      // [m, k]: receives the sums
+    int32_t* ended;  // in page-locked memory of the host: other than 0: readers do not wait
+    int32_t ranks;   // 0: nothing to read
     // A reader that has waited so long sets *ended, and its sums are void. 0: no limit.
     int32_t timeout_ms;
 } ExlPartialSums;
@@ -49,13 +54,38 @@ typedef struct {
     int32_t count;
 } ExlPartialCopies;
 
-// Empties `bytes` bytes at the start of a buffer.
-EXL_CUDA_API int exl_cuda_exchange_begin(void* buffer, int64_t bytes, void* stream);
+// The tokens of a pass, which rank 0 sends to the others.
+typedef struct {
+    int64_t* token_ids;                   // [m]; with `slot`, they are overwritten
+    int32_t* copies[EXL_CUDA_MAX_PEERS];  // rank 0: the slots of the other ranks
+    int32_t num_copies;
+    int32_t m;
+    int32_t* slot;  // other ranks: [m], tokens of rank 0, which are awaited; null: do not wait
+    int64_t first;  // tokens whose vectors this rank has: first to last - 1
+    int64_t last;
+    int64_t* own_ids;  // [m]: token - first, or 0 for tokens of other ranks
+    int32_t* is_own;   // [m]: 1 or 0
+    int32_t* ended;    // as in ExlPartialSums
+    int32_t timeout_ms;
+} ExlTokens;
 
-// Writes part [m, k] to `to` and to all copies. k is a multiple of 4.
+// Empties `bytes` bytes.
+EXL_CUDA_API int exl_cuda_exchange_empty(void* memory, int64_t bytes, void* stream);
+
+EXL_CUDA_API int exl_cuda_exchange_tokens(const ExlTokens* args, void* stream);
+
+// Writes part [m, k] to `to` and to all copies, whose rows are `stride` elements apart. Rows whose
+// `is_own` is 0 are sent as zeros; it may be null.
 EXL_CUDA_API int exl_cuda_exchange_send(
-    const float* part, int64_t part_stride, int32_t m, int32_t k, float* to,
-    const ExlPartialCopies* copies, void* stream
+    const float* part, int64_t part_stride, const int32_t* is_own, int32_t m, int32_t k, float* to,
+    const ExlPartialCopies* copies, int64_t stride, void* stream
+);
+
+// Moves columns first .. last - 1 of values that other ranks send to `area` [m, area_stride] to `out`
+// [m, out_stride], and empties them. `first` and `area_stride` are multiples of 4.
+EXL_CUDA_API int exl_cuda_exchange_gather(
+    float* area, int64_t area_stride, int32_t m, int32_t first, int32_t last, float* out,
+    int64_t out_stride, const ExlPartialSums* waiting, void* stream
 );
 
 // sums->sum = x + the parts of all ranks; without x if it is null. `sum` may be x. k is a multiple of

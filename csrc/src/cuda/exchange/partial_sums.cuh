@@ -18,13 +18,18 @@ __device__ __forceinline__ uint32_t sent_bits(float x) {
     return bits == EXL_CUDA_UNSENT ? 0x7fffffffu : bits;
 }
 
-__device__ __forceinline__ void store_part(float* to, uint32_t bits) {
+__device__ __forceinline__ void store_part(void* to, uint32_t bits) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(bits) : "memory");
 }
 __device__ __forceinline__ void store_parts(float* to, const uint4& bits) {
     asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(bits.x),
                  "r"(bits.y), "r"(bits.z), "r"(bits.w)
                  : "memory");
+}
+__device__ __forceinline__ uint32_t load_part(const void* from) {
+    uint32_t bits;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(bits) : "l"(from) : "memory");
+    return bits;
 }
 __device__ __forceinline__ uint4 load_parts(const float* from) {
     uint4 bits;
@@ -48,19 +53,19 @@ __device__ __forceinline__ uint32_t largest(const uint4& bits) {
     return max(max(bits.x, bits.y), max(bits.z, bits.w));
 }
 
-// Whether a reader gives up after `spins` attempts. Once one has, all others do.
+// Whether a reader gives up after `spins` attempts. Once one has, all others do. `since`: 0 at first.
 inline __device__ __noinline__ bool gives_up(
-    const ExlPartialSums& sums, uint32_t spins, uint64_t& since
+    int32_t* ended, int32_t timeout_ms, uint32_t spins, uint64_t& since
 ) {
     if (spins % 1024 != 0) return false;
-    auto* const ended = static_cast<volatile int32_t*>(sums.ended);
-    if (*ended != 0) return true;
-    if (sums.timeout_ms == 0) return false;
+    auto* const has_ended = static_cast<volatile int32_t*>(ended);
+    if (*has_ended != 0) return true;
+    if (timeout_ms == 0) return false;
     uint64_t now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
     if (since == 0) since = now;
-    if (now - since < static_cast<uint64_t>(sums.timeout_ms) * 1000000u) return false;
-    *ended = 1;
+    if (now - since < static_cast<uint64_t>(timeout_ms) * 1000000u) return false;
+    *has_ended = 1;
     return true;
 }
 
@@ -106,7 +111,8 @@ __device__ __forceinline__ void add_parts(
                     }
                 }
             }
-        } while (unsent == EXL_CUDA_UNSENT && is_real && !gives_up(sums, ++spins, since));
+        } while (unsent == EXL_CUDA_UNSENT && is_real &&
+                 !gives_up(sums.ended, sums.timeout_ms, ++spins, since));
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
 #pragma unroll

@@ -8,7 +8,7 @@ divided by tokens: rank 0 gets whole logits.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ from exl_core.parallel.exchange import Exchange
 from exl_core.parallel.peers import PeerExchange
 from exl_core.parallel.plan import Rank, head_share, share, share_config
 from exl_core.parallel.shares import Shares
+
+if TYPE_CHECKING:
+    from exl_core.ops.backends.cuda.peers import PeerSums
 
 
 class PartialLinear(MarkedLinear):
@@ -214,8 +217,7 @@ class RankTransformer(Transformer):
         if self._peers is None:
             return super().run_stage(index, batch, store, x, observe=observe)
         self._is_plain = observe is None and not batch.adapters
-        # The sum of the embedding synchronizes the ranks.
-        with self._peers.passing(len(batch.token_ids), self.config.hidden_size):
+        with self._peers.passing(len(batch.token_ids)):
             return super().run_stage(index, batch, store, x, observe=observe)
 
     @property
@@ -242,25 +244,57 @@ class RankTransformer(Transformer):
     def _token_vectors(self, token_ids: Tensor) -> Tensor:
         if not self._is_divided:
             return super()._token_vectors(token_ids)
+        is_spread = False
         if token_ids.device.type == "cpu":
             check_range("embedding", "token_ids", token_ids, self.config.vocab_size)
-            token_ids = token_ids.to(self.ops.device)
-        else:  # inputs of a graph, which rank 0 alone has if it has sampled them on its GPU
+            token_ids, is_spread = token_ids.to(self.ops.device), True
+        if self._peers is not None and self._peers.peers.is_active:
+            return self._shared_vectors(self._peers.peers, token_ids, is_spread=is_spread)
+        if (
+            not is_spread
+        ):  # inputs of a graph, which rank 0 alone has if it has sampled them on its GPU
             self._exchange.spread_(token_ids)
-        own = self._tokens[self._exchange.rank.index]
+        own = self._own_tokens
         is_other = (token_ids < own.start) | (token_ids >= own.stop)
         ids = (token_ids - own.start).masked_fill_(is_other, 0)
         part = self.ops.embedding(ids, self._weights.embed)
         return self._exchange.sum(part.masked_fill_(is_other.unsqueeze(1), 0.0))
 
+    def _shared_vectors(self, peers: PeerSums, token_ids: Tensor, *, is_spread: bool) -> Tensor:
+        """`_token_vectors` through shared memory."""
+        ids, is_own = peers.share_tokens(token_ids, self._own_tokens, spreads=not is_spread)
+        return peers.embed(self.ops.embedding(ids, self._weights.embed), is_own)
+
+    @property
+    def _own_tokens(self) -> range:
+        return self._tokens[self._exchange.rank.index]
+
     def _read_head(self, x: Tensor, norm: Norm | None, out: Tensor | None) -> Tensor:
         if not self._is_divided:
             return super()._read_head(x, norm, out)
+        if self._peers is not None and self._peers.peers.is_active:
+            return self._read_shared_head(self._peers.peers, x, norm, out)
         part = read_linear(self.ops, x, norm, self._weights.head)
         parts = self._exchange.gather(part, [len(tokens) for tokens in self._tokens])
         if len(parts) == 1 or out is None:
             return torch.cat(list(parts), -1)
         return torch.cat(list(parts), -1, out=out)
+
+    def _read_shared_head(
+        self, peers: PeerSums, x: Tensor, norm: Norm | None, out: Tensor | None
+    ) -> Tensor:
+        """`_read_head` through shared memory."""
+        own, vocab = self._own_tokens, self.config.vocab_size
+        if self._exchange.rank.index != 0:
+            peers.send_logits(x, norm, self._weights.head, own.start)
+            return x.new_empty(len(x), len(own))
+        logits = x.new_empty(len(x), vocab) if out is None else out
+        part = logits[:, own.start : own.stop]
+        found = read_linear(self.ops, x, norm, self._weights.head, part)
+        if found is not part:
+            part.copy_(found)
+        peers.gather_logits(logits, own.stop)
+        return logits
 
     def _range_logits(self, x: Tensor, norm: Norm | None, rows: HeadRows) -> Tensor:
         """Only rank 0 has whole logits. The others compute their parts of the model's own head."""

@@ -1,10 +1,9 @@
 """Exchange between the GPUs of one host through memory that all of them can access.
 
 Sums of the layers of small passes go through the ranks' buffers (`ops/backends/cuda/peers.py`), and
-everything else through another exchange of the same ranks. That one also connects the buffers and
-synchronizes the ranks at the start of each pass: `sum` of the embedding. Whether memory can be
-shared, and arrives as it was written, is tried at load, because drivers report access on some
-machines where zeros arrive.
+everything else through another exchange of the same ranks, which also connects the buffers. Whether
+memory can be shared, and arrives as it was written, is tried at load, because drivers report access
+on some machines where zeros arrive.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from exl_core.arch.spec import ModelConfig
 from exl_core.errors import RankError
 from exl_core.ops.table import OpTable
 from exl_core.parallel.exchange import Exchange
@@ -80,47 +80,49 @@ class PeerExchange:
             abort()
 
     @contextmanager
-    def passing(self, rows: int, width: int) -> Iterator[None]:
-        """Context of a pass over states [rows, width], whose first exchange is `sum` or `spread_`.
-
-        RankError after `abort`.
-        """
+    def passing(self, rows: int) -> Iterator[None]:
+        """Context of a pass over so many rows. RankError after `abort`."""
         if self.peers.has_ended:
             raise RankError("the other ranks of this model have ended")
         if not 0 < rows <= MAX_ROWS:
             yield
             return
-        self.peers.begin(rows, width)
+        self.peers.begin(rows)
         try:
             yield
-        finally:
             self.peers.end()
+        finally:
+            self.peers.cancel()
 
 
 def with_peers(
-    exchange: Exchange, ops: OpTable, width: int, kind: ExchangeKind
+    exchange: Exchange, ops: OpTable, config: ModelConfig, kind: ExchangeKind
 ) -> tuple[Exchange, Link | None]:
     """The exchange with shared memory in addition, where this is possible. All ranks call it.
 
-    `exchange` connects the ranks' GPUs. `width` is that of the model's states. The link is None
-    without GPUs.
+    `exchange` connects the ranks' GPUs. The link is None without GPUs.
     """
     if ops.device.type != "cuda" or exchange.rank.count == 1:
         return exchange, None
-    from exl_core.ops.backends.cuda.peers import SharedMemory, buffer_bytes
+    from exl_core.ops.backends.cuda.peers import PeerBuffers, SharedMemory
     from exl_core.ops.backends.cuda.table import CudaTable
 
     assert isinstance(ops, CudaTable), "the table of a GPU"
     if kind == "nccl":
         return exchange, Link(False, "--exchange nccl asks for it")
-    table, device = ops, ops.device
+    table, device, rank, width = ops, ops.device, exchange.rank, config.hidden_size
 
-    def trial(buffers: Sequence[int]) -> tuple[PeerSums, str | None]:
-        peers = table.peer_sums(exchange.rank.index, buffers)
+    def placed(addresses: Sequence[int]) -> PeerBuffers:
+        return PeerBuffers(tuple(addresses), MAX_ROWS, width, config.vocab_size)
+
+    def trial(addresses: Sequence[int]) -> tuple[PeerSums, str | None]:
+        peers = table.peer_sums(rank.index, placed(addresses))
         return peers, tried(peers, exchange, width, device)
 
-    size = buffer_bytes(exchange.rank.count, MAX_ROWS, width)
-    return connected(exchange, lambda: SharedMemory(device, size), trial, width, device)
+    def make() -> SharedMemory:
+        return SharedMemory(device, placed([0] * rank.count).size_bytes)
+
+    return connected(exchange, make, trial, width, device)
 
 
 def connected(
@@ -180,7 +182,7 @@ def tried(peers: PeerSums, exchange: Exchange, width: int, device: torch.device)
     count, own = exchange.rank.count, exchange.rank.index
     generator = torch.Generator().manual_seed(count)
     peers.timeout_ms = TRIAL_TIMEOUT_MS
-    peers.begin(MAX_ROWS, width)
+    peers.begin(MAX_ROWS)
     exchange.sum(torch.zeros(1, device=device))
     is_right = True
     for _ in range(TRIALS):
@@ -191,7 +193,7 @@ def tried(peers: PeerSums, exchange: Exchange, width: int, device: torch.device)
         for part in parts:
             expected += part
         is_right &= torch.equal(found, expected)
-    peers.end()
+    peers.cancel()
     peers.timeout_ms = 0
     if peers.has_ended:
         return f"nothing has arrived for {TRIAL_TIMEOUT_MS / 1000:g} s"

@@ -86,8 +86,7 @@ def _follow_on_host(messages: Connection, reports: Reports) -> None:
     def join(sample_ids: tuple[int, ...]) -> RankTransformer:
         exchange = GlooExchange.in_folder(Path(settings["folder"]), rank)
         connected = on_device(exchange, part.ops.device)
-        width = part.config.hidden_size
-        connected, _ = with_peers(connected, part.ops, width, options.exchange)
+        connected, _ = with_peers(connected, part.ops, part.config, options.exchange)
         return part.model(connected, sample_ids)
 
     follow(messages, reports, digest_of(files), join, _load_unchanged)

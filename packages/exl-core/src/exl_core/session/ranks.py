@@ -255,7 +255,7 @@ def load_leader(
         own = replace(loading, config=config, checkpoint=tensors, progress=report)
         weights = own.whole(ops, None)
         exchange = _on_gpus(followers.meet(digest_of(files), files.sample_ids), followers, ops)
-        exchange, link = _with_peers(exchange, followers, ops, config.hidden_size, kind)
+        exchange, link = _with_peers(exchange, followers, ops, loading.config, kind)
         model = LeadingTransformer(
             loading.config,
             weights,
@@ -285,11 +285,11 @@ def _on_gpus(exchange: Exchange, followers: Followers, ops: OpTable) -> Exchange
 
 
 def _with_peers(
-    exchange: Exchange, followers: Followers, ops: OpTable, width: int, kind: ExchangeKind
+    exchange: Exchange, followers: Followers, ops: OpTable, config: ModelConfig, kind: ExchangeKind
 ) -> tuple[Exchange, Link | None]:
     """The exchange with memory that the ranks share, if they can."""
     try:
-        connected, link = with_peers(exchange, ops, width, kind)
+        connected, link = with_peers(exchange, ops, config, kind)
     except RankError as error:
         raise followers.cause(error) from error
     if isinstance(connected, PeerExchange):

@@ -41,6 +41,7 @@ from exl_core.ops.weights import (
     WeightLayout,
 )
 from exl_kernels import cuda
+from exl_kernels.cuda_exchange import PartialCopies, PartialSums
 
 MAX_DIRECT_ROWS = 96
 """Largest number of rows for which kernels read the codes directly. The kernels' limit is 128."""
@@ -103,11 +104,20 @@ class PendingRows(NamedTuple):
     """States x plus `sums`, partial sums of all ranks, as inputs of a product after a norm."""
 
     x: Tensor
-    sums: cuda.PartialSums
+    sums: PartialSums
 
     @property
     def shape(self) -> torch.Size:
         return self.x.shape
+
+
+class SentTo(NamedTuple):
+    """Where a product goes that is sent to other GPUs: float32 at the address `y`, rows `stride`
+    values apart, and copies with the same distance."""
+
+    y: int
+    stride: int
+    copies: PartialCopies
 
 
 class Linears:
@@ -199,19 +209,19 @@ class Linears:
         return is_direct and isinstance(x, Tensor) and len(parts_of(w)) == 1
 
     def multiply_sent(
-        self, x: Tensor | CudaInputs, w: PackedLinear, to: int, copies: cuda.PartialCopies
+        self, x: Tensor | CudaInputs, w: PackedLinear, to: SentTo, norm: Norm | None = None
     ) -> None:
-        """float32 [m, n] at the address `to`, and its copies, = x @ w."""
+        """Sends norm(x) @ w; x @ w without a norm."""
         parts = (x.w,) if isinstance(x, CudaInputs) else _all_quantized(parts_of(w))
         assert parts is not None, "`can_send` has checked it"
         rows = x.rows if isinstance(x, CudaInputs) else x.shape[0]
-        args = self._arguments_at(parts, to, (rows, w.out_features), cuda.STORE)
+        args = self._arguments_at(parts, to.y, (rows, to.stride), cuda.STORE)
         held: list[Tensor] = []
         if isinstance(x, CudaInputs):
             args.inputs[0], args.is_by_rows = x.memory.data_ptr(), x.is_by_rows
         else:
-            held = self._prepare_inputs(args, x, None, parts)
-        self._gpu.call("quant_linear_sent", args, copies)
+            held = self._prepare_inputs(args, x, norm, parts)
+        self._gpu.call("quant_linear_sent", args, to.copies)
         del held
 
     def can_read_pending(self, w: PackedLinear, rows: int, epilogue: int) -> bool:
@@ -233,6 +243,7 @@ class Linears:
         out: Tensor | CudaInputs,
         norm: Norm,
         epilogue: int,
+        *,
         gate: int = 0,
     ) -> None:
         """out = norm(x) @ w with an epilogue, for states that are exchanged on the way."""
@@ -405,8 +416,8 @@ class Linears:
         norm: Norm | None,
         parts: tuple[CudaQuantLinear, ...],
     ) -> list[Tensor]:
-        """Prepares norm(x) for the parts, and sets the inputs in `args`. Returns their memory, which
-        the caller keeps until the product is queued."""
+        """Prepares norm(x) for the parts, and sets the inputs in `args`. Returns their memory,
+        which the caller keeps until the product is queued."""
         rows, gpu = args.m, self._gpu
         least_rows = gpu.least_rows(has_integers=all(part.has_integers for part in parts))
         prepare = _prepare(x.x if isinstance(x, PendingRows) else x, norm)
@@ -448,7 +459,9 @@ class Linears:
     ) -> cuda.QuantLinear:
         """Arguments of `exl_cuda_quant_linear` without its inputs."""
         shape = out.shape[0], out.stride(0)
-        return self._arguments_at(parts, out.data_ptr(), shape, epilogue, gate, TYPES[out.dtype])
+        args = self._arguments_at(parts, out.data_ptr(), shape, epilogue)
+        args.y_dtype, args.gate = TYPES[out.dtype], gate
+        return args
 
     def _arguments_at(
         self,
@@ -456,19 +469,16 @@ class Linears:
         y: int,
         shape: tuple[int, int],
         epilogue: int,
-        gate: int = 0,
-        dtype: int = TYPES[torch.float32],
     ) -> cuda.QuantLinear:
-        """The same for outputs at the address `y`. `shape`: rows, and the distance between them."""
+        """The same for float32 at the address `y`. `shape`: rows, and the distance between them."""
         workspace = self._gpu.workspace("quant_linear", self._max_n, MAX_DIRECT_ROWS)
         args = cuda.QuantLinear(
             y=y,
             y_stride=shape[1],
-            y_dtype=dtype,
+            y_dtype=TYPES[torch.float32],
             count=len(parts),
             m=shape[0],
             epilogue=epilogue,
-            gate=gate,
             workspace=workspace.data_ptr(),
             workspace_bytes=workspace.numel(),
             is_invariant=self._gpu.is_invariant,

@@ -9,18 +9,18 @@ an exchange has no launch of its own. In between the sum is pending: its target 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cuda.library import Gpu
-from exl_core.ops.backends.cuda.matmul import CudaInputs, Linears, PendingRows
+from exl_core.ops.backends.cuda.matmul import CudaInputs, Linears, PendingRows, SentTo
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, XIelu
 from exl_core.ops.linear import Inputs, PackedLinear
-from exl_kernels import cuda
+from exl_kernels import cuda, cuda_exchange
+from exl_kernels.cuda_exchange import STAGES, PartialCopies, PartialSums, Tokens
 
 _VALUE_BYTES = 4
 
@@ -33,7 +33,7 @@ class SharedMemory:
         self._device = device
         self._library = cuda.load()
         self._opened: list[int] = []
-        memory, handle = ctypes.c_void_p(), ctypes.create_string_buffer(cuda.HANDLE_BYTES)
+        memory, handle = ctypes.c_void_p(), ctypes.create_string_buffer(cuda_exchange.HANDLE_BYTES)
         with torch.cuda.device(device):
             self._library.call("shared_new", size_bytes, ctypes.byref(memory), handle)
         self.address: int = memory.value or 0
@@ -66,33 +66,79 @@ class _Pending(NamedTuple):
     stage: int
 
 
+class PeerBuffers(NamedTuple):
+    """Places in the buffers of all ranks, for states of `width` values and `vocab` tokens.
+
+    addresses  the start of each rank's buffer, in the address space of this process
+    """
+
+    addresses: tuple[int, ...]
+    rows: int
+    width: int
+    vocab: int
+
+    @property
+    def area_stride(self) -> int:
+        """Values from one row of logits to the next."""
+        return -(-self.vocab // 4) * 4
+
+    def sums_at(self, rank: int, stage: int, slot: int, rows: int) -> int:
+        """A slot [rows, width] in the buffer of `rank`. Stage `STAGES` is that of the embedding."""
+        ranks = len(self.addresses)
+        slots = stage * ranks * self.rows + slot * rows
+        return self.addresses[rank] + slots * self.width * _VALUE_BYTES
+
+    def tokens_at(self, rank: int) -> int:
+        return self.sums_at(rank, STAGES + 1, 0, 0)
+
+    def logits_at(self, rank: int) -> int:
+        return self.tokens_at(rank) + self.rows * _VALUE_BYTES
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of a buffer."""
+        logits = self.rows * self.area_stride * _VALUE_BYTES
+        return self.logits_at(0) - self.addresses[0] + logits
+
+
 class PeerSums:
     """Sums of one rank with the others on the same host. All ranks make the same calls."""
 
-    def __init__(self, gpu: Gpu, linears: Linears, rank: int, buffers: Sequence[int]) -> None:
-        """`buffers`: addresses of the ranks' buffers, which have `buffer_bytes` each.
-        There are at most `cuda.MAX_PEERS` other ranks."""
+    def __init__(self, gpu: Gpu, linears: Linears, rank: int, buffers: PeerBuffers) -> None:
+        """There are at most `cuda_exchange.MAX_PEERS` other ranks. Queues work that empties this
+        rank's buffer: the ranks wait for each other before the first exchange."""
         self._gpu = gpu
         self._linears = linears
         self._rank = rank
-        self._buffers = tuple(buffers)
+        self._buffers = buffers
+        self._others = [one for one in range(len(buffers.addresses)) if one != rank]
         self._ended = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._shape: tuple[int, int] | None = None
         self._count = 0
         self._pending: _Pending | None = None
+        self._unread: int | None = None  # stage that a product has read, and nobody has emptied
         self.timeout_ms = 0
         """Longest wait for another rank; 0: until `abort`."""
+        self._gpu.call("exchange_empty", buffers.addresses[rank], buffers.size_bytes)
 
-    def begin(self, rows: int, width: int) -> None:
-        """Starts a pass over states [rows, width]. The caller then synchronizes the ranks on the
-        GPU, before any of them sends."""
-        values = cuda.STAGES * len(self._buffers) * rows * width
-        self._gpu.call("exchange_begin", self._buffers[self._rank], values * _VALUE_BYTES)
-        self._shape, self._count, self._pending = (rows, width), 0, None
+    def begin(self, rows: int) -> None:
+        """Starts a pass over states [rows, width]. Its first exchange is `embed`."""
+        self._shape, self._count, self._pending = (rows, self._buffers.width), 0, None
 
     def end(self) -> None:
         """Ends the pass: `takes` is False until the next one."""
+        self.settle()
+        if self._unread is not None:
+            rows, width = self._active
+            size = len(self._buffers.addresses) * rows * width * _VALUE_BYTES
+            self._gpu.call("exchange_empty", self._stage_at(self._unread), size)
+            self._unread = None
         self._shape = None
+
+    def cancel(self) -> None:
+        """Ends a pass that has failed. The exchanges of this rank and the others differ from then
+        on."""
+        self._shape = self._pending = self._unread = None
 
     @property
     def is_active(self) -> bool:
@@ -112,6 +158,44 @@ class PeerSums:
         """Whether a wait has ended without an answer, or `abort` was called."""
         return bool(self._ended)
 
+    def share_tokens(
+        self, token_ids: Tensor, own: range, *, spreads: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Numbers of this rank's tokens, those of `own`, among its vectors, int64 [m], and whether
+        each token is its own, int32 [m].
+
+        With `spreads` rank 0 sends its tokens to the others, which overwrite `token_ids` by them.
+        """
+        rows = len(token_ids)
+        ids, is_own = torch.empty_like(token_ids), self._gpu.empty(rows, dtype=torch.int32)
+        args = Tokens(
+            token_ids=token_ids.data_ptr(),
+            m=rows,
+            first=own.start,
+            last=own.stop,
+            own_ids=ids.data_ptr(),
+            is_own=is_own.data_ptr(),
+            ended=self._ended.data_ptr(),
+            timeout_ms=self.timeout_ms,
+        )
+        if spreads and self._rank == 0:
+            args.num_copies = len(self._others)
+            for i, rank in enumerate(self._others):
+                args.copies[i] = self._buffers.tokens_at(rank)
+        elif spreads:
+            args.slot = self._buffers.tokens_at(self._rank)
+        self._gpu.call("exchange_tokens", args)
+        return ids, is_own
+
+    def embed(self, part: Tensor, is_own: Tensor) -> Tensor:
+        """The sum of all ranks' vectors [m, width] of their own tokens."""
+        own, copies = self._slots(STAGES)
+        self._send(part, own, copies, is_own.data_ptr())
+        target = self._gpu.empty(*self._active)
+        self._pending = _Pending(None, target, STAGES)
+        self.settle()
+        return target
+
     def multiply(self, x: Inputs, w: PackedLinear) -> bool:
         """Sends x @ w. False if no kernel can: then the caller multiplies and calls `send`."""
         rows, width = self._active
@@ -120,15 +204,15 @@ class PeerSums:
             return False
         if not self._linears.can_send(x, w, rows):
             return False
-        own, copies = self._slots()
-        self._linears.multiply_sent(cast(Tensor | CudaInputs, x), w, own, copies)
+        own, copies = self._slots(self._count % STAGES)
+        to = SentTo(own, width, copies)
+        self._linears.multiply_sent(cast(Tensor | CudaInputs, x), w, to)
         return True
 
     def send(self, part: Tensor) -> None:
         """Sends a partial sum [m, k]."""
-        own, copies = self._slots()
-        source = part.data_ptr(), part.stride(0), *part.shape
-        self._gpu.call("exchange_send", *source, own, copies)
+        own, copies = self._slots(self._count % STAGES)
+        self._send(part, own, copies, None)
 
     def await_sum(self, x: Tensor | None, *, defers: bool) -> Tensor:
         """x plus the sum of what all ranks have sent last; the sum alone without x.
@@ -136,10 +220,9 @@ class PeerSums:
         With `defers` the result is written by the next op of this object, or by `settle`. Otherwise
         it may overwrite x.
         """
-        rows, width = self._active
         in_place = x is not None and not defers and x.is_contiguous()
-        target = x if in_place and x is not None else self._gpu.empty(rows, width)
-        self._pending = _Pending(x, target, self._count % cuda.STAGES)
+        target = x if in_place and x is not None else self._gpu.empty(*self._active)
+        self._pending = _Pending(x, target, self._count % STAGES)
         self._count += 1
         if not defers:
             self.settle()
@@ -153,6 +236,7 @@ class PeerSums:
         rows, width = self._active
         source = (None, 0) if x is None else (x.data_ptr(), x.stride(0))
         self._gpu.call("exchange_settle", sums, *source, rows, width)
+        self._unread = None
 
     def norm_linear(
         self, x: Tensor, norm: Norm, w: PackedLinear, out: Tensor | None
@@ -172,7 +256,8 @@ class PeerSums:
         """The same for gated products."""
         if not self._reads(x, w, cuda.GATED) or not isinstance(out, Tensor | CudaInputs):
             return None
-        self._linears.multiply_pending(self._rows(), w, out, norm, cuda.GATED, cuda.GATES[kind])
+        gate = cuda.GATES[kind]
+        self._linears.multiply_pending(self._rows(), w, out, norm, cuda.GATED, gate=gate)
         return out
 
     def norm_activated_linear(
@@ -183,14 +268,50 @@ class PeerSums:
         if isinstance(kind, XIelu) or not is_own or not self._reads(x, w, cuda.ACTIVATED):
             return None
         own, gate = cast(Tensor | CudaInputs, out), cuda.ACTIVATIONS[kind]
-        self._linears.multiply_pending(self._rows(), w, own, norm, cuda.ACTIVATED, gate)
+        self._linears.multiply_pending(self._rows(), w, own, norm, cuda.ACTIVATED, gate=gate)
         return out
+
+    def send_logits(self, x: Tensor, norm: Norm | None, w: PackedLinear, first: int) -> None:
+        """Sends norm(x) @ w to rank 0 as logits from column `first` on. Not on rank 0."""
+        stride = self._buffers.area_stride
+        offset = first * _VALUE_BYTES
+        own = self._buffers.logits_at(self._rank) + offset
+        copies = PartialCopies(count=1)
+        copies.to[0] = self._buffers.logits_at(0) + offset
+        if norm is not None and self._linears.can_send(x, w, x.shape[0]):
+            self._linears.multiply_sent(x, w, SentTo(own, stride, copies), norm)
+            return
+        part = self._gpu.empty(x.shape[0], w.out_features)
+        self._linears.multiply(x, w, part, norm=norm)
+        source = part.data_ptr(), part.stride(0), None, *part.shape
+        self._gpu.call("exchange_send", *source, own, copies, stride)
+
+    def gather_logits(self, logits: Tensor, first: int) -> None:
+        """Fills the columns of logits [n, vocab] from `first` on, which the others send. On rank
+        0."""
+        area, stride = self._buffers.logits_at(0), self._buffers.area_stride
+        rows, columns = logits.shape
+        to = logits.data_ptr(), logits.stride(0)
+        self._gpu.call("exchange_gather", area, stride, rows, first, columns, *to, self._waiting)
 
     @property
     def _active(self) -> tuple[int, int]:
         if self._shape is None:
             raise OpInputError("peer sums: outside of a pass")
         return self._shape
+
+    @property
+    def _waiting(self) -> PartialSums:
+        """How kernels wait."""
+        return PartialSums(
+            ended=self._ended.data_ptr(),
+            ranks=len(self._buffers.addresses),
+            timeout_ms=self.timeout_ms,
+        )
+
+    def _send(self, part: Tensor, own: int, copies: PartialCopies, is_own: int | None) -> None:
+        source = part.data_ptr(), part.stride(0), is_own, *part.shape
+        self._gpu.call("exchange_send", *source, own, copies, part.shape[1])
 
     def _reads(self, x: Tensor, w: PackedLinear, epilogue: int) -> bool:
         pending = self._pending
@@ -200,38 +321,27 @@ class PeerSums:
 
     def _rows(self) -> PendingRows:
         assert self._pending is not None and self._pending.x is not None, "`_reads` has checked it"
-        return PendingRows(self._pending.x, self._taken())
+        x, self._unread = self._pending.x, self._pending.stage
+        return PendingRows(x, self._taken())
 
-    def _taken(self) -> cuda.PartialSums:
+    def _taken(self) -> PartialSums:
         """Operands that read the pending sum, which is not pending from then on."""
         assert self._pending is not None, "the callers have checked it"
         (_, target, stage), self._pending = self._pending, None
-        own = self._buffers[self._rank]
-        return cuda.PartialSums(
-            parts=own + self._offset(stage, 0),
-            spent=own + self._offset((stage - 1) % cuda.STAGES, 0),
-            sum=target.data_ptr(),
-            ended=self._ended.data_ptr(),
-            ranks=len(self._buffers),
-            timeout_ms=self.timeout_ms,
-        )
+        sums = self._waiting
+        sums.parts, sums.sum = self._stage_at(stage), target.data_ptr()
+        if stage != STAGES:
+            sums.spent = self._stage_at((stage - 1) % STAGES)
+        return sums
 
-    def _slots(self) -> tuple[int, cuda.PartialCopies]:
-        """This rank's slots of the next exchange: in its own buffer, and in the others'."""
+    def _stage_at(self, stage: int) -> int:
+        return self._buffers.sums_at(self._rank, stage, 0, self._active[0])
+
+    def _slots(self, stage: int) -> tuple[int, PartialCopies]:
+        """This rank's slots of a stage: in its own buffer, and in the others'."""
         self.settle()
-        offset = self._offset(self._count % cuda.STAGES, self._rank)
-        copies = cuda.PartialCopies(count=len(self._buffers) - 1)
-        others = (one for rank, one in enumerate(self._buffers) if rank != self._rank)
-        for i, buffer in enumerate(others):
-            copies.to[i] = buffer + offset
-        return self._buffers[self._rank] + offset, copies
-
-    def _offset(self, stage: int, rank: int) -> int:
-        """Bytes from the start of a buffer to a slot."""
-        rows, width = self._active
-        return (stage * len(self._buffers) + rank) * rows * width * _VALUE_BYTES
-
-
-def buffer_bytes(ranks: int, rows: int, width: int) -> int:
-    """Size of a rank's buffer for states [rows, width]."""
-    return cuda.STAGES * ranks * rows * width * _VALUE_BYTES
+        copies = PartialCopies(count=len(self._others))
+        rows, _ = self._active
+        for i, rank in enumerate(self._others):
+            copies.to[i] = self._buffers.sums_at(rank, stage, self._rank, rows)
+        return self._buffers.sums_at(self._rank, stage, self._rank, rows), copies

@@ -6,8 +6,6 @@ returns tokens. Operands are not checked here: the caller that builds a batch ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ from exl_core.ops.backends.cuda.library import Gpu
 from exl_core.ops.backends.cuda.linear import CudaLinearOps
 from exl_core.ops.backends.cuda.matmul import Linears
 from exl_core.ops.backends.cuda.moe import CudaMoeOps
-from exl_core.ops.backends.cuda.peers import PeerSums
+from exl_core.ops.backends.cuda.peers import PeerBuffers, PeerSums
 from exl_core.ops.backends.cuda.recurrent import CudaRecurrentOps
 from exl_core.ops.backends.cuda.rings import CudaRingOps
 from exl_core.ops.backends.cuda.sampling import CudaSamplingOps, RowSampler
@@ -63,8 +61,8 @@ class CudaTable(
         """Experts in the host's memory, which `cpu` computes for layers of this table."""
         return CudaHostExperts(self._gpu, cpu)
 
-    def peer_sums(self, rank: int, buffers: Sequence[int]) -> PeerSums:
-        """Sums of this GPU, that of `rank`, with others through their buffers (`PeerSums`)."""
+    def peer_sums(self, rank: int, buffers: PeerBuffers) -> PeerSums:
+        """Sums of this GPU, that of `rank`, with others through their buffers."""
         return PeerSums(self._gpu, self._linears, rank, buffers)
 
     def activations(self, rows: int, columns: int) -> Tensor:
