@@ -108,8 +108,8 @@ EXL_CUDA_API int exl_cuda_quant_linear_sent(
     const ExlQuantLinear* args, const ExlPartialCopies* copies, void* stream
 );
 
-// Memory of the current device that other processes can open. These functions may synchronize the
-// device.
+// Memory of the current device that other processes can open, the only device memory that the library
+// allocates. These functions may synchronize the device.
 EXL_CUDA_API int exl_cuda_shared_new(int64_t bytes, void** memory, void* handle);
 EXL_CUDA_API int exl_cuda_shared_free(void* memory);
 // Maps memory of another process, on any device of this host, for kernels of the current device.

@@ -201,7 +201,7 @@ def tried(peers: PeerSums, exchange: Exchange, width: int, device: torch.device)
 
 
 class Agreement:
-    """What every rank tells all others while they connect, as float32 sums on a device."""
+    """Bytes that every rank tells all others while they connect, as float32 sums on a device."""
 
     def __init__(self, exchange: Exchange, device: torch.device) -> None:
         self._exchange = exchange

@@ -29,7 +29,7 @@ from exl_core.ops.open import get_table, has_factors, has_transposes, min_group_
 from exl_core.ops.table import OpTable
 from exl_core.parallel.leader import LeadingTransformer
 from exl_core.parallel.peers import Link
-from exl_core.parallel.plan import AUTO, ExchangeKind, RankCount, parse_exchange
+from exl_core.parallel.plan import AUTO, ExchangeKind, RankCount
 from exl_core.prompt.template import ChatTemplate
 from exl_core.session.mtp import MtpFiles, open_mtp
 from exl_core.session.open import ModelFiles, open_model
@@ -220,7 +220,6 @@ def load_model(
     options = _checked_options(options, changes)
     split = parse_split(options.split)
     parse_experts_on(options.experts_on)
-    parse_exchange(options.exchange)
     settings = read_settings()
     found = resolve_device(options.device, is_exact=options.exact)
     device = split.stages[-1][0] if split.stages else found

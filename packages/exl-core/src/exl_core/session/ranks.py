@@ -28,7 +28,15 @@ from exl_core.parallel.followers import Followers
 from exl_core.parallel.leader import LeadingTransformer
 from exl_core.parallel.nccl import NcclExchange, on_device
 from exl_core.parallel.peers import Link, PeerExchange, with_peers
-from exl_core.parallel.plan import AUTO, MOST_RANKS, ExchangeKind, Rank, RankCount, share_config
+from exl_core.parallel.plan import (
+    AUTO,
+    MOST_RANKS,
+    ExchangeKind,
+    Rank,
+    RankCount,
+    parse_exchange,
+    share_config,
+)
 from exl_core.session.open import ModelFiles
 from exl_core.session.placement import GPU_OVERHEAD, DeviceMemory, device_memory
 from exl_core.session.split import GB, LayerSizes
@@ -147,6 +155,7 @@ def _rank_bytes(sizes: LayerSizes, config: ModelConfig, count: int) -> float:
 
 def check_ranks(options: RankOptions, device: str) -> None:
     """RequestError for options that contradict tensor parallelism. `device`: the resolved one."""
+    parse_exchange(options.exchange)
     ranks = options.tensor_parallel
     if ranks != AUTO and not 1 <= ranks <= MOST_RANKS:
         raise RequestError(

@@ -32,7 +32,7 @@ from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, T
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import GateKind, LayerNorm, Norm, RmsNorm
-from exl_core.ops.linear import DenseLinear, Inputs, JoinedSizes, PackedLinear
+from exl_core.ops.linear import DenseLinear, JoinedSizes, PackedLinear
 from exl_core.ops.weights import (
     DenseColumns,
     DenseLayout,
@@ -41,7 +41,7 @@ from exl_core.ops.weights import (
     WeightLayout,
 )
 from exl_kernels import cuda
-from exl_kernels.cuda_exchange import PartialCopies, PartialSums
+from exl_kernels.cuda_exchange import PartialSums
 
 MAX_DIRECT_ROWS = 96
 """Largest number of rows for which kernels read the codes directly. The kernels' limit is 128."""
@@ -109,15 +109,6 @@ class PendingRows(NamedTuple):
     @property
     def shape(self) -> torch.Size:
         return self.x.shape
-
-
-class SentTo(NamedTuple):
-    """Where a product goes that is sent to other GPUs: float32 at the address `y`, rows `stride`
-    values apart, and copies with the same distance."""
-
-    y: int
-    stride: int
-    copies: PartialCopies
 
 
 class Linears:
@@ -198,59 +189,6 @@ class Linears:
         args.inputs[0], args.is_by_rows = x.memory.data_ptr(), x.is_by_rows
         self._gpu.call("quant_linear", args)
 
-    def can_send(self, x: Inputs, w: PackedLinear, rows: int) -> bool:
-        """Whether `multiply_sent` takes these operands."""
-        if self._gpu.is_invariant or rows > cuda.CHUNK_ROWS:
-            return False
-        if isinstance(x, CudaInputs):
-            return True
-        quantized = _all_quantized(parts_of(w))
-        is_direct = quantized is not None and rows <= self._max_direct_rows(quantized)
-        return is_direct and isinstance(x, Tensor) and len(parts_of(w)) == 1
-
-    def multiply_sent(
-        self, x: Tensor | CudaInputs, w: PackedLinear, to: SentTo, norm: Norm | None = None
-    ) -> None:
-        """Sends norm(x) @ w; x @ w without a norm."""
-        parts = (x.w,) if isinstance(x, CudaInputs) else _all_quantized(parts_of(w))
-        assert parts is not None, "`can_send` has checked it"
-        rows = x.rows if isinstance(x, CudaInputs) else x.shape[0]
-        args = self._arguments_at(parts, to.y, (rows, to.stride), cuda.STORE)
-        held: list[Tensor] = []
-        if isinstance(x, CudaInputs):
-            args.inputs[0], args.is_by_rows = x.memory.data_ptr(), x.is_by_rows
-        else:
-            held = self._prepare_inputs(args, x, norm, parts)
-        self._gpu.call("quant_linear_sent", args, to.copies)
-        del held
-
-    def can_read_pending(self, w: PackedLinear, rows: int, epilogue: int) -> bool:
-        """Whether `multiply_pending` takes these operands."""
-        quantized = _all_quantized(parts_of(w))
-        if quantized is None or len(quantized) > cuda.MAX_PARTS or w.in_features % 8:
-            return False
-        sizes = [part.out_features for part in quantized]
-        if epilogue == cuda.GATED and sizes != [w.out_features // 2] * 2:
-            return False
-        if epilogue == cuda.ACTIVATED and len(sizes) != 1:
-            return False
-        return rows <= self._max_direct_rows(quantized)
-
-    def multiply_pending(
-        self,
-        x: PendingRows,
-        w: PackedLinear,
-        out: Tensor | CudaInputs,
-        norm: Norm,
-        epilogue: int,
-        *,
-        gate: int = 0,
-    ) -> None:
-        """out = norm(x) @ w with an epilogue, for states that are exchanged on the way."""
-        parts = _all_quantized(parts_of(w))
-        assert parts is not None, "`can_read_pending` has checked it"
-        self._multiply_codes(x, parts, out, norm=norm, epilogue=epilogue, gate=gate)
-
     def multiply(
         self,
         x: Tensor,
@@ -268,7 +206,7 @@ class Linears:
             x, factors = _after_layer_norm(x, norm)
             self._trellis.multiply(x, parts, out, norm=factors, is_added=is_added)
             return
-        quantized = _all_quantized(parts)
+        quantized = all_quantized(parts)
         most = self._max_direct_rows(parts)
         is_direct = x.shape[0] <= most
         if self._gpu.is_invariant and not is_direct:
@@ -317,7 +255,7 @@ class Linears:
             x, factors = _after_layer_norm(x, norm)
             self._trellis.multiply_gated(x, parts, out, factors, kind)
             return
-        quantized = _all_quantized(parts)
+        quantized = all_quantized(parts)
         are_halves = quantized is not None and [p.out_features for p in quantized] == [columns] * 2
         is_direct = quantized is not None and rows <= self._max_direct_rows(quantized)
         is_own = not isinstance(out, CudaTrellisInputs)
@@ -352,7 +290,7 @@ class Linears:
         rows, columns = x.shape[0], w.out_features
         if rows == 0:
             return
-        quantized = _all_quantized(parts_of(w))
+        quantized = all_quantized(parts_of(w))
         is_direct = quantized is not None and rows <= self._max_direct_rows(quantized)
         is_own = not isinstance(out, CudaTrellisInputs)
         if quantized is not None and len(quantized) == 1 and is_direct and is_own:
@@ -566,7 +504,7 @@ def _are_trellis(parts: tuple[Part, ...]) -> TypeGuard[tuple[CudaTrellis, ...]]:
     return all(isinstance(part, CudaTrellis) for part in parts)
 
 
-def _all_quantized(parts: Sequence[Part]) -> tuple[CudaQuantLinear, ...] | None:
+def all_quantized(parts: Sequence[Part]) -> tuple[CudaQuantLinear, ...] | None:
     found = tuple(part for part in parts if isinstance(part, CudaQuantLinear))
     return found if len(found) == len(parts) else None
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cuda.library import Gpu
-from exl_core.ops.backends.cuda.matmul import CudaInputs, Linears, PendingRows, SentTo
+from exl_core.ops.backends.cuda.matmul import CudaInputs, PendingRows
+from exl_core.ops.backends.cuda.peer_linears import PeerLinears, SentTo
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, XIelu
 from exl_core.ops.linear import Inputs, PackedLinear
@@ -104,7 +105,7 @@ class PeerBuffers(NamedTuple):
 class PeerSums:
     """Sums of one rank with the others on the same host. All ranks make the same calls."""
 
-    def __init__(self, gpu: Gpu, linears: Linears, rank: int, buffers: PeerBuffers) -> None:
+    def __init__(self, gpu: Gpu, linears: PeerLinears, rank: int, buffers: PeerBuffers) -> None:
         """There are at most `cuda_exchange.MAX_PEERS` other ranks. Queues work that empties this
         rank's buffer: the ranks wait for each other before the first exchange."""
         self._gpu = gpu

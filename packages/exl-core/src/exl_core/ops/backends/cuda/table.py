@@ -16,8 +16,8 @@ from exl_core.ops.backends.cuda.host_experts import CudaHostExperts
 from exl_core.ops.backends.cuda.latent import CudaLatentOps
 from exl_core.ops.backends.cuda.library import Gpu
 from exl_core.ops.backends.cuda.linear import CudaLinearOps
-from exl_core.ops.backends.cuda.matmul import Linears
 from exl_core.ops.backends.cuda.moe import CudaMoeOps
+from exl_core.ops.backends.cuda.peer_linears import PeerLinears
 from exl_core.ops.backends.cuda.peers import PeerBuffers, PeerSums
 from exl_core.ops.backends.cuda.recurrent import CudaRecurrentOps
 from exl_core.ops.backends.cuda.rings import CudaRingOps
@@ -44,7 +44,7 @@ class CudaTable(
         self.threads = threads
         self.is_batch_invariant = batch_invariant
         self._gpu = Gpu(device, is_invariant=batch_invariant)
-        self._linears = Linears(self._gpu)
+        self._linears: PeerLinears = PeerLinears(self._gpu)
         self._attention = Attention(self._gpu)
         self._row_sampler = RowSampler(self._gpu)
         self._cpu = CpuTable(None, threads=1)
