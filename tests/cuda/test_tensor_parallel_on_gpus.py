@@ -130,6 +130,24 @@ def test_two_gpus_write_the_text_of_one(pair: Pair) -> None:
     assert replies(pair.divided) == expected  # the second time with the same graphs' shapes
 
 
+@of_models("exl2", "exl3", "gemma3", "mixtral")
+def test_sums_through_shared_memory_have_the_bits_of_nccl(pair: Pair) -> None:
+    """With two ranks both add the second rank's part to the first one's."""
+    link = pair.divided.link
+    assert link is not None
+    assert link.is_shared, str(link)
+    other = load_model(pair.path, device="cuda", tensor_parallel=2, exchange="nccl")
+    try:
+        assert str(other.link) == (
+            "the GPUs exchange through NCCL, because --exchange nccl asks for it"
+        )
+        expected, found = logits_of(other.model), logits_of(pair.divided.model)
+        assert all(map(torch.equal, expected, found))
+        assert replies(other, 16) == replies(pair.divided, 16)
+    finally:
+        other.unload()
+
+
 @of_models("exl2")
 def test_captured_passes_have_the_logits_of_eager_ones(pair: Pair) -> None:
     model = pair.divided.model

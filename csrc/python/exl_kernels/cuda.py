@@ -25,9 +25,10 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
+from exl_kernels.cuda_exchange import PartialCopies, PartialSums, Tokens
 from exl_kernels.cuda_recurrent import CausalConv, DeltaRule, StateScan
 
-ABI = 15
+ABI = 16
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
 OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2, "small_middle": 3, "small_minimums": 4}
@@ -435,6 +436,17 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "causal_conv": (POINTER(CausalConv), _P),
     "delta_rule": (POINTER(DeltaRule), _P),
     "state_scan": (POINTER(StateScan), _P),
+    "prepare_sums": (POINTER(Prepare), POINTER(PartialSums), _P),
+    "quant_linear_sent": (POINTER(QuantLinear), POINTER(PartialCopies), _P),
+    "exchange_empty": (_P, _L, _P),
+    "exchange_tokens": (POINTER(Tokens), _P),
+    "exchange_send": (_P, _L, _P, _I, _I, _P, POINTER(PartialCopies), _L, _P),
+    "exchange_gather": (_P, _L, _I, _I, _I, _P, _L, POINTER(PartialSums), _P),
+    "exchange_settle": (POINTER(PartialSums), _P, _L, _I, _I, _P),
+    "shared_new": (_L, POINTER(_P), _P),
+    "shared_free": (_P,),
+    "shared_open": (_P, POINTER(_P)),
+    "shared_close": (_P,),
 }
 # Operand types of the functions that return a size in bytes.
 _SIZES: dict[str, tuple[object, ...]] = {

@@ -1,7 +1,7 @@
 // Prepares the inputs of quantized linears: norm, rounding to float16, and permutation into the
 // layouts that the linear kernels read.
 //
-// Contract   exl/cuda/linear.h (exl_cuda_prepare).
+// Contract   exl/cuda/linear.h (exl_cuda_prepare), exl/cuda/exchange.h (exl_cuda_prepare_sums).
 // Mapping    A block takes one row of the batch and a slice of one prepared form. It reads the
 //            whole row, 16 bytes at a time, like every other block of that row: a row has some
 //            16 KB and stays in the L2 cache. It keeps the row in shared memory and gathers its
@@ -10,14 +10,19 @@
 //            cycle. Prompts have a kernel of their own (prepare_many_rows.cuh).
 // Accuracy   Squares are summed in an order that depends on k alone. A LayerNorm sums values, then
 //            squares of their distances from the mean.
+// Exchange   With partial sums of several GPUs, every block waits for all of a row, because it reads
+//            all of it. The first block of a row stores the sums, and all of them empty the stage
+//            that the previous exchange has used.
 // Overlap    Permutations and norm weights are loaded before the wait for the previous kernel: they
 //            come from memory.
 // Floor      With few rows: a launch, one read from the L2 cache and one barrier. In a CUDA graph,
 //            an H200 takes 1.1 us for an almost empty kernel, and 1.4 us for one row of 4096 here.
 //            With many rows: the bytes at memory bandwidth.
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/common/rows.cuh"
+#include "cuda/exchange/partial_sums.cuh"
 #include "cuda/linear/prepare_many_rows.cuh"
 #include "exl/cuda/elementwise.h"
 
@@ -30,6 +35,9 @@ constexpr int kPair = 2;  // positions per thread and gather
 struct Slices {
     int end[3];
 };
+
+// In place of ExlPartialSums: x is complete.
+struct NoSums {};
 
 // Values of two adjacent positions of a form, from input features `features` (-1: padding).
 template <class T>
@@ -81,16 +89,18 @@ __device__ __forceinline__ void normalize(
 // The row is kept in shared memory as T: float with a norm, otherwise unchanged as float16. For an
 // RMSNorm it is multiplied by the norm's weights, and values that are read from there by the factor
 // of the row. A LayerNorm is computed in shared memory.
-template <class X, class T, bool is_aligned, int threads, bool is_layer_norm>
+template <class X, class T, bool is_aligned, int threads, bool is_layer_norm, class Sums>
 __global__ void __launch_bounds__(threads) prepare_kernel(
-    const ExlPrepare args, const Slices slices, const bool may_be_small_batch
+    const ExlPrepare args, const Slices slices, const bool may_be_small_batch, const Sums all_sums
 ) {
     extern __shared__ uint4 shared[];
     __shared__ float partial[2][threads / kWarp];
     constexpr int kSlice = threads * kPair;     // positions that a block gathers per iteration
     constexpr int kStride = threads * kVector;  // values that a block reads per load
     constexpr bool has_norm = sizeof(T) == sizeof(float);
-    constexpr int kInFlight = has_norm ? 2 : 4;  // loads per thread before the first is used
+    constexpr bool has_sums = !std::is_same_v<Sums, NoSums>;
+    // Loads per thread before the first is used. With sums there are as many for each rank.
+    constexpr int kInFlight = has_sums ? 1 : has_norm ? 2 : 4;
     T* row = reinterpret_cast<T*>(shared);
     let_next_begin();
 
@@ -139,6 +149,14 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
             end = args.k;
         }
         if (is_padding && to.plain) return;
+        [[maybe_unused]] const int64_t sums_row = static_cast<int64_t>(batch_row) * args.k;
+        [[maybe_unused]] const int64_t rank_stride = static_cast<int64_t>(args.m) * args.k;
+        if constexpr (has_sums) {
+            const int index = blockIdx.y * threads + threadIdx.x;
+            if (is_real && !is_padding) {
+                empty_row(all_sums, rank_stride, sums_row, args.k, index, gridDim.y * threads);
+            }
+        }
         const X* x = is_real ? static_cast<const X*>(args.x) + batch_row * args.x_stride
                              : static_cast<const X*>(ready);
         __half* plain = out + static_cast<int64_t>(batch_row) * args.k;
@@ -150,6 +168,22 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
             for (int n = 0; n < kInFlight; ++n) {
                 const int i = start + n * kStride;
                 if (i < end) vectors[n] = load_vector(x + i, args.k - i, is_aligned);
+            }
+            if constexpr (has_sums) {
+                float sums[kInFlight][kVector];
+#pragma unroll
+                for (int n = 0; n < kInFlight; ++n) vectors[n].to_floats(sums[n]);
+                add_parts<kInFlight, kVector / 4>(
+                    all_sums, rank_stride, sums_row, start, kStride, end, sums, is_real, args.norm
+                );
+#pragma unroll
+                for (int n = 0; n < kInFlight; ++n) {
+                    const int i = start + n * kStride;
+                    store_vector(reinterpret_cast<X*>(vectors[n].raw), kVector, true, sums[n]);
+                    if (is_real && blockIdx.y == 0 && i < end) {
+                        store_vector(all_sums.sum + sums_row + i, kVector, true, sums[n]);
+                    }
+                }
             }
 #pragma unroll
             for (int n = 0; n < kInFlight; ++n) {
@@ -212,8 +246,10 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
     }
 }
 
-template <class X, class T, int threads, bool is_layer_norm = false>
-static cudaError_t prepare(const ExlPrepare& args, const DeviceInfo& info, int rows, void* stream) {
+template <class X, class T, int threads, bool is_layer_norm = false, class Sums = NoSums>
+static cudaError_t prepare(
+    const ExlPrepare& args, const DeviceInfo& info, int rows, void* stream, const Sums& sums = {}
+) {
     Slices slices = {};
     int total = 0;
     for (int form = 0; form < 3; ++form) {
@@ -232,11 +268,15 @@ static cudaError_t prepare(const ExlPrepare& args, const DeviceInfo& info, int r
     for (int form = 0; form < args.count; ++form) needs_row |= !args.to[form].plain;
     const int64_t row_bytes = needs_row ? ceil_div(args.k, kVector) * kVector * sizeof(T) : 0;
     const bool is_aligned = rows_are_aligned(args.x, args.k, args.x_stride, sizeof(X));
+    auto* kernel = prepare_kernel<X, T, true, threads, is_layer_norm, Sums>;
+    if constexpr (std::is_same_v<Sums, NoSums>) {
+        if (!is_aligned) kernel = prepare_kernel<X, T, false, threads, is_layer_norm, Sums>;
+    } else if (!is_aligned) {
+        return cudaErrorInvalidValue;
+    }
     return launch(
-        is_aligned ? prepare_kernel<X, T, true, threads, is_layer_norm>
-                   : prepare_kernel<X, T, false, threads, is_layer_norm>,
-        dim3(rows, total), dim3(threads), static_cast<size_t>(row_bytes), stream, args, slices,
-        is_small_batch(info, EXL_CUDA_CHUNK_ROWS)
+        kernel, dim3(rows, total), dim3(threads), static_cast<size_t>(row_bytes), stream, args,
+        slices, is_small_batch(info, EXL_CUDA_CHUNK_ROWS), sums
     );
 }
 
@@ -254,26 +294,36 @@ static cudaError_t prepare(const ExlPrepare& args, const DeviceInfo& info, int r
     return prepare<X, __half, 1024>(args, info, rows, stream);
 }
 
-}  // namespace exl::cuda
-
-extern "C" int exl_cuda_prepare(const ExlPrepare* args, void* stream) {
-    using namespace exl::cuda;
-    const bool fits = args->count >= 1 && args->count <= 3 && args->m >= 0 && args->k >= 1 &&
-                      args->least_rows >= 0 && args->least_rows <= EXL_CUDA_CHUNK_ROWS &&
-                      (args->x_dtype == kF32 || args->x_dtype == kF16) &&
-                      (args->norm != nullptr || !args->is_layer_norm) &&
-                      (args->norm_bias == nullptr || args->is_layer_norm);
-    if (!fits) return cudaErrorInvalidValue;
-    if (args->m == 0) return cudaSuccess;
-    int rows = args->m;
-    for (int form = 0; form < args->count; ++form) {
-        const ExlPrepared& to = args->to[form];
-        if (!to.plain && to.num_blocks < 1) return cudaErrorInvalidValue;
-        const int rest = args->m % EXL_CUDA_CHUNK_ROWS, padded = std::max(rest, args->least_rows);
+// Checks the operands, and returns the rows that are written, padding included; -1: invalid.
+static int rows_of(const ExlPrepare& args) {
+    const bool fits = args.count >= 1 && args.count <= 3 && args.m >= 0 && args.k >= 1 &&
+                      args.least_rows >= 0 && args.least_rows <= EXL_CUDA_CHUNK_ROWS &&
+                      (args.x_dtype == kF32 || args.x_dtype == kF16) &&
+                      (args.norm != nullptr || !args.is_layer_norm) &&
+                      (args.norm_bias == nullptr || args.is_layer_norm);
+    if (!fits) return -1;
+    int rows = args.m;
+    for (int form = 0; args.m > 0 && form < args.count; ++form) {
+        const ExlPrepared& to = args.to[form];
+        if (!to.plain && to.num_blocks < 1) return -1;
+        const int rest = args.m % EXL_CUDA_CHUNK_ROWS, padded = std::max(rest, args.least_rows);
         if (!to.plain && rest > 0 && padded > 1) {
-            rows = args->m - rest + 8 * exl_cuda_row_tiles(padded);
+            rows = args.m - rest + 8 * exl_cuda_row_tiles(padded);
         }
     }
+    return rows;
+}
+
+}  // namespace exl::cuda
+
+using namespace exl::cuda;
+
+extern "C" {
+
+int exl_cuda_prepare(const ExlPrepare* args, void* stream) {
+    const int rows = rows_of(*args);
+    if (rows < 0) return cudaErrorInvalidValue;
+    if (rows == 0) return cudaSuccess;
     // A single plain form needs no gather.
     const bool is_rms_norm = args->norm != nullptr && !args->is_layer_norm;
     if (is_rms_norm && args->count == 1 && args->to[0].plain) {
@@ -287,3 +337,19 @@ extern "C" int exl_cuda_prepare(const ExlPrepare* args, void* stream) {
     const auto run = args->x_dtype == kF32 ? prepare<float> : prepare<__half>;
     return run(*args, info, rows, stream);
 }
+
+int exl_cuda_prepare_sums(const ExlPrepare* args, const ExlPartialSums* sums, void* stream) {
+    const int rows = rows_of(*args);
+    const bool fits = rows >= 0 && args->x_dtype == kF32 && args->norm != nullptr &&
+                      sums->ranks >= 1 && sums->ranks <= EXL_CUDA_MAX_PEERS + 1;
+    if (!fits) return cudaErrorInvalidValue;
+    if (rows == 0) return cudaSuccess;
+    DeviceInfo info;
+    if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
+    if (args->is_layer_norm) {
+        return prepare<float, float, kNormThreads, true>(*args, info, rows, stream, *sums);
+    }
+    return prepare<float, float, kNormThreads, false>(*args, info, rows, stream, *sums);
+}
+
+}  // extern "C"

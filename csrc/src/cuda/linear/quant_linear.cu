@@ -211,16 +211,10 @@ int row_tiles_that_fit(int tiles, int stage_bytes, const DeviceInfo& info) {
 
 }  // namespace
 
-}  // namespace exl::cuda
-
-extern "C" {
-
-int64_t exl_cuda_quant_linear_workspace(int32_t, int32_t) {
-    return exl::cuda::small_batch_workspace();
-}
-
-int exl_cuda_quant_linear(const ExlQuantLinear* call, void* stream) {
-    using namespace exl::cuda;
+// exl_cuda_quant_linear, with copies of y.
+static cudaError_t quant_linear(
+    const ExlQuantLinear* call, const ExlPartialCopies& copies, void* stream
+) {
     const bool is_gated = call->epilogue == EXL_EPILOGUE_GATED;
     const bool is_activated = call->epilogue == EXL_EPILOGUE_ACTIVATED;
     const bool is_invariant = call->is_invariant != 0;
@@ -230,7 +224,7 @@ int exl_cuda_quant_linear(const ExlQuantLinear* call, void* stream) {
         (call->inverse_permutation != nullptr &&
          ((!is_gated && !is_activated) || call->y_dtype != kF16)) ||
         (call->y_dtype != kF32 && (call->y_dtype != kF16 || call->epilogue == EXL_EPILOGUE_ADD)) ||
-        call->workspace_bytes < exl_cuda_quant_linear_workspace(0, call->m)) {
+        call->workspace_bytes < small_batch_workspace()) {
         return cudaErrorInvalidValue;
     }
     DeviceInfo info;
@@ -265,7 +259,7 @@ int exl_cuda_quant_linear(const ExlQuantLinear* call, void* stream) {
         int rows = std::min(call->m - first, kChunkRows);
         if (is_small_batch(info, std::max(rows, least_rows))) {
             if (is_invariant && rows == kChunkRows) rows = (call->m - first) / rows * rows;
-            const cudaError_t error = quant_small_batch(*call, first, rows, info, stream);
+            const cudaError_t error = quant_small_batch(*call, copies, first, rows, info, stream);
             if (error != cudaSuccess) return error;
             first += rows - std::min(rows, kChunkRows);
             continue;
@@ -285,11 +279,36 @@ int exl_cuda_quant_linear(const ExlQuantLinear* call, void* stream) {
             args.m = std::min(rows - 8 * tile, 8 * tiles);
             args.y = static_cast<uint8_t*>(call->y) +
                      (first + 8 * tile) * call->y_stride * (call->y_dtype == kF16 ? 2 : 4);
+            args.copies = copies;
+            for (int i = 0; i < args.copies.count; ++i) {
+                args.copies.to[i] += (first + 8 * tile) * call->y_stride;
+            }
             const cudaError_t error = launch_rows(args, tiles, info, stream);
             if (error != cudaSuccess) return error;
         }
     }
     return cudaSuccess;
+}
+
+}  // namespace exl::cuda
+
+extern "C" {
+
+int64_t exl_cuda_quant_linear_workspace(int32_t, int32_t) {
+    return exl::cuda::small_batch_workspace();
+}
+
+int exl_cuda_quant_linear(const ExlQuantLinear* call, void* stream) {
+    return exl::cuda::quant_linear(call, {}, stream);
+}
+
+int exl_cuda_quant_linear_sent(
+    const ExlQuantLinear* call, const ExlPartialCopies* copies, void* stream
+) {
+    const bool fits = copies->count >= 0 && copies->count <= EXL_CUDA_MAX_PEERS &&
+                      call->epilogue == EXL_EPILOGUE_STORE && call->y_dtype == exl::cuda::kF32 &&
+                      call->m <= EXL_CUDA_CHUNK_ROWS && call->is_invariant == 0;
+    return fits ? exl::cuda::quant_linear(call, *copies, stream) : cudaErrorInvalidValue;
 }
 
 int exl_cuda_least_rows(int32_t has_integers, int* rows) {

@@ -397,7 +397,8 @@ cudaError_t launch_rows(
 int64_t small_batch_workspace() { return kCounterBytes + kMaxGlobalBlocks * kGlobalSumBytes; }
 
 cudaError_t quant_small_batch(
-    const ExlQuantLinear& call, int first, int rows, const DeviceInfo& info, void* stream
+    const ExlQuantLinear& call, const ExlPartialCopies& copies, int first, int rows,
+    const DeviceInfo& info, void* stream
 ) {
     SmallBatchArgs args = {};
     const bool is_gated = call.epilogue == EXL_EPILOGUE_GATED;
@@ -417,6 +418,7 @@ cudaError_t quant_small_batch(
     }
     args.y = static_cast<uint8_t*>(call.y) + first * call.y_stride * (call.y_dtype == kF16 ? 2 : 4);
     args.y_stride = call.y_stride;
+    args.copies = copies;
     args.inverse_permutation = call.inverse_permutation;
     args.y_dtype = call.y_dtype;
     args.gate = call.gate;

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/common/common.cuh"
-#include "exl/cuda/linear.h"
+#include "exl/cuda/exchange.h"
 
 namespace exl::cuda {
 
@@ -11,9 +11,10 @@ namespace exl::cuda {
 int64_t small_batch_workspace();
 
 // Computes rows first .. first + rows - 1 of the batch, which are one chunk of the prepared inputs.
-// In the batch-invariant mode they may also be several whole chunks.
+// In the batch-invariant mode they may also be several whole chunks. `copies` are those of the rows.
 cudaError_t quant_small_batch(
-    const ExlQuantLinear& call, int first, int rows, const DeviceInfo& info, void* stream
+    const ExlQuantLinear& call, const ExlPartialCopies& copies, int first, int rows,
+    const DeviceInfo& info, void* stream
 );
 
 }  // namespace exl::cuda

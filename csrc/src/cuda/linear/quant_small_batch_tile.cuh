@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/elementwise/gate.cuh"
+#include "cuda/exchange/partial_sums.cuh"
 #include "cuda/linear/prepared.cuh"
 #include "cuda/linear/quant_small_batch_k_tile.cuh"
 
@@ -206,6 +207,14 @@ __device__ __forceinline__ void write_tile(
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 if (is_valid(c)) static_cast<__half*>(args.y)[at[c]] = from_float<__half>(y[c]);
+            }
+        } else if (args.copies.count > 0) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                if (!is_valid(c)) continue;
+                const uint32_t bits = sent_bits(y[c]);
+                send_part(args.copies, at[c], bits);
+                store_part(static_cast<float*>(args.y) + at[c], bits);
             }
         } else {
 #pragma unroll

@@ -18,7 +18,7 @@
 #pragma once
 
 #include "cuda/common/hopper.cuh"
-#include "exl/cuda/linear.h"
+#include "exl/cuda/exchange.h"
 
 namespace exl::cuda {
 
@@ -69,6 +69,7 @@ struct SmallBatchArgs {
     void* y;
     const int32_t* inverse_permutation;  // not null: y is prepared inputs of a linear
     int64_t y_stride;
+    ExlPartialCopies copies;  // of y, which is float32 then
     int32_t num_groups;
     int32_t m;  // rows of a chunk
     uint32_t num_chunks;

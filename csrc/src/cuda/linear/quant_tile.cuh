@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/elementwise/gate.cuh"
+#include "cuda/exchange/partial_sums.cuh"
 #include "cuda/linear/prepared.cuh"
 #include "cuda/linear/quant_k_tile.cuh"
 
@@ -139,6 +140,10 @@ struct OutputElement {
         }
         if (args.y_dtype == kF16) {
             *static_cast<__half*>(to) = from_float<__half>(y);
+        } else if (args.copies.count > 0) {
+            const uint32_t bits = sent_bits(y);
+            send_part(args.copies, static_cast<float*>(to) - static_cast<float*>(args.y), bits);
+            store_part(static_cast<float*>(to), bits);
         } else {
             *static_cast<float*>(to) = y;
         }

@@ -10,7 +10,7 @@
 #pragma once
 
 #include "cuda/common/common.cuh"
-#include "exl/cuda/linear.h"
+#include "exl/cuda/exchange.h"
 
 namespace exl::cuda {
 
@@ -43,6 +43,7 @@ struct QuantLinearArgs {
     void* y;
     const int32_t* inverse_permutation;  // not null: y is prepared inputs of a linear
     int64_t y_stride;
+    ExlPartialCopies copies;  // of y, which is float32 then
     int32_t num_groups;
     int32_t panel_bits;  // log2 of the column panels of an output tile: 1, 2 or 4
     int32_t split_bits;  // log2 of the thread blocks of a cluster

@@ -107,6 +107,7 @@ def loader(*, is_quiet: bool) -> Loader:
             loaded = load_here(model, options, progress)
         lines = [] if loaded.ranks is None else [str(loaded.ranks)]
         lines += ["; ".join(map(str, loaded.plan))] if loaded.plan else []
+        lines += [] if loaded.link is None else [str(loaded.link)]
         if not is_quiet and sys.stderr is not None:
             for line in lines:
                 print(f"exl: {line}", file=sys.stderr, flush=True)

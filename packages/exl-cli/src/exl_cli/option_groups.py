@@ -18,7 +18,7 @@ from exl_cli.interrupt import exits_at_once
 from exl_cli.model_options import ModelOptions, print_warnings
 from exl_cli.prompts import check_encodable
 from exl_core.errors import RequestError, printable
-from exl_core.parallel.plan import parse_ranks
+from exl_core.parallel.plan import parse_exchange, parse_ranks
 from exl_core.prompt.formats import PromptFormat, find_format
 from exl_core.session.resolve import resolve_model
 from exl_core.session.split import parse_experts_on, parse_split
@@ -44,6 +44,7 @@ class RunningOptions(ModelOptions):
     cpu_layers: options.CpuLayers = None
     experts_on: options.ExpertsOn = "auto"
     tensor_parallel: options.TensorParallel = "1"
+    exchange: options.Exchange = "auto"
     batch_invariant: options.BatchInvariant = False
     cache_type: options.CacheType = "fp16"
     lora: engine_options.Lora = None
@@ -57,6 +58,7 @@ class RunningOptions(ModelOptions):
         options.held_bytes(self.held_memory)
         parse_split(self.split)
         parse_ranks(self.tensor_parallel)
+        parse_exchange(self.exchange)
         parse_experts_on(self.experts_on)
         return engine_options.choices_of(
             *(self.cache_type, self.lora, self.draft_model, self.draft_tokens),
@@ -76,6 +78,7 @@ class RunningOptions(ModelOptions):
             cpu_layers=self.cpu_layers,
             experts_on=self.experts_on,
             tensor_parallel=parse_ranks(self.tensor_parallel),
+            exchange=parse_exchange(self.exchange),
             batch_invariant=self.batch_invariant,
         )
 

@@ -180,6 +180,16 @@ TensorParallel = Annotated[
         rich_help_panel=_RUNNING,
     ),
 ]
+Exchange = Annotated[
+    str,
+    typer.Option(
+        "--exchange",
+        metavar="auto|nccl",
+        help="How the GPUs of --tensor-parallel sum their results. auto: in small passes through "
+        "memory that they share, if that works; otherwise with NCCL.",
+        rich_help_panel=_RUNNING,
+    ),
+]
 BatchInvariant = Annotated[
     bool,
     typer.Option(

@@ -31,6 +31,7 @@ from exl_core.ops.table import OpTable
 from exl_core.parallel.exchange import Exchange
 from exl_core.parallel.followers import Group
 from exl_core.parallel.hosts import Hops, HostTransformer, WholeModel
+from exl_core.parallel.peers import Link
 from exl_core.parallel.shares import Shares
 from exl_core.parallel.wire import (
     Header,
@@ -73,6 +74,8 @@ class LeadingTransformer(HostTransformer):
             whole=whole,
         )
         self._digest_of = digest_of
+        self.link: Link | None = None
+        """How GPUs exchange, which the load sets; None without GPUs."""
         self.followers = followers
         self._lock = threading.RLock()
         self._mirrors: weakref.WeakKeyDictionary[KVStore, _Mirror] = weakref.WeakKeyDictionary()

@@ -8,17 +8,20 @@ divided by tokens: rank 0 gets whole logits.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from exl_core.arch.layers import Attention, HeadNorm
+from exl_core.arch.layers import Attention, HeadNorm, LayerSpec, NormPlacement
 from exl_core.arch.modules import LoraTarget
 from exl_core.arch.spec import ModelConfig
+from exl_core.cache.store import KVStore
 from exl_core.model.adapted import HeadRows
+from exl_core.model.batch import Batch
 from exl_core.model.layers.residual import read_linear
 from exl_core.model.layers.steps import with_ops
+from exl_core.model.observe import Observer
 from exl_core.model.transformer import Transformer
 from exl_core.model.weights import (
     AttentionWeights,
@@ -30,18 +33,29 @@ from exl_core.model.weights import (
 )
 from exl_core.ops.backends.composed import ComposedExpertOps
 from exl_core.ops.checks import check_range
-from exl_core.ops.elementwise import Norm, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.moe import ExpertMlp, Routed
 from exl_core.ops.table import LayerOps, OpTable
 from exl_core.ops.wrapped import MarkedLinear, WrappedOps, unmarked
 from exl_core.parallel.exchange import Exchange
+from exl_core.parallel.peers import PeerExchange
 from exl_core.parallel.plan import Rank, head_share, share, share_config
 from exl_core.parallel.shares import Shares
+
+if TYPE_CHECKING:
+    from exl_core.ops.backends.cuda.peers import PeerSums
 
 
 class PartialLinear(MarkedLinear):
     """A row slice of a matrix: the products of all ranks are summed."""
+
+    __slots__ = ()
+
+
+class DeferredLinear(PartialLinear):
+    """One whose results are added to the states, and read next by a product after a norm. That
+    product may complete the sum."""
 
     __slots__ = ()
 
@@ -92,6 +106,77 @@ class SummingOps(ComposedExpertOps, WrappedOps):
         return self._exchange.sum(self.inner.expert_mlp(x, routed, experts))
 
 
+class PeerOps(SummingOps):
+    """`SummingOps` of a small pass, whose sums go through the ranks' own memory. A sum is completed
+    by the op that reads it next."""
+
+    def __init__(self, inner: LayerOps, exchange: PeerExchange, *, is_plain: bool) -> None:
+        """`is_plain`: `inner` is the GPU's own table, and nobody else looks at the states."""
+        super().__init__(inner, exchange)
+        self._peers = exchange.peers
+        self._is_plain = is_plain
+
+    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
+        self._peers.settle()
+        if not isinstance(w, PartialLinear):
+            return self.inner.linear(x, w)
+        if self._is_plain and self._peers.multiply(x, w.part):
+            return self._peers.await_sum(None, defers=False)
+        return self._sum(self.inner.linear(x, w.part))
+
+    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> Tensor:
+        if not isinstance(w, PartialLinear) or not self._peers.takes(residual):
+            self._peers.settle()
+            return super().linear_add_(x, w, residual)
+        if not (self._is_plain and self._peers.multiply(x, w.part)):
+            self._peers.settle()
+            zeros = torch.zeros_like(residual)
+            self._peers.send(self.inner.linear_add_(x, w.part, zeros))
+        defers = self._is_plain and isinstance(w, DeferredLinear)
+        return self._peers.await_sum(residual, defers=defers)
+
+    def norm_linear(
+        self, x: Tensor, norm: Norm, w: PackedLinear, out: Tensor | None = None
+    ) -> Tensor:
+        found = self._peers.norm_linear(x, norm, w, out)
+        if found is not None:
+            return found
+        self._peers.settle()
+        return super().norm_linear(x, norm, w, out)
+
+    def norm_gated_linear(
+        self, x: Tensor, norm: Norm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
+    ) -> Inputs:
+        found = self._peers.norm_gated_linear(x, norm, w, kind, out)
+        if found is not None:
+            return found
+        self._peers.settle()
+        return super().norm_gated_linear(x, norm, w, kind, out)
+
+    def norm_activated_linear(
+        self,
+        x: Tensor,
+        norm: Norm,
+        w: PackedLinear,
+        kind: ActivationKind,
+        out: Inputs | None = None,
+    ) -> Inputs:
+        found = self._peers.norm_activated_linear(x, norm, w, kind, out)
+        if found is not None:
+            return found
+        self._peers.settle()
+        return super().norm_activated_linear(x, norm, w, kind, out)
+
+    def expert_mlp(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
+        return self._sum(self.inner.expert_mlp(x, routed, experts))
+
+    def _sum(self, part: Tensor) -> Tensor:
+        if not self._peers.takes(part):
+            return self._exchange.sum(part)
+        self._peers.send(part)
+        return self._peers.await_sum(None, defers=False)
+
+
 class RankTransformer(Transformer):
     """One rank's part of a model. All ranks run the same passes at the same time."""
 
@@ -113,10 +198,27 @@ class RankTransformer(Transformer):
         super().__init__(share_config(config, rank), divided, ops, sample_ids)
         self._exchange = exchange
         self._shares = shares
+        self._peers = exchange if isinstance(exchange, PeerExchange) else None
+        self._is_plain = False
         if self._is_divided:
             self._steps = with_ops(self._steps, self._summing)
         ranks = (Rank(index, rank.count) for index in range(rank.count))
         self._tokens = [share(config.vocab_size, one) for one in ranks]
+
+    def run_stage(
+        self,
+        index: int,
+        batch: Batch,
+        store: KVStore,
+        x: Tensor | None = None,
+        *,
+        observe: Observer | None = None,
+    ) -> Tensor:
+        if self._peers is None:
+            return super().run_stage(index, batch, store, x, observe=observe)
+        self._is_plain = observe is None and not batch.adapters
+        with self._peers.passing(len(batch.token_ids)):
+            return super().run_stage(index, batch, store, x, observe=observe)
 
     @property
     def num_ranks(self) -> int:
@@ -134,30 +236,65 @@ class RankTransformer(Transformer):
         return self._shares.low_rank(target, down, up)
 
     def _summing(self, ops: LayerOps, _: int, __: BlockWeights) -> LayerOps:
-        return SummingOps(ops, self._exchange)
+        if self._peers is None or not self._peers.peers.is_active:
+            return SummingOps(ops, self._exchange)
+        is_plain = self._is_plain and ops is self.ops
+        return PeerOps(ops, self._peers, is_plain=is_plain)
 
     def _token_vectors(self, token_ids: Tensor) -> Tensor:
         if not self._is_divided:
             return super()._token_vectors(token_ids)
+        is_spread = False
         if token_ids.device.type == "cpu":
             check_range("embedding", "token_ids", token_ids, self.config.vocab_size)
-            token_ids = token_ids.to(self.ops.device)
-        else:  # inputs of a graph, which rank 0 alone has if it has sampled them on its GPU
+            token_ids, is_spread = token_ids.to(self.ops.device), True
+        if self._peers is not None and self._peers.peers.is_active:
+            return self._shared_vectors(self._peers.peers, token_ids, is_spread=is_spread)
+        if (
+            not is_spread
+        ):  # inputs of a graph, which rank 0 alone has if it has sampled them on its GPU
             self._exchange.spread_(token_ids)
-        own = self._tokens[self._exchange.rank.index]
+        own = self._own_tokens
         is_other = (token_ids < own.start) | (token_ids >= own.stop)
         ids = (token_ids - own.start).masked_fill_(is_other, 0)
         part = self.ops.embedding(ids, self._weights.embed)
         return self._exchange.sum(part.masked_fill_(is_other.unsqueeze(1), 0.0))
 
+    def _shared_vectors(self, peers: PeerSums, token_ids: Tensor, *, is_spread: bool) -> Tensor:
+        """`_token_vectors` through shared memory."""
+        ids, is_own = peers.share_tokens(token_ids, self._own_tokens, spreads=not is_spread)
+        return peers.embed(self.ops.embedding(ids, self._weights.embed), is_own)
+
+    @property
+    def _own_tokens(self) -> range:
+        return self._tokens[self._exchange.rank.index]
+
     def _read_head(self, x: Tensor, norm: Norm | None, out: Tensor | None) -> Tensor:
         if not self._is_divided:
             return super()._read_head(x, norm, out)
+        if self._peers is not None and self._peers.peers.is_active:
+            return self._read_shared_head(self._peers.peers, x, norm, out)
         part = read_linear(self.ops, x, norm, self._weights.head)
         parts = self._exchange.gather(part, [len(tokens) for tokens in self._tokens])
         if len(parts) == 1 or out is None:
             return torch.cat(list(parts), -1)
         return torch.cat(list(parts), -1, out=out)
+
+    def _read_shared_head(
+        self, peers: PeerSums, x: Tensor, norm: Norm | None, out: Tensor | None
+    ) -> Tensor:
+        """`_read_head` through shared memory."""
+        own, vocab = self._own_tokens, self.config.vocab_size
+        if self._exchange.rank.index != 0:
+            peers.send_logits(x, norm, self._weights.head, own.start)
+            return x.new_empty(len(x), len(own))
+        logits = x.new_empty(len(x), vocab) if out is None else out
+        part = logits[:, own.start : own.stop]
+        found = read_linear(self.ops, x, norm, self._weights.head, part)
+        if found is not part:
+            part.copy_(found)
+        peers.gather_logits(logits, own.stop)
+        return logits
 
     def _range_logits(self, x: Tensor, norm: Norm | None, rows: HeadRows) -> Tensor:
         """Only rank 0 has whole logits. The others compute their parts of the model's own head."""
@@ -171,7 +308,8 @@ class RankTransformer(Transformer):
 def _divided(config: ModelConfig, weights: ModelWeights, rank: Rank) -> ModelWeights:
     """The weights of a rank, with everything marked that is summed over the ranks."""
     blocks = []
-    for layer, block in zip(config.layers, weights.blocks, strict=True):
+    later = *weights.blocks[1:], None
+    for layer, block, following in zip(config.layers, weights.blocks, later, strict=True):
         own, mixer = block.mixer, block.mixer
         if isinstance(own, LatentWeights):
             mixer = replace(own, output=PartialLinear(own.output))
@@ -179,7 +317,7 @@ def _divided(config: ModelConfig, weights: ModelWeights, rank: Rank) -> ModelWei
             assert isinstance(own, AttentionWeights), "`share_config` refuses other mixers"
             mixer = replace(
                 own,
-                output=PartialLinear(own.output),
+                output=_output(layer, block),
                 whole_norms=_divided_norms(layer.attention, own.whole_norms, rank),
             )
         mlp: MlpWeights | MoeWeights
@@ -188,9 +326,35 @@ def _divided(config: ModelConfig, weights: ModelWeights, rank: Rank) -> ModelWei
             mlp = replace(block.mlp, shared=None if shared is None else _partial_mlp(shared))
         else:
             assert block.mlp is not None, "layers with attention alone are refused"
-            mlp = _partial_mlp(block.mlp)
+            mlp = replace(block.mlp, down=_down(layer, block, following))
         blocks.append(replace(block, mixer=mixer, mlp=mlp))
     return replace(weights, blocks=tuple(blocks))
+
+
+def _output(layer: LayerSpec, block: BlockWeights) -> PackedLinear:
+    """The last matrix of attention, marked."""
+    attention, mlp = block.attention, block.mlp
+    is_read_next = isinstance(mlp, MlpWeights) and mlp.norm is not None
+    is_deferred = (
+        is_read_next and attention.post_norm is None and layer.norms is not NormPlacement.PARALLEL
+    )
+    mark = DeferredLinear if is_deferred else PartialLinear
+    return cast(PackedLinear, mark(attention.output))
+
+
+def _down(layer: LayerSpec, block: BlockWeights, following: BlockWeights | None) -> PackedLinear:
+    """The last matrix of an MLP, marked. `following`: the next layer."""
+    mlp = cast(MlpWeights, block.mlp)
+    mixer = None if following is None else following.mixer
+    is_read_next = isinstance(mixer, AttentionWeights) and mixer.norm is not None
+    is_deferred = (
+        is_read_next
+        and mlp.post_norm is None
+        and block.scalar is None
+        and layer.norms is not NormPlacement.PARALLEL
+    )
+    mark = DeferredLinear if is_deferred else PartialLinear
+    return cast(PackedLinear, mark(mlp.down))
 
 
 def _divided_norms(

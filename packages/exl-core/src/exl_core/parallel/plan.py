@@ -21,6 +21,8 @@ MOST_RANKS = 64
 AUTO: Literal["auto"] = "auto"
 RankCount = int | Literal["auto"]
 """Number of ranks that the user asks for."""
+ExchangeKind = Literal["auto", "nccl"]
+"""How the GPUs of the ranks exchange: `auto` is memory that they share, if that works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,15 @@ def parse_ranks(text: str) -> RankCount:
     if text.isascii() and text.isdecimal() and len(text) < 4 and 1 <= int(text) <= MOST_RANKS:
         return int(text)
     raise RequestError("not a number of ranks", expected=f"1 to {MOST_RANKS}, or auto", got=text)
+
+
+def parse_exchange(text: str) -> ExchangeKind:
+    """RequestError for anything but `auto` and `nccl`."""
+    if text == "nccl":
+        return "nccl"
+    if text != AUTO:
+        raise RequestError("no such exchange between GPUs", expected="auto or nccl", got=text)
+    return AUTO
 
 
 @dataclass(frozen=True, slots=True)

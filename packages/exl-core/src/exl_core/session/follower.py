@@ -70,6 +70,7 @@ def _follow_on_host(messages: Connection, reports: Reports) -> None:
     _start_gpu(settings["gpu"])
     from exl_core.parallel.exchange import GlooExchange
     from exl_core.parallel.nccl import on_device
+    from exl_core.parallel.peers import with_peers
     from exl_core.parallel.plan import Rank
     from exl_core.session.hosts import load_part
     from exl_core.session.load import options_of
@@ -84,7 +85,9 @@ def _follow_on_host(messages: Connection, reports: Reports) -> None:
 
     def join(sample_ids: tuple[int, ...]) -> RankTransformer:
         exchange = GlooExchange.in_folder(Path(settings["folder"]), rank)
-        return part.model(on_device(exchange, part.ops.device), sample_ids)
+        connected = on_device(exchange, part.ops.device)
+        connected, _ = with_peers(connected, part.ops, part.config, options.exchange)
+        return part.model(connected, sample_ids)
 
     follow(messages, reports, digest_of(files), join, _load_unchanged)
 

@@ -27,7 +27,9 @@ from exl_core.model.transformer import Transformer
 from exl_core.ops.backends.cuda.device import check_head_dims, check_states, parse_device
 from exl_core.ops.open import get_table, has_factors, has_transposes, min_group_rows
 from exl_core.ops.table import OpTable
-from exl_core.parallel.plan import AUTO, RankCount
+from exl_core.parallel.leader import LeadingTransformer
+from exl_core.parallel.peers import Link
+from exl_core.parallel.plan import AUTO, ExchangeKind, RankCount
 from exl_core.prompt.template import ChatTemplate
 from exl_core.session.mtp import MtpFiles, open_mtp
 from exl_core.session.open import ModelFiles, open_model
@@ -108,6 +110,9 @@ class LoadOptions:
     tensor_parallel: RankCount = 1
     """Processes that the model is divided among, each with a part of every matrix, on the CPU.
     `auto` chooses by the GPUs, their memory and their access to each other."""
+    exchange: ExchangeKind = "auto"
+    """How GPUs exchange sums of tensor parallelism: `auto` (through memory that the processes
+    share, in passes of up to 64 rows, if that works; otherwise with NCCL), or `nccl`."""
     cache_tokens: int | None = None
     """Tokens of cache that a split leaves memory for; None: one default context."""
     kv_format: KVFormat = KVFormat.FP16
@@ -143,6 +148,7 @@ class LoadFields(TypedDict, total=False):
     cpu_layers: int | None
     experts_on: str
     tensor_parallel: RankCount
+    exchange: ExchangeKind
     cache_tokens: int | None
     kv_format: KVFormat
     reserved_bytes: int
@@ -181,6 +187,8 @@ class LoadedModel:
     parameters: Parameters = NO_PARAMETERS
     ranks: RankChoice | None = None
     """The choice for `tensor_parallel="auto"`."""
+    link: Link | None = None
+    """How the GPUs of `tensor_parallel` exchange, and why; None without them."""
     mtp: MtpLayer | None = None
     """The layer for multi-token prediction, with `LoadOptions.mtp`; otherwise None."""
 
@@ -238,7 +246,7 @@ def load_model(
         else:
             fields_of_all = fields_of(divided, threads)  # the number of ranks may have been open
             rest = followers or start_followers(files.path, device, fields_of_all)
-            transformer = load_leader(loading, checkpoint, ops, files, rest)
+            transformer = load_leader(loading, checkpoint, ops, files, rest, kind=options.exchange)
         return LoadedModel(
             name=files.name,
             path=files.path,
@@ -252,6 +260,7 @@ def load_model(
             changes=changes_of(options),
             plan=plan,
             ranks=ranks,
+            link=transformer.link if isinstance(transformer, LeadingTransformer) else None,
             parameters=count_parameters(checkpoint, config),
             mtp=None if mtp is None else mtp.read(transformer, threads),
         )

@@ -27,7 +27,16 @@ from exl_core.parallel.exchange import Exchange
 from exl_core.parallel.followers import Followers
 from exl_core.parallel.leader import LeadingTransformer
 from exl_core.parallel.nccl import NcclExchange, on_device
-from exl_core.parallel.plan import AUTO, MOST_RANKS, Rank, RankCount, share_config
+from exl_core.parallel.peers import Link, PeerExchange, with_peers
+from exl_core.parallel.plan import (
+    AUTO,
+    MOST_RANKS,
+    ExchangeKind,
+    Rank,
+    RankCount,
+    parse_exchange,
+    share_config,
+)
 from exl_core.session.open import ModelFiles
 from exl_core.session.placement import GPU_OVERHEAD, DeviceMemory, device_memory
 from exl_core.session.split import GB, LayerSizes
@@ -56,6 +65,8 @@ class RankOptions(Protocol):
     def experts_on(self) -> str: ...
     @property
     def held_bytes(self) -> int | None: ...
+    @property
+    def exchange(self) -> ExchangeKind: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +155,7 @@ def _rank_bytes(sizes: LayerSizes, config: ModelConfig, count: int) -> float:
 
 def check_ranks(options: RankOptions, device: str) -> None:
     """RequestError for options that contradict tensor parallelism. `device`: the resolved one."""
+    parse_exchange(options.exchange)
     ranks = options.tensor_parallel
     if ranks != AUTO and not 1 <= ranks <= MOST_RANKS:
         raise RequestError(
@@ -230,10 +242,12 @@ def load_leader(
     ops: OpTable,
     files: ModelFiles,
     followers: Followers,
+    *,
+    kind: ExchangeKind,
 ) -> LeadingTransformer:
     """Loads rank 0's part of a model, and connects the ranks. `followers` end if it fails.
 
-    `loading` and `checkpoint` are those of the whole model.
+    `loading` and `checkpoint` are those of the whole model. `kind`: how GPUs exchange.
     """
     num_ranks = followers.num_ranks
     is_shared = ops.device.type == "cpu"  # by all ranks
@@ -250,6 +264,7 @@ def load_leader(
         own = replace(loading, config=config, checkpoint=tensors, progress=report)
         weights = own.whole(ops, None)
         exchange = _on_gpus(followers.meet(digest_of(files), files.sample_ids), followers, ops)
+        exchange, link = _with_peers(exchange, followers, ops, loading.config, kind)
         model = LeadingTransformer(
             loading.config,
             weights,
@@ -260,6 +275,7 @@ def load_leader(
             followers=followers,
         )
         model.weights_bytes = checkpoint.packed_bytes  # of all ranks
+        model.link = link
         return model
     except BaseException:
         followers.close()
@@ -275,6 +291,19 @@ def _on_gpus(exchange: Exchange, followers: Followers, ops: OpTable) -> Exchange
     if isinstance(connected, NcclExchange):
         followers.on_failure = connected.abort
     return connected
+
+
+def _with_peers(
+    exchange: Exchange, followers: Followers, ops: OpTable, config: ModelConfig, kind: ExchangeKind
+) -> tuple[Exchange, Link | None]:
+    """The exchange with memory that the ranks share, if they can."""
+    try:
+        connected, link = with_peers(exchange, ops, config, kind)
+    except RankError as error:
+        raise followers.cause(error) from error
+    if isinstance(connected, PeerExchange):
+        followers.on_failure = connected.abort
+    return connected, link
 
 
 def sharded(

@@ -18,7 +18,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, TypeGuard, cast
+from typing import Literal, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from exl_core.ops.weights import (
     WeightLayout,
 )
 from exl_kernels import cuda
+from exl_kernels.cuda_exchange import PartialSums
 
 MAX_DIRECT_ROWS = 96
 """Largest number of rows for which kernels read the codes directly. The kernels' limit is 128."""
@@ -97,6 +98,17 @@ class CudaInputs:
         """Output of `exl_cuda_prepare` that fills this object."""
         permutation = self.w.permutation.data_ptr()
         return cuda.Prepared(permutation, self.memory.data_ptr(), self.w.num_blocks, 0)
+
+
+class PendingRows(NamedTuple):
+    """States x plus `sums`, partial sums of all ranks, as inputs of a product after a norm."""
+
+    x: Tensor
+    sums: PartialSums
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
 
 
 class Linears:
@@ -194,7 +206,7 @@ class Linears:
             x, factors = _after_layer_norm(x, norm)
             self._trellis.multiply(x, parts, out, norm=factors, is_added=is_added)
             return
-        quantized = _all_quantized(parts)
+        quantized = all_quantized(parts)
         most = self._max_direct_rows(parts)
         is_direct = x.shape[0] <= most
         if self._gpu.is_invariant and not is_direct:
@@ -243,7 +255,7 @@ class Linears:
             x, factors = _after_layer_norm(x, norm)
             self._trellis.multiply_gated(x, parts, out, factors, kind)
             return
-        quantized = _all_quantized(parts)
+        quantized = all_quantized(parts)
         are_halves = quantized is not None and [p.out_features for p in quantized] == [columns] * 2
         is_direct = quantized is not None and rows <= self._max_direct_rows(quantized)
         is_own = not isinstance(out, CudaTrellisInputs)
@@ -278,7 +290,7 @@ class Linears:
         rows, columns = x.shape[0], w.out_features
         if rows == 0:
             return
-        quantized = _all_quantized(parts_of(w))
+        quantized = all_quantized(parts_of(w))
         is_direct = quantized is not None and rows <= self._max_direct_rows(quantized)
         is_own = not isinstance(out, CudaTrellisInputs)
         if quantized is not None and len(quantized) == 1 and is_direct and is_own:
@@ -316,7 +328,7 @@ class Linears:
 
     def _multiply_codes(
         self,
-        x: Tensor,
+        x: Tensor | PendingRows,
         parts: tuple[CudaQuantLinear, ...],
         out: Tensor | CudaInputs,
         *,
@@ -324,15 +336,29 @@ class Linears:
         epilogue: int,
         gate: int = 0,
     ) -> None:
-        rows, gpu = x.shape[0], self._gpu
+        rows = x.shape[0]
         if isinstance(out, CudaInputs):
             args = self._new_arguments(parts, out.memory.view(1, -1), epilogue, gate)
             args.m, args.inverse_permutation = rows, out.inverse_permutation
             out.is_by_rows = rows > cuda.TILE_ROWS
         else:
             args = self._new_arguments(parts, out, epilogue, gate)
+        held = self._prepare_inputs(args, x, norm, parts)
+        self._gpu.call("quant_linear", args)
+        del held
+
+    def _prepare_inputs(
+        self,
+        args: cuda.QuantLinear,
+        x: Tensor | PendingRows,
+        norm: Norm | None,
+        parts: tuple[CudaQuantLinear, ...],
+    ) -> list[Tensor]:
+        """Prepares norm(x) for the parts, and sets the inputs in `args`. Returns their memory,
+        which the caller keeps until the product is queued."""
+        rows, gpu = args.m, self._gpu
         least_rows = gpu.least_rows(has_integers=all(part.has_integers for part in parts))
-        prepare = _prepare(x, norm)
+        prepare = _prepare(x.x if isinstance(x, PendingRows) else x, norm)
         prepare.least_rows = least_rows
         buffers: dict[int, Tensor] = {}  # by permutation: parts with the same one share inputs
         for i, part in enumerate(parts):
@@ -346,8 +372,11 @@ class Linears:
                 prepare.to[prepare.count] = target
                 prepare.count += 1
             args.inputs[i] = buffers[permutation].data_ptr()
-        gpu.call("prepare", prepare)
-        gpu.call("quant_linear", args)
+        if isinstance(x, PendingRows):
+            gpu.call("prepare_sums", prepare, x.sums)
+        else:
+            gpu.call("prepare", prepare)
+        return list(buffers.values())
 
     def prepare_for(self, to: CudaInputs | CudaTrellisInputs, x: Tensor) -> None:
         if isinstance(to, CudaTrellisInputs):
@@ -367,15 +396,27 @@ class Linears:
         gate: int = 0,
     ) -> cuda.QuantLinear:
         """Arguments of `exl_cuda_quant_linear` without its inputs."""
+        shape = out.shape[0], out.stride(0)
+        args = self._arguments_at(parts, out.data_ptr(), shape, epilogue)
+        args.y_dtype, args.gate = TYPES[out.dtype], gate
+        return args
+
+    def _arguments_at(
+        self,
+        parts: tuple[CudaQuantLinear, ...],
+        y: int,
+        shape: tuple[int, int],
+        epilogue: int,
+    ) -> cuda.QuantLinear:
+        """The same for float32 at the address `y`. `shape`: rows, and the distance between them."""
         workspace = self._gpu.workspace("quant_linear", self._max_n, MAX_DIRECT_ROWS)
         args = cuda.QuantLinear(
-            y=out.data_ptr(),
-            y_stride=out.stride(0),
-            y_dtype=TYPES[out.dtype],
+            y=y,
+            y_stride=shape[1],
+            y_dtype=TYPES[torch.float32],
             count=len(parts),
-            m=out.shape[0],
+            m=shape[0],
             epilogue=epilogue,
-            gate=gate,
             workspace=workspace.data_ptr(),
             workspace_bytes=workspace.numel(),
             is_invariant=self._gpu.is_invariant,
@@ -463,7 +504,7 @@ def _are_trellis(parts: tuple[Part, ...]) -> TypeGuard[tuple[CudaTrellis, ...]]:
     return all(isinstance(part, CudaTrellis) for part in parts)
 
 
-def _all_quantized(parts: Sequence[Part]) -> tuple[CudaQuantLinear, ...] | None:
+def all_quantized(parts: Sequence[Part]) -> tuple[CudaQuantLinear, ...] | None:
     found = tuple(part for part in parts if isinstance(part, CudaQuantLinear))
     return found if len(found) == len(parts) else None
 

@@ -16,8 +16,9 @@ from exl_core.ops.backends.cuda.host_experts import CudaHostExperts
 from exl_core.ops.backends.cuda.latent import CudaLatentOps
 from exl_core.ops.backends.cuda.library import Gpu
 from exl_core.ops.backends.cuda.linear import CudaLinearOps
-from exl_core.ops.backends.cuda.matmul import Linears
 from exl_core.ops.backends.cuda.moe import CudaMoeOps
+from exl_core.ops.backends.cuda.peer_linears import PeerLinears
+from exl_core.ops.backends.cuda.peers import PeerBuffers, PeerSums
 from exl_core.ops.backends.cuda.recurrent import CudaRecurrentOps
 from exl_core.ops.backends.cuda.rings import CudaRingOps
 from exl_core.ops.backends.cuda.sampling import CudaSamplingOps, RowSampler
@@ -43,7 +44,7 @@ class CudaTable(
         self.threads = threads
         self.is_batch_invariant = batch_invariant
         self._gpu = Gpu(device, is_invariant=batch_invariant)
-        self._linears = Linears(self._gpu)
+        self._linears: PeerLinears = PeerLinears(self._gpu)
         self._attention = Attention(self._gpu)
         self._row_sampler = RowSampler(self._gpu)
         self._cpu = CpuTable(None, threads=1)
@@ -59,6 +60,10 @@ class CudaTable(
     def host_experts(self, cpu: CpuTable) -> CudaHostExperts:
         """Experts in the host's memory, which `cpu` computes for layers of this table."""
         return CudaHostExperts(self._gpu, cpu)
+
+    def peer_sums(self, rank: int, buffers: PeerBuffers) -> PeerSums:
+        """Sums of this GPU, that of `rank`, with others through their buffers."""
+        return PeerSums(self._gpu, self._linears, rank, buffers)
 
     def activations(self, rows: int, columns: int) -> Tensor:
         return self._gpu.empty(rows, columns, dtype=torch.float16)

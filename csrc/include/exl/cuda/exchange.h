@@ -1,0 +1,121 @@
+// Sums over the GPUs of one host ("ranks"), through memory that all of them can access.
+//
+// Every rank has a buffer of EXL_CUDA_STAGES stages, each [ranks][m][k] float32. Slot r of a stage
+// has the partial sums of rank r. A rank writes its partial sums to its slot in the buffers of all
+// ranks (exl_cuda_quant_linear_sent or exl_cuda_exchange_send). Then it reads the slots of
+// all ranks in its own buffer, and adds them in the order of the ranks (exl_cuda_prepare_sums
+// or exl_cuda_exchange_settle). So all ranks have the same bits.
+//
+// There are no flags. A value that has not arrived has the bits EXL_CUDA_UNSENT, a NaN that no
+// arithmetic instruction produces. Readers load values until none has these bits. A partial sum that
+// has them is sent as another NaN.
+//
+// The exchanges of a pass take the stages in turn. exl_cuda_prepare_sums, whose blocks read the same
+// parts, empties the stage before the one that it reads: all kernels of this rank have read it.
+// exl_cuda_exchange_settle also empties the stage that it reads. This is safe with three stages: a
+// rank sends exchange i + 2 after it has read exchange i + 1. The other ranks sent that one after they
+// had read exchange i, and emptied the stage of exchange i - 1, which is the stage of exchange i + 2.
+//
+// A pass begins with the exchange of the embedding, which has a stage of its own, and ends with a sum
+// that exl_cuda_exchange_settle reads, so that all stages are empty. A rank sends its part of the
+// embedding after it has completed the pass before. So each pass may start with the first stage and
+// have other sizes, and nothing else synchronizes the ranks. Tokens and logits have areas of their own,
+// which their readers empty.
+//
+// At first every rank empties its whole buffer (exl_cuda_exchange_empty), and all ranks wait for each
+// other. All ranks make the same calls in the same order.
+#pragma once
+
+#include "exl/cuda/linear.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define EXL_CUDA_STAGES 3
+#define EXL_CUDA_MAX_PEERS 7  // ranks besides the own one
+#define EXL_CUDA_UNSENT 0xffffffffu
+#define EXL_CUDA_SHARED_HANDLE_BYTES 64
+
+// Sums to read: x + slot 0 + slot 1 + ..., for x [m, k] float32.
+typedef struct {
+    float* parts;    // stage of the own buffer, [ranks][m][k]
+    float* spent;    // the stage before it, which is emptied
+    float* sum;      // [m, k]: receives the sums
+    int32_t* ended;  // in page-locked memory of the host: other than 0: readers do not wait
+    int32_t ranks;   // 0: nothing to read
+    // A reader that has waited so long sets *ended, and its sums are void. 0: no limit.
+    int32_t timeout_ms;
+} ExlPartialSums;
+
+// Copies of partial sums in the buffers of other ranks.
+typedef struct {
+    float* to[EXL_CUDA_MAX_PEERS];
+    int32_t count;
+} ExlPartialCopies;
+
+// The tokens of a pass, which rank 0 sends to the others.
+typedef struct {
+    int64_t* token_ids;                   // [m]; with `slot`, they are overwritten
+    int32_t* copies[EXL_CUDA_MAX_PEERS];  // rank 0: the slots of the other ranks
+    int32_t num_copies;
+    int32_t m;
+    int32_t* slot;  // other ranks: [m], tokens of rank 0, which are awaited; null: do not wait
+    int64_t first;  // tokens whose vectors this rank has: first to last - 1
+    int64_t last;
+    int64_t* own_ids;  // [m]: token - first, or 0 for tokens of other ranks
+    int32_t* is_own;   // [m]: 1 or 0
+    int32_t* ended;    // as in ExlPartialSums
+    int32_t timeout_ms;
+} ExlTokens;
+
+// Empties `bytes` bytes.
+EXL_CUDA_API int exl_cuda_exchange_empty(void* memory, int64_t bytes, void* stream);
+
+EXL_CUDA_API int exl_cuda_exchange_tokens(const ExlTokens* args, void* stream);
+
+// Writes part [m, k] to `to` and to all copies, whose rows are `stride` elements apart. Rows whose
+// `is_own` is 0 are sent as zeros; it may be null.
+EXL_CUDA_API int exl_cuda_exchange_send(
+    const float* part, int64_t part_stride, const int32_t* is_own, int32_t m, int32_t k, float* to,
+    const ExlPartialCopies* copies, int64_t stride, void* stream
+);
+
+// Moves columns first .. last - 1 of values that other ranks send to `area` [m, area_stride] to `out`
+// [m, out_stride], and empties them. `first` and `area_stride` are multiples of 4.
+EXL_CUDA_API int exl_cuda_exchange_gather(
+    float* area, int64_t area_stride, int32_t m, int32_t first, int32_t last, float* out,
+    int64_t out_stride, const ExlPartialSums* waiting, void* stream
+);
+
+// sums->sum = x + the parts of all ranks; without x if it is null. `sum` may be x. k is a multiple of
+// 4. Rows of x are x_stride elements apart.
+EXL_CUDA_API int exl_cuda_exchange_settle(
+    const ExlPartialSums* sums, const float* x, int64_t x_stride, int32_t m, int32_t k, void* stream
+);
+
+// exl_cuda_prepare for x plus the parts of all ranks, which is also stored in sums->sum. x is float32
+// and another tensor than sums->sum, and there is a norm. Rows of x are multiples of 32 bytes and
+// start at multiples of 16.
+EXL_CUDA_API int exl_cuda_prepare_sums(
+    const ExlPrepare* args, const ExlPartialSums* sums, void* stream
+);
+
+// exl_cuda_quant_linear with the store epilogue and a float32 y of partial sums. They are also sent
+// to the same elements of the copies, whose rows are as far apart as those of y. m is at most
+// EXL_CUDA_CHUNK_ROWS, and the mode is not the batch-invariant one.
+EXL_CUDA_API int exl_cuda_quant_linear_sent(
+    const ExlQuantLinear* args, const ExlPartialCopies* copies, void* stream
+);
+
+// Memory of the current device that other processes can open, the only device memory that the library
+// allocates. These functions may synchronize the device.
+EXL_CUDA_API int exl_cuda_shared_new(int64_t bytes, void** memory, void* handle);
+EXL_CUDA_API int exl_cuda_shared_free(void* memory);
+// Maps memory of another process, on any device of this host, for kernels of the current device.
+EXL_CUDA_API int exl_cuda_shared_open(const void* handle, void** memory);
+EXL_CUDA_API int exl_cuda_shared_close(void* memory);
+
+#ifdef __cplusplus
+}
+#endif

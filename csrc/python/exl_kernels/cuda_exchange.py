@@ -1,0 +1,40 @@
+"""ctypes structs of `exl/cuda/exchange.h`: sums over the GPUs of one host."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_int32, c_int64, c_void_p
+
+MAX_PEERS = 7  # EXL_CUDA_MAX_PEERS
+STAGES = 3  # EXL_CUDA_STAGES
+HANDLE_BYTES = 64  # EXL_CUDA_SHARED_HANDLE_BYTES
+
+
+class PartialSums(Structure):
+    _fields_ = (
+        ("parts", c_void_p),
+        ("spent", c_void_p),
+        ("sum", c_void_p),
+        ("ended", c_void_p),
+        ("ranks", c_int32),
+        ("timeout_ms", c_int32),
+    )
+
+
+class PartialCopies(Structure):
+    _fields_ = (("to", c_void_p * MAX_PEERS), ("count", c_int32))
+
+
+class Tokens(Structure):
+    _fields_ = (
+        ("token_ids", c_void_p),
+        ("copies", c_void_p * MAX_PEERS),
+        ("num_copies", c_int32),
+        ("m", c_int32),
+        ("slot", c_void_p),
+        ("first", c_int64),
+        ("last", c_int64),
+        ("own_ids", c_void_p),
+        ("is_own", c_void_p),
+        ("ended", c_void_p),
+        ("timeout_ms", c_int32),
+    )

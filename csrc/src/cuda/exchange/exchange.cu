@@ -1,0 +1,223 @@
+// Sums over the GPUs of one host without a linear before or after them, and their memory.
+//
+// Contract   exl/cuda/exchange.h.
+// Used for   Products of kernels that cannot send their sums, and sums whose reader is not
+//            exl_cuda_prepare.
+// Mapping    Four values per thread. A block has a part of one row.
+// Floor      A launch and the latency of a store to another GPU; with many rows, their bytes at the
+//            bandwidth of the link.
+#include "cuda/exchange/partial_sums.cuh"
+
+namespace exl::cuda {
+
+namespace {
+
+constexpr int kThreads = 256;
+
+__device__ __forceinline__ uint4 unsent() {
+    constexpr uint32_t kUnsent = EXL_CUDA_UNSENT;
+    return make_uint4(kUnsent, kUnsent, kUnsent, kUnsent);
+}
+
+__global__ void __launch_bounds__(kThreads) tokens_kernel(const ExlTokens args) {
+    let_next_begin();
+    wait_for_inputs();
+    const int row = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+    if (row >= args.m) return;
+    int64_t token = args.token_ids[row];
+    for (int i = 0; i < args.num_copies; ++i) {
+        store_part(args.copies[i] + row, static_cast<uint32_t>(token));
+    }
+    if (args.slot != nullptr) {
+        uint32_t spins = 0, bits;
+        uint64_t since = 0;
+        do {
+            bits = load_part(args.slot + row);
+        } while (bits == EXL_CUDA_UNSENT && !gives_up(args.ended, args.timeout_ms, ++spins, since));
+        store_part(args.slot + row, EXL_CUDA_UNSENT);
+        token = bits;
+        args.token_ids[row] = token;
+    }
+    const bool is_own = token >= args.first && token < args.last;
+    args.own_ids[row] = is_own ? token - args.first : 0;
+    args.is_own[row] = is_own;
+}
+
+__global__ void __launch_bounds__(kThreads) send_kernel(
+    const float* part, int64_t part_stride, const int32_t* is_own, int k, float* to,
+    const ExlPartialCopies copies, int64_t stride
+) {
+    let_next_begin();
+    wait_for_inputs();
+    const int i = 4 * static_cast<int>(blockIdx.y * kThreads + threadIdx.x);
+    if (i >= k) return;
+    const int64_t row = blockIdx.x;
+    const bool is_zero = is_own != nullptr && is_own[row] == 0;
+    const float* from = part + row * part_stride + i;
+    uint32_t bits[4] = {};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        if (!is_zero && i + j < k) bits[j] = sent_bits(from[j]);
+    }
+    const uint4 quad = make_uint4(bits[0], bits[1], bits[2], bits[3]);
+    const int64_t offset = row * stride + i;
+    if (i + 4 <= k && stride % 4 == 0) {
+        for (int n = 0; n < copies.count; ++n) store_parts(copies.to[n] + offset, quad);
+        store_parts(to + offset, quad);
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        if (i + j >= k) continue;
+        for (int n = 0; n < copies.count; ++n) store_part(copies.to[n] + offset + j, bits[j]);
+        store_part(to + offset + j, bits[j]);
+    }
+}
+
+__global__ void __launch_bounds__(kThreads) settle_kernel(
+    const ExlPartialSums sums, const float* x, int64_t x_stride, int k
+) {
+    let_next_begin();
+    wait_for_inputs();
+    const int index = static_cast<int>(blockIdx.y * kThreads + threadIdx.x), i = 4 * index;
+    if (i >= k) return;
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * k;
+    const int64_t rank_stride = static_cast<int64_t>(gridDim.x) * k;
+    if (sums.spent != nullptr) {
+        empty_row(sums, rank_stride, row, k, index, static_cast<int>(gridDim.y * kThreads));
+    }
+    float values[1][4] = {};
+    if (x != nullptr) {
+        const float* from = x + blockIdx.x * x_stride + i;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) values[0][j] = from[j];
+    }
+    add_parts<1, 1>(sums, rank_stride, row, i, 0, k, values, true, nullptr);
+    for (int rank = 0; rank < sums.ranks; ++rank) {
+        store_parts(sums.parts + rank * rank_stride + row + i, unsent());
+    }
+    *reinterpret_cast<float4*>(sums.sum + row + i) =
+        make_float4(values[0][0], values[0][1], values[0][2], values[0][3]);
+}
+
+__global__ void __launch_bounds__(kThreads) gather_kernel(
+    float* area, int64_t area_stride, int first, int last, float* out, int64_t out_stride,
+    const ExlPartialSums waiting
+) {
+    let_next_begin();
+    wait_for_inputs();
+    const int column = first + 4 * static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+    if (column >= last) return;
+    float* const from = area + blockIdx.y * area_stride + column;
+    uint4 quad;
+    uint32_t spins = 0, latest;
+    uint64_t since = 0;
+    do {
+        quad = load_parts(from);
+        // Columns from `last` on are never sent.
+        if (column + 1 >= last) quad.y = 0;
+        if (column + 2 >= last) quad.z = 0;
+        if (column + 3 >= last) quad.w = 0;
+        latest = largest(quad);
+    } while (latest == EXL_CUDA_UNSENT &&
+             !gives_up(waiting.ended, waiting.timeout_ms, ++spins, since));
+    store_parts(from, unsent());
+    const uint32_t bits[4] = {quad.x, quad.y, quad.z, quad.w};
+    float* const to = out + blockIdx.y * out_stride + column;
+    if (out_stride % 4 == 0 && column + 4 <= last) {
+        *reinterpret_cast<uint4*>(to) = quad;
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        if (column + j < last) to[j] = __uint_as_float(bits[j]);
+    }
+}
+
+}  // namespace
+
+}  // namespace exl::cuda
+
+using namespace exl::cuda;
+
+extern "C" {
+
+int exl_cuda_exchange_empty(void* memory, int64_t bytes, void* stream) {
+    static_assert(EXL_CUDA_UNSENT == 0xffffffffu, "a byte pattern");
+    return cudaMemsetAsync(
+        memory, 0xff, static_cast<size_t>(bytes), static_cast<cudaStream_t>(stream)
+    );
+}
+
+int exl_cuda_exchange_tokens(const ExlTokens* args, void* stream) {
+    const bool fits =
+        args->m >= 0 && args->num_copies >= 0 && args->num_copies <= EXL_CUDA_MAX_PEERS;
+    if (!fits) return cudaErrorInvalidValue;
+    if (args->m == 0) return cudaSuccess;
+    const dim3 grid(static_cast<unsigned>(ceil_div(args->m, kThreads)));
+    return launch(tokens_kernel, grid, dim3(kThreads), 0, stream, *args);
+}
+
+int exl_cuda_exchange_send(
+    const float* part, int64_t part_stride, const int32_t* is_own, int32_t m, int32_t k, float* to,
+    const ExlPartialCopies* copies, int64_t stride, void* stream
+) {
+    const bool fits = m >= 0 && k >= 1 && copies->count >= 0 && copies->count <= EXL_CUDA_MAX_PEERS;
+    if (!fits) return cudaErrorInvalidValue;
+    if (m == 0) return cudaSuccess;
+    const dim3 grid(m, static_cast<unsigned>(ceil_div(k, 4 * kThreads)));
+    return launch(
+        send_kernel, grid, dim3(kThreads), 0, stream, part, part_stride, is_own, k, to, *copies,
+        stride
+    );
+}
+
+int exl_cuda_exchange_gather(
+    float* area, int64_t area_stride, int32_t m, int32_t first, int32_t last, float* out,
+    int64_t out_stride, const ExlPartialSums* waiting, void* stream
+) {
+    const bool fits = m >= 0 && first >= 0 && first % 4 == 0 && area_stride % 4 == 0;
+    if (!fits) return cudaErrorInvalidValue;
+    if (m == 0 || last <= first) return cudaSuccess;
+    const dim3 grid(static_cast<unsigned>(ceil_div(last - first, 4 * kThreads)), m);
+    return launch(
+        gather_kernel, grid, dim3(kThreads), 0, stream, area, area_stride, first, last, out,
+        out_stride, *waiting
+    );
+}
+
+int exl_cuda_exchange_settle(
+    const ExlPartialSums* sums, const float* x, int64_t x_stride, int32_t m, int32_t k, void* stream
+) {
+    const bool fits =
+        m >= 0 && k >= 4 && k % 4 == 0 && sums->ranks >= 1 && sums->ranks <= EXL_CUDA_MAX_PEERS + 1;
+    if (!fits) return cudaErrorInvalidValue;
+    if (m == 0) return cudaSuccess;
+    const dim3 grid(m, static_cast<unsigned>(ceil_div(k, 4 * kThreads)));
+    return launch(settle_kernel, grid, dim3(kThreads), 0, stream, *sums, x, x_stride, k);
+}
+
+int exl_cuda_shared_new(int64_t bytes, void** memory, void* handle) {
+    static_assert(sizeof(cudaIpcMemHandle_t) == EXL_CUDA_SHARED_HANDLE_BYTES, "a handle");
+    cudaError_t error = cudaMalloc(memory, static_cast<size_t>(bytes));
+    if (error == cudaSuccess) {
+        error = cudaIpcGetMemHandle(static_cast<cudaIpcMemHandle_t*>(handle), *memory);
+        if (error != cudaSuccess) cudaFree(*memory);
+    }
+    if (error != cudaSuccess) cudaGetLastError();  // clears it: the return value reports it
+    return error;
+}
+
+int exl_cuda_shared_free(void* memory) { return cudaFree(memory); }
+
+int exl_cuda_shared_open(const void* handle, void** memory) {
+    const cudaError_t error = cudaIpcOpenMemHandle(
+        memory, *static_cast<const cudaIpcMemHandle_t*>(handle), cudaIpcMemLazyEnablePeerAccess
+    );
+    if (error != cudaSuccess) cudaGetLastError();  // clears it: the return value reports it
+    return error;
+}
+
+int exl_cuda_shared_close(void* memory) { return cudaIpcCloseMemHandle(memory); }
+
+}  // extern "C"

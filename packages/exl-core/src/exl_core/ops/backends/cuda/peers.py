@@ -1,0 +1,348 @@
+"""Sums over the GPUs of one host through memory that all of them can access
+(`exl/cuda/exchange.h`).
+
+A sum has two halves. A product writes its partial sums into the memory of all ranks. The next op
+reads the parts of all ranks: usually the one that prepares the inputs of the next product, so that
+an exchange has no launch of its own. In between the sum is pending: its target is not written yet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from exl_core.ops.backends.cuda.library import Gpu
+from exl_core.ops.backends.cuda.matmul import CudaInputs, PendingRows
+from exl_core.ops.backends.cuda.peer_linears import PeerLinears, SentTo
+from exl_core.ops.checks import OpInputError
+from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, XIelu
+from exl_core.ops.linear import Inputs, PackedLinear
+from exl_kernels import cuda, cuda_exchange
+from exl_kernels.cuda_exchange import STAGES, PartialCopies, PartialSums, Tokens
+
+_VALUE_BYTES = 4
+
+
+class SharedMemory:
+    """Memory of one GPU that other processes open by `handle`, and theirs that this one opens."""
+
+    def __init__(self, device: torch.device, size_bytes: int) -> None:
+        """`CudaError` if the driver cannot share memory."""
+        self._device = device
+        self._library = cuda.load()
+        self._opened: list[int] = []
+        memory, handle = ctypes.c_void_p(), ctypes.create_string_buffer(cuda_exchange.HANDLE_BYTES)
+        with torch.cuda.device(device):
+            self._library.call("shared_new", size_bytes, ctypes.byref(memory), handle)
+        self.address: int = memory.value or 0
+        self.handle = handle.raw
+
+    def open(self, handle: bytes) -> int:
+        """The address of another process's memory. `CudaError` if it cannot be mapped."""
+        memory = ctypes.c_void_p()
+        with torch.cuda.device(self._device):
+            self._library.call("shared_open", handle, ctypes.byref(memory))
+        self._opened.append(memory.value or 0)
+        return self._opened[-1]
+
+    def close(self) -> None:
+        """Frees the memory, which no process may use any more. May be called again."""
+        opened, self._opened = self._opened, []
+        address, self.address = self.address, 0
+        with torch.cuda.device(self._device):
+            for one in opened:
+                self._library.call("shared_close", one)
+            if address:
+                self._library.call("shared_free", address)
+
+
+class _Pending(NamedTuple):
+    """A sum whose parts have been sent. `x`: states that it is added to; None: zeros."""
+
+    x: Tensor | None
+    target: Tensor  # [m, k], receives x plus the sum
+    stage: int
+
+
+class PeerBuffers(NamedTuple):
+    """Places in the buffers of all ranks, for states of `width` values and `vocab` tokens.
+
+    addresses  the start of each rank's buffer, in the address space of this process
+    """
+
+    addresses: tuple[int, ...]
+    rows: int
+    width: int
+    vocab: int
+
+    @property
+    def area_stride(self) -> int:
+        """Values from one row of logits to the next."""
+        return -(-self.vocab // 4) * 4
+
+    def sums_at(self, rank: int, stage: int, slot: int, rows: int) -> int:
+        """A slot [rows, width] in the buffer of `rank`. Stage `STAGES` is that of the embedding."""
+        ranks = len(self.addresses)
+        slots = stage * ranks * self.rows + slot * rows
+        return self.addresses[rank] + slots * self.width * _VALUE_BYTES
+
+    def tokens_at(self, rank: int) -> int:
+        return self.sums_at(rank, STAGES + 1, 0, 0)
+
+    def logits_at(self, rank: int) -> int:
+        return self.tokens_at(rank) + self.rows * _VALUE_BYTES
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of a buffer."""
+        logits = self.rows * self.area_stride * _VALUE_BYTES
+        return self.logits_at(0) - self.addresses[0] + logits
+
+
+class PeerSums:
+    """Sums of one rank with the others on the same host. All ranks make the same calls."""
+
+    def __init__(self, gpu: Gpu, linears: PeerLinears, rank: int, buffers: PeerBuffers) -> None:
+        """There are at most `cuda_exchange.MAX_PEERS` other ranks. Queues work that empties this
+        rank's buffer: the ranks wait for each other before the first exchange."""
+        self._gpu = gpu
+        self._linears = linears
+        self._rank = rank
+        self._buffers = buffers
+        self._others = [one for one in range(len(buffers.addresses)) if one != rank]
+        self._ended = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._shape: tuple[int, int] | None = None
+        self._count = 0
+        self._pending: _Pending | None = None
+        self._unread: int | None = None  # stage that a product has read, and nobody has emptied
+        self.timeout_ms = 0
+        """Longest wait for another rank; 0: until `abort`."""
+        self._gpu.call("exchange_empty", buffers.addresses[rank], buffers.size_bytes)
+
+    def begin(self, rows: int) -> None:
+        """Starts a pass over states [rows, width]. Its first exchange is `embed`."""
+        self._shape, self._count, self._pending = (rows, self._buffers.width), 0, None
+
+    def end(self) -> None:
+        """Ends the pass: `takes` is False until the next one."""
+        self.settle()
+        if self._unread is not None:
+            rows, width = self._active
+            size = len(self._buffers.addresses) * rows * width * _VALUE_BYTES
+            self._gpu.call("exchange_empty", self._stage_at(self._unread), size)
+            self._unread = None
+        self._shape = None
+
+    def cancel(self) -> None:
+        """Ends a pass that has failed. The exchanges of this rank and the others differ from then
+        on."""
+        self._shape = self._pending = self._unread = None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a pass has begun and not ended."""
+        return self._shape is not None
+
+    def takes(self, part: Tensor) -> bool:
+        """Whether sums of such tensors, float32 [m, k], are exchanged in this pass."""
+        return self._shape == part.shape and part.dtype is torch.float32
+
+    def abort(self) -> None:
+        """Ends all waits on the GPU. Their results are void. May be called on any thread."""
+        self._ended.fill_(1)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a wait has ended without an answer, or `abort` was called."""
+        return bool(self._ended)
+
+    def share_tokens(
+        self, token_ids: Tensor, own: range, *, spreads: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Numbers of this rank's tokens, those of `own`, among its vectors, int64 [m], and whether
+        each token is its own, int32 [m].
+
+        With `spreads` rank 0 sends its tokens to the others, which overwrite `token_ids` by them.
+        """
+        rows = len(token_ids)
+        ids, is_own = torch.empty_like(token_ids), self._gpu.empty(rows, dtype=torch.int32)
+        args = Tokens(
+            token_ids=token_ids.data_ptr(),
+            m=rows,
+            first=own.start,
+            last=own.stop,
+            own_ids=ids.data_ptr(),
+            is_own=is_own.data_ptr(),
+            ended=self._ended.data_ptr(),
+            timeout_ms=self.timeout_ms,
+        )
+        if spreads and self._rank == 0:
+            args.num_copies = len(self._others)
+            for i, rank in enumerate(self._others):
+                args.copies[i] = self._buffers.tokens_at(rank)
+        elif spreads:
+            args.slot = self._buffers.tokens_at(self._rank)
+        self._gpu.call("exchange_tokens", args)
+        return ids, is_own
+
+    def embed(self, part: Tensor, is_own: Tensor) -> Tensor:
+        """The sum of all ranks' vectors [m, width] of their own tokens."""
+        own, copies = self._slots(STAGES)
+        self._send(part, own, copies, is_own.data_ptr())
+        target = self._gpu.empty(*self._active)
+        self._pending = _Pending(None, target, STAGES)
+        self.settle()
+        return target
+
+    def multiply(self, x: Inputs, w: PackedLinear) -> bool:
+        """Sends x @ w. False if no kernel can: then the caller multiplies and calls `send`."""
+        rows, width = self._active
+        own_rows = x.rows if isinstance(x, CudaInputs) else cast(Tensor, x).shape[0]
+        if (own_rows, w.out_features) != (rows, width):
+            return False
+        if not self._linears.can_send(x, w, rows):
+            return False
+        own, copies = self._slots(self._count % STAGES)
+        to = SentTo(own, width, copies)
+        self._linears.multiply_sent(cast(Tensor | CudaInputs, x), w, to)
+        return True
+
+    def send(self, part: Tensor) -> None:
+        """Sends a partial sum [m, k]."""
+        own, copies = self._slots(self._count % STAGES)
+        self._send(part, own, copies, None)
+
+    def await_sum(self, x: Tensor | None, *, defers: bool) -> Tensor:
+        """x plus the sum of what all ranks have sent last; the sum alone without x.
+
+        With `defers` the result is written by the next op of this object, or by `settle`. Otherwise
+        it may overwrite x.
+        """
+        in_place = x is not None and not defers and x.is_contiguous()
+        target = x if in_place and x is not None else self._gpu.empty(*self._active)
+        self._pending = _Pending(x, target, self._count % STAGES)
+        self._count += 1
+        if not defers:
+            self.settle()
+        return target
+
+    def settle(self) -> None:
+        """Writes the pending sum, if there is one."""
+        if self._pending is None:
+            return
+        x, sums = self._pending.x, self._taken()
+        rows, width = self._active
+        source = (None, 0) if x is None else (x.data_ptr(), x.stride(0))
+        self._gpu.call("exchange_settle", sums, *source, rows, width)
+        self._unread = None
+
+    def norm_linear(
+        self, x: Tensor, norm: Norm, w: PackedLinear, out: Tensor | None
+    ) -> Tensor | None:
+        """norm(x) @ w for a pending x, which is written too; None if x is not pending, or if this
+        product cannot read it."""
+        if not self._reads(x, w, cuda.STORE):
+            return None
+        if out is None:
+            out = self._gpu.empty(x.shape[0], w.out_features)
+        self._linears.multiply_pending(self._rows(), w, out, norm, cuda.STORE)
+        return out
+
+    def norm_gated_linear(
+        self, x: Tensor, norm: Norm, w: PackedLinear, kind: GateKind, out: Inputs | None
+    ) -> Inputs | None:
+        """The same for gated products."""
+        if not self._reads(x, w, cuda.GATED) or not isinstance(out, Tensor | CudaInputs):
+            return None
+        gate = cuda.GATES[kind]
+        self._linears.multiply_pending(self._rows(), w, out, norm, cuda.GATED, gate=gate)
+        return out
+
+    def norm_activated_linear(
+        self, x: Tensor, norm: Norm, w: PackedLinear, kind: ActivationKind, out: Inputs | None
+    ) -> Inputs | None:
+        """The same for activated products."""
+        is_own = isinstance(out, Tensor | CudaInputs)
+        if isinstance(kind, XIelu) or not is_own or not self._reads(x, w, cuda.ACTIVATED):
+            return None
+        own, gate = cast(Tensor | CudaInputs, out), cuda.ACTIVATIONS[kind]
+        self._linears.multiply_pending(self._rows(), w, own, norm, cuda.ACTIVATED, gate=gate)
+        return out
+
+    def send_logits(self, x: Tensor, norm: Norm | None, w: PackedLinear, first: int) -> None:
+        """Sends norm(x) @ w to rank 0 as logits from column `first` on. Not on rank 0."""
+        stride = self._buffers.area_stride
+        offset = first * _VALUE_BYTES
+        own = self._buffers.logits_at(self._rank) + offset
+        copies = PartialCopies(count=1)
+        copies.to[0] = self._buffers.logits_at(0) + offset
+        if norm is not None and self._linears.can_send(x, w, x.shape[0]):
+            self._linears.multiply_sent(x, w, SentTo(own, stride, copies), norm)
+            return
+        part = self._gpu.empty(x.shape[0], w.out_features)
+        self._linears.multiply(x, w, part, norm=norm)
+        source = part.data_ptr(), part.stride(0), None, *part.shape
+        self._gpu.call("exchange_send", *source, own, copies, stride)
+
+    def gather_logits(self, logits: Tensor, first: int) -> None:
+        """Fills the columns of logits [n, vocab] from `first` on, which the others send. On rank
+        0."""
+        area, stride = self._buffers.logits_at(0), self._buffers.area_stride
+        rows, columns = logits.shape
+        to = logits.data_ptr(), logits.stride(0)
+        self._gpu.call("exchange_gather", area, stride, rows, first, columns, *to, self._waiting)
+
+    @property
+    def _active(self) -> tuple[int, int]:
+        if self._shape is None:
+            raise OpInputError("peer sums: outside of a pass")
+        return self._shape
+
+    @property
+    def _waiting(self) -> PartialSums:
+        """How kernels wait."""
+        return PartialSums(
+            ended=self._ended.data_ptr(),
+            ranks=len(self._buffers.addresses),
+            timeout_ms=self.timeout_ms,
+        )
+
+    def _send(self, part: Tensor, own: int, copies: PartialCopies, is_own: int | None) -> None:
+        source = part.data_ptr(), part.stride(0), is_own, *part.shape
+        self._gpu.call("exchange_send", *source, own, copies, part.shape[1])
+
+    def _reads(self, x: Tensor, w: PackedLinear, epilogue: int) -> bool:
+        pending = self._pending
+        if pending is None or pending.target is not x or pending.x is None:
+            return False
+        return self._linears.can_read_pending(w, self._active[0], epilogue)
+
+    def _rows(self) -> PendingRows:
+        assert self._pending is not None and self._pending.x is not None, "`_reads` has checked it"
+        x, self._unread = self._pending.x, self._pending.stage
+        return PendingRows(x, self._taken())
+
+    def _taken(self) -> PartialSums:
+        """Operands that read the pending sum, which is not pending from then on."""
+        assert self._pending is not None, "the callers have checked it"
+        (_, target, stage), self._pending = self._pending, None
+        sums = self._waiting
+        sums.parts, sums.sum = self._stage_at(stage), target.data_ptr()
+        if stage != STAGES:
+            sums.spent = self._stage_at((stage - 1) % STAGES)
+        return sums
+
+    def _stage_at(self, stage: int) -> int:
+        return self._buffers.sums_at(self._rank, stage, 0, self._active[0])
+
+    def _slots(self, stage: int) -> tuple[int, PartialCopies]:
+        """This rank's slots of a stage: in its own buffer, and in the others'."""
+        self.settle()
+        copies = PartialCopies(count=len(self._others))
+        rows, _ = self._active
+        for i, rank in enumerate(self._others):
+            copies.to[i] = self._buffers.sums_at(rank, stage, self._rank, rows)
+        return self._buffers.sums_at(self._rank, stage, self._rank, rows), copies

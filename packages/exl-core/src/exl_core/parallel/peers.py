@@ -1,0 +1,227 @@
+"""Exchange between the GPUs of one host through memory that all of them can access.
+
+Sums of the layers of small passes go through the ranks' buffers (`ops/backends/cuda/peers.py`), and
+everything else through another exchange of the same ranks, which also connects the buffers. Whether
+memory can be shared, and arrives as it was written, is tried at load, because drivers report access
+on some machines where zeros arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from exl_core.arch.spec import ModelConfig
+from exl_core.errors import RankError
+from exl_core.ops.table import OpTable
+from exl_core.parallel.exchange import Exchange
+from exl_core.parallel.plan import ExchangeKind, Rank
+
+if TYPE_CHECKING:
+    from exl_core.ops.backends.cuda.peers import PeerSums
+
+MAX_RANKS = 8
+MAX_ROWS = 64
+"""Most rows of a pass whose sums go through shared memory. With more, NCCL moves fewer bytes."""
+TRIAL_TIMEOUT_MS = 2000
+TRIALS = 4
+"""Sums at load: more than there are stages."""
+_MOST_BYTES = 200  # of what a rank tells the others
+
+
+class Link(NamedTuple):
+    """How the ranks exchange the sums of small passes, a clause for the user."""
+
+    is_shared: bool
+    reason: str
+
+    def __str__(self) -> str:
+        how = "their own memory" if self.is_shared else "NCCL"
+        return f"the GPUs exchange through {how}, because {self.reason}"
+
+
+class Memory(Protocol):
+    """Memory of this process that others open by `handle`."""
+
+    address: int
+    handle: bytes
+
+    def open(self, handle: bytes) -> int: ...
+    def close(self) -> None: ...
+
+
+class PeerExchange:
+    """Exchange with `peers` for the layers of small passes."""
+
+    def __init__(self, inner: Exchange, peers: PeerSums, memory: Memory) -> None:
+        self.rank: Rank = inner.rank
+        self.peers = peers
+        self._inner = inner
+        self._memory = memory
+
+    def sum(self, part: Tensor) -> Tensor:
+        return self._inner.sum(part)
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+        return self._inner.gather(part, widths)
+
+    def spread_(self, values: Tensor) -> Tensor:
+        return self._inner.spread_(values)
+
+    def abort(self) -> None:
+        """Ends all ops on this GPU that wait for another rank (`NcclExchange.abort`)."""
+        self.peers.abort()
+        abort: Callable[[], None] | None = getattr(self._inner, "abort", None)
+        if abort is not None:
+            abort()
+
+    @contextmanager
+    def passing(self, rows: int) -> Iterator[None]:
+        """Context of a pass over so many rows. RankError after `abort`."""
+        if self.peers.has_ended:
+            raise RankError("the other ranks of this model have ended")
+        if not 0 < rows <= MAX_ROWS:
+            yield
+            return
+        self.peers.begin(rows)
+        try:
+            yield
+            self.peers.end()
+        finally:
+            self.peers.cancel()
+
+
+def with_peers(
+    exchange: Exchange, ops: OpTable, config: ModelConfig, kind: ExchangeKind
+) -> tuple[Exchange, Link | None]:
+    """The exchange with shared memory in addition, where this is possible. All ranks call it.
+
+    `exchange` connects the ranks' GPUs. The link is None without GPUs.
+    """
+    if ops.device.type != "cuda" or exchange.rank.count == 1:
+        return exchange, None
+    from exl_core.ops.backends.cuda.peers import PeerBuffers, SharedMemory
+    from exl_core.ops.backends.cuda.table import CudaTable
+
+    assert isinstance(ops, CudaTable), "the table of a GPU"
+    if kind == "nccl":
+        return exchange, Link(False, "--exchange nccl asks for it")
+    table, device, rank, width = ops, ops.device, exchange.rank, config.hidden_size
+
+    def placed(addresses: Sequence[int]) -> PeerBuffers:
+        return PeerBuffers(tuple(addresses), MAX_ROWS, width, config.vocab_size)
+
+    def trial(addresses: Sequence[int]) -> tuple[PeerSums, str | None]:
+        peers = table.peer_sums(rank.index, placed(addresses))
+        return peers, tried(peers, exchange, width, device)
+
+    def make() -> SharedMemory:
+        return SharedMemory(device, placed([0] * rank.count).size_bytes)
+
+    return connected(exchange, make, trial, width, device)
+
+
+def connected(
+    exchange: Exchange,
+    make_memory: Callable[[], Memory],
+    trial: Callable[[Sequence[int]], tuple[PeerSums, str | None]],
+    width: int,
+    device: torch.device,
+) -> tuple[Exchange, Link]:
+    """The exchange with shared memory in addition, if all ranks can connect to it.
+
+    `make_memory` allocates this rank's buffer. `trial` gets the addresses of all buffers, and
+    returns their sums and what is wrong with them. A rank whose driver refuses says so to all
+    others: either all ranks use the memory or none does.
+    """
+    table = Agreement(exchange, device)
+    fault = _fault_of(exchange.rank.count, width)
+    memory: Memory | None = None
+    if fault is None:
+        try:
+            memory = make_memory()
+        except RuntimeError as error:  # of the driver
+            fault = f"memory cannot be shared ({error})"
+    handles = table.all_bytes(memory.handle if memory is not None else b"")
+    buffers: list[int] = []
+    if fault is None and memory is not None and all(handles):
+        try:
+            for index, handle in enumerate(handles):
+                is_own = index == exchange.rank.index
+                buffers.append(memory.address if is_own else memory.open(handle))
+        except RuntimeError as error:
+            fault = f"the memory of rank {len(buffers)} cannot be opened ({error})"
+    reason = table.first_fault(fault)
+    if reason is None:
+        peers, fault = trial(buffers)
+        reason = table.first_fault(fault)
+        if reason is None and memory is not None:
+            link = Link(True, "every rank can read what the others write there")
+            return PeerExchange(exchange, peers, memory), link
+    if memory is not None:
+        with suppress(RuntimeError):
+            memory.close()
+    return exchange, Link(False, reason or "a rank has no memory")
+
+
+def _fault_of(ranks: int, width: int) -> str | None:
+    if ranks > MAX_RANKS:
+        return f"{ranks} ranks are more than {MAX_RANKS}"
+    if width % 4:
+        return f"states of {width} values are no multiple of 4"
+    return None
+
+
+def tried(peers: PeerSums, exchange: Exchange, width: int, device: torch.device) -> str | None:
+    """Exchanges random sums the way that passes do. What is wrong with them; None if they are
+    right."""
+    count, own = exchange.rank.count, exchange.rank.index
+    generator = torch.Generator().manual_seed(count)
+    peers.timeout_ms = TRIAL_TIMEOUT_MS
+    peers.begin(MAX_ROWS)
+    exchange.sum(torch.zeros(1, device=device))
+    is_right = True
+    for _ in range(TRIALS):
+        parts = torch.randn(count, MAX_ROWS, width, generator=generator)
+        peers.send(parts[own].to(device))
+        found = peers.await_sum(None, defers=False).cpu()
+        expected = torch.zeros(MAX_ROWS, width)
+        for part in parts:
+            expected += part
+        is_right &= torch.equal(found, expected)
+    peers.cancel()
+    peers.timeout_ms = 0
+    if peers.has_ended:
+        return f"nothing has arrived for {TRIAL_TIMEOUT_MS / 1000:g} s"
+    return None if is_right else "sums have arrived with other values than were sent"
+
+
+class Agreement:
+    """Bytes that every rank tells all others while they connect, as float32 sums on a device."""
+
+    def __init__(self, exchange: Exchange, device: torch.device) -> None:
+        self._exchange = exchange
+        self._device = device
+
+    def all_bytes(self, own: bytes) -> list[bytes]:
+        """The bytes of all ranks, at most `_MOST_BYTES` of each."""
+        rank = self._exchange.rank
+        rows = torch.zeros(rank.count, 1 + _MOST_BYTES)
+        held = list(own[:_MOST_BYTES])
+        rows[rank.index, : 1 + len(held)] = torch.tensor([len(held), *held]).float()
+        found = self._exchange.sum(rows.to(self._device)).cpu().int().tolist()
+        return [bytes(values[:length]) for length, *values in found]
+
+    def first_fault(self, own: str | None) -> str | None:
+        """The fault of the first rank that has one, with its number."""
+        faults = self.all_bytes((own or "").encode())
+        texts = (
+            f"on rank {index} {fault.decode('utf-8', 'replace')}"
+            for index, fault in enumerate(faults)
+            if fault
+        )
+        return next(texts, None)

@@ -1,0 +1,219 @@
+"""Connection of the ranks' memory, with memory and sums that need no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_core.errors import RankError, RequestError
+from exl_core.ops.open import get_table
+from exl_core.parallel.exchange import Exchange
+from exl_core.parallel.peers import (
+    MAX_RANKS,
+    MAX_ROWS,
+    TRIALS,
+    Agreement,
+    Link,
+    PeerExchange,
+    connected,
+    tried,
+    with_peers,
+)
+from exl_core.parallel.plan import parse_exchange
+from exl_core.session.load import load_model
+from support.thread_ranks import ThreadExchange, on_ranks
+
+WIDTH = 64
+CPU = torch.device("cpu")
+
+
+class FakeMemory:
+    """Memory whose handle names it: address 100 + rank."""
+
+    def __init__(self, rank: int, *, refuses: bool = False) -> None:
+        self.address = 100 + rank
+        self.handle = b"\0handle " + bytes([rank])
+        self.opened: list[bytes] = []
+        self.is_closed = False
+        self._refuses = refuses
+
+    def open(self, handle: bytes) -> int:
+        if self._refuses:
+            raise RuntimeError("peer access is not supported")
+        self.opened.append(handle)
+        return 100 + handle[-1]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass
+class FakeSums:
+    """Sums of `exchange`, and changes to them."""
+
+    exchange: Exchange
+    is_wrong: bool = False
+    has_ended: bool = False
+    timeout_ms: int = 0
+    part: Tensor | None = None
+    shape: int | None = None
+    was_aborted: bool = False
+    num_ended: int = 0
+
+    def begin(self, rows: int) -> None:
+        self.shape = rows
+
+    def end(self) -> None:
+        self.num_ended += 1
+
+    def cancel(self) -> None:
+        self.shape = None
+
+    def send(self, part: Tensor) -> None:
+        self.part = part
+
+    def await_sum(self, x: Tensor | None, *, defers: bool) -> Tensor:
+        assert x is None
+        assert not defers
+        assert self.part is not None
+        total = self.exchange.sum(self.part)
+        return total + 1 if self.is_wrong else total
+
+    def abort(self) -> None:
+        self.was_aborted = self.has_ended = True
+
+
+def connect(
+    exchange: ThreadExchange, memory: FakeMemory | None, width: int = WIDTH, **changes: Any
+) -> tuple[Exchange, Link, Sequence[int]]:
+    """One rank's part. None: its driver shares no memory."""
+    seen: list[int] = []
+
+    def make() -> FakeMemory:
+        if memory is None:
+            raise RuntimeError("exl_cuda_shared_new: not supported")
+        return memory
+
+    def trial(buffers: Sequence[int]) -> tuple[Any, str | None]:
+        seen.extend(buffers)
+        sums: Any = FakeSums(exchange, **changes)
+        return sums, tried(sums, exchange, width, CPU)
+
+    found, link = connected(exchange, make, trial, width, CPU)
+    return found, link, seen
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_rank_opens_the_memory_of_all_others(count: int) -> None:
+    def work(exchange: ThreadExchange) -> FakeMemory:
+        memory = FakeMemory(exchange.rank.index)
+        found, link, buffers = connect(exchange, memory)
+        assert isinstance(found, PeerExchange)
+        assert link.is_shared
+        assert "their own memory" in str(link)
+        assert buffers == [100 + rank for rank in range(count)]
+        return memory
+
+    for rank, memory in enumerate(on_ranks(count, work)):
+        assert len(memory.opened) == count - 1
+        assert memory.handle not in memory.opened
+        assert not memory.is_closed, rank
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("memory", "on rank 1 memory cannot be shared (exl_cuda_shared_new: not supported)"),
+        ("open", "on rank 1 the memory of rank 0 cannot be opened (peer access is not supported)"),
+        ("values", "on rank 1 sums have arrived with other values than were sent"),
+        ("time", "on rank 1 nothing has arrived for 2 s"),
+    ],
+)
+def test_a_fault_of_one_rank_makes_all_of_them_take_nccl(fault: str, expected: str) -> None:
+    def work(exchange: ThreadExchange) -> None:
+        is_faulty = exchange.rank.index == 1
+        memory = FakeMemory(exchange.rank.index, refuses=is_faulty and fault == "open")
+        found, link, _ = connect(
+            exchange,
+            None if is_faulty and fault == "memory" else memory,
+            is_wrong=is_faulty and fault == "values",
+            has_ended=is_faulty and fault == "time",
+        )
+        assert found is exchange
+        assert link == Link(False, expected)
+        assert str(link) == f"the GPUs exchange through NCCL, because {expected}"
+        assert memory.is_closed or (is_faulty and fault == "memory")
+
+    on_ranks(2, work)
+
+
+def test_states_that_are_no_whole_vectors_take_nccl() -> None:
+    def work(exchange: ThreadExchange) -> Link:
+        return connect(exchange, FakeMemory(exchange.rank.index), width=66)[1]
+
+    first, second = on_ranks(2, work)
+    assert first == second == Link(False, "on rank 0 states of 66 values are no multiple of 4")
+
+
+def test_more_ranks_than_kernels_take_use_nccl() -> None:
+    def work(exchange: ThreadExchange) -> Link:
+        return connect(exchange, FakeMemory(exchange.rank.index))[1]
+
+    links = on_ranks(MAX_RANKS + 1, work)
+    assert set(links) == {Link(False, "on rank 0 9 ranks are more than 8")}
+
+
+def test_ranks_tell_each_other_bytes() -> None:
+    def work(exchange: ThreadExchange) -> list[bytes]:
+        own = bytes(range(256))[exchange.rank.index * 100 :]
+        return Agreement(exchange, CPU).all_bytes(own)
+
+    every = bytes(range(256))
+    assert on_ranks(2, work) == [[every[:200], every[100:]]] * 2
+
+
+def test_only_small_passes_go_through_shared_memory() -> None:
+    def work(exchange: ThreadExchange) -> None:
+        sums: Any = FakeSums(exchange)
+        found = PeerExchange(exchange, sums, FakeMemory(0))
+        for rows, shape in ((1, 1), (MAX_ROWS, MAX_ROWS), (MAX_ROWS + 1, None)):
+            with found.passing(rows):
+                assert sums.shape == shape
+            assert sums.shape is None
+        assert sums.num_ended == 2
+        with pytest.raises(ValueError, match="in a pass"), found.passing(1):
+            raise ValueError("in a pass")
+        assert sums.num_ended == 2
+        assert sums.shape is None
+        found.abort()
+        assert sums.was_aborted
+        with pytest.raises(RankError, match="have ended"), found.passing(1):
+            pass
+
+    on_ranks(2, work)
+
+
+def test_ranks_of_the_cpu_have_no_link() -> None:
+    def work(exchange: ThreadExchange) -> None:
+        table = get_table("cpu", threads=1)
+        config: Any = None  # of no concern there
+        assert with_peers(exchange, table, config, "auto") == (exchange, None)
+
+    on_ranks(2, work)
+
+
+def test_a_trial_takes_all_stages() -> None:
+    assert TRIALS > 3
+
+
+def test_the_kind_of_exchange_is_checked_before_anything_is_read() -> None:
+    assert [parse_exchange(one) for one in ("auto", "nccl")] == ["auto", "nccl"]
+    with pytest.raises(RequestError, match=r"no such exchange .*expected auto or nccl, got mpi"):
+        parse_exchange("mpi")
+    with pytest.raises(RequestError, match="no such exchange"):
+        load_model("no-model", exchange="mpi")  # type: ignore[arg-type]

@@ -1,0 +1,308 @@
+"""Sums through the ranks' own memory: several ranks take turns on one GPU, and two on two GPUs.
+
+On one GPU every rank sends before any rank reads, so that nobody waits. The results have the bits
+of products, sums in the order of the ranks, and norms that are computed one after the other.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_core.ops.backends.cuda.matmul import CudaInputs
+from exl_core.ops.backends.cuda.peers import PeerBuffers, SharedMemory, _Pending
+from exl_core.ops.backends.cuda.table import CudaTable
+from exl_core.ops.elementwise import LayerNorm, Norm, RmsNorm
+from exl_core.ops.linear import PackedLinear
+from exl_core.ops.open import get_table
+from exl_core.ops.weights import DenseColumns, DenseLayout, GroupedColumns, GroupedLayout, GroupRun
+from exl_core.parallel.peers import MAX_RANKS, MAX_ROWS
+from exl_kernels import cuda
+from exl_kernels.cuda_exchange import HANDLE_BYTES, MAX_PEERS, STAGES
+
+pytestmark = pytest.mark.cuda
+
+ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 64)
+ROUNDS = 7  # more than twice the number of stages
+UNSENT = -1  # EXL_CUDA_UNSENT as int32
+
+
+@pytest.fixture(scope="module")
+def ops() -> CudaTable:
+    table = get_table("cuda", threads=1)
+    assert isinstance(table, CudaTable)
+    return table
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> torch.Generator:
+    return torch.Generator().manual_seed(sum(request.node.nodeid.encode()))
+
+
+def matrix(ops: CudaTable, n: int, k: int, seed: int) -> PackedLinear:
+    """Random matrix of two bit widths with a random permutation."""
+    rng = torch.Generator().manual_seed(seed)
+    runs = (GroupRun(5, 1, 128), GroupRun(4, k // 128 - 1, 128))
+    features = torch.randperm(k, generator=rng).int()
+    w = ops.new_linear(GroupedLayout(n, k, runs, features, torch.float16, "middle", False))
+    codes = torch.randint(0, 16, (k, n), generator=rng, dtype=torch.uint8)
+    scales = (torch.rand(k // 128, n, generator=rng) * 0.3 / k**0.5).half()
+    columns = GroupedColumns("bytes", codes, scales=scales, offsets=None, bias=None)
+    ops.fill_linear(w, 0, columns)
+    return w
+
+
+class Ranks:
+    """The ranks of one GPU, with a buffer each."""
+
+    def __init__(self, ops: CudaTable, number: int, width: int, vocab: int = 1) -> None:
+        size = PeerBuffers((0,) * number, MAX_ROWS, width, vocab).size_bytes
+        self.buffers = [
+            torch.zeros(size // 4, dtype=torch.int32, device="cuda") for _ in range(number)
+        ]
+        addresses = tuple(one.data_ptr() for one in self.buffers)
+        places = PeerBuffers(addresses, MAX_ROWS, width, vocab)
+        self.all = [ops.peer_sums(rank, places) for rank in range(number)]
+
+    def begin(self, rows: int) -> None:
+        for one in self.all:
+            one.begin(rows)
+
+    def end(self) -> None:
+        """Ends a pass, which leaves all buffers empty."""
+        for one in self.all:
+            one.end()
+        assert all(bool((one == UNSENT).all()) for one in self.buffers)
+
+
+def in_order(x: Tensor | None, parts: list[Tensor]) -> Tensor:
+    total = torch.zeros_like(parts[0]) if x is None else x.clone()
+    for part in parts:
+        total += part
+    return total
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("number", [1, 2, 3, 8])
+def test_sums_are_formed_in_the_order_of_the_ranks(
+    ops: CudaTable, rng: torch.Generator, number: int, rows: int
+) -> None:
+    width = 32 * (rows % 5 + 1) + 4
+    ranks = Ranks(ops, number, width)
+    ranks.begin(rows)
+    for round_ in range(ROUNDS):
+        parts = [torch.randn(rows, width, generator=rng).cuda() * 1e3 for _ in range(number)]
+        x = torch.randn(rows, width, generator=rng).cuda() if round_ % 2 else None
+        for rank, one in enumerate(ranks.all):
+            one.send(parts[rank])
+        expected = in_order(x, parts)
+        for one in ranks.all:
+            own = None if x is None else x.clone()
+            assert torch.equal(one.await_sum(own, defers=False), expected)
+    ranks.end()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("width", [128, 1024, 4096])
+def test_products_send_their_sums_and_the_next_product_reads_them(
+    ops: CudaTable, rng: torch.Generator, *, number: int, rows: int, width: int
+) -> None:
+    """A deferred sum, alternating between norms and epilogues."""
+    ranks = Ranks(ops, number, width)
+    rows_in = [matrix(ops, width, 256, seed) for seed in range(number)]
+    plain, pair = matrix(ops, 96, width, 50), [matrix(ops, 128, width, seed) for seed in (51, 52)]
+    joined = ops.join(pair)
+    weight, bias = torch.rand(width, device="cuda") + 0.5, torch.randn(width, device="cuda")
+    norms: list[Norm] = [RmsNorm(weight, 1e-5), LayerNorm(weight, bias, 1e-5)]
+    x = torch.randn(rows, width, generator=rng).cuda()
+    ranks.begin(rows)
+    for round_ in range(ROUNDS):
+        norm = norms[round_ % 2]
+        inputs = [torch.randn(rows, 256, generator=rng).half().cuda() for _ in range(number)]
+        expected = in_order(x, [ops.linear(h, w) for h, w in zip(inputs, rows_in, strict=True)])
+        for one, h, w in zip(ranks.all, inputs, rows_in, strict=True):
+            prepared = ops.inputs_for(w, h) if round_ % 2 else h
+            if isinstance(prepared, CudaInputs):
+                ops._linears.prepare_for(prepared, h)
+            assert one.multiply(prepared, w)
+        targets = [one.await_sum(x, defers=True) for one in ranks.all]
+        for one, target in zip(ranks.all, targets, strict=True):
+            if round_ % 3 == 0:
+                found = one.norm_linear(target, norm, plain, None)
+                assert found is not None
+                assert torch.equal(found, ops.norm_linear(expected, norm, plain))
+            elif round_ % 3 == 1:
+                out, same = ops.activations(rows, 128), ops.activations(rows, 128)
+                assert one.norm_gated_linear(target, norm, joined, "silu", out) is out
+                ops.norm_gated_linear(expected, norm, joined, "silu", same)
+                assert torch.equal(out, same)
+            else:
+                out, same = ops.activations(rows, 96), ops.activations(rows, 96)
+                assert one.norm_activated_linear(target, norm, plain, "relu2", out) is out
+                ops.norm_activated_linear(expected, norm, plain, "relu2", same)
+                assert torch.equal(out, same)
+            assert torch.equal(target, expected)
+        x = targets[0]
+    assert x.isfinite().all()
+    ranks.end()
+
+
+def test_sums_that_a_product_has_read_are_emptied_by_the_next_reader(ops: CudaTable) -> None:
+    rows, width = 5, 256
+    norm, w = RmsNorm(torch.ones(width, device="cuda"), 1e-5), matrix(ops, 64, width, 1)
+    ranks = Ranks(ops, 2, width)
+    x = torch.zeros(rows, width, device="cuda")
+    size = 2 * rows * width
+    for length in (1, 2, 3, 5):
+        ranks.begin(rows)
+        for number in range(length):
+            for one in ranks.all:
+                one.send(torch.ones(rows, width, device="cuda"))
+            for one in ranks.all:
+                one.norm_linear(one.await_sum(x, defers=True), norm, w, None)
+            for buffer in ranks.buffers:
+                starts = [stage * 2 * MAX_ROWS * width for stage in range(STAGES)]
+                is_empty = [bool((buffer[at : at + size] == UNSENT).all()) for at in starts]
+                assert is_empty == [stage != number % STAGES for stage in range(STAGES)]
+        ranks.end()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_embeddings_and_logits_are_shared(
+    ops: CudaTable, rng: torch.Generator, number: int, rows: int
+) -> None:
+    """In passes of other sizes, one after the other. No unit divides the vocabulary."""
+    width, vocab = 256, 331
+    ranks = Ranks(ops, number, width, vocab)
+    starts = [0, *(vocab * rank // number // 32 * 32 for rank in range(1, number)), vocab]
+    shares = [range(*ends) for ends in pairwise(starts)]
+    table = torch.randn(vocab, width, generator=rng).cuda()
+    norm = RmsNorm(torch.rand(width, device="cuda") + 0.5, 1e-5)
+    heads = [matrix(ops, len(own), width, own.start) for own in shares]
+    for size, spreads in ((rows, True), (max(1, rows // 2), False), (rows, True)):
+        ids = torch.randint(0, vocab, (size,), generator=rng).cuda()
+        given = [ids if rank == 0 or not spreads else ids * 0 for rank in range(number)]
+        ranks.begin(size)
+        parts = []
+        for one, own, token_ids in zip(ranks.all, shares, given, strict=True):
+            numbers, is_own = one.share_tokens(token_ids, own, spreads=spreads)
+            assert torch.equal(token_ids, ids)
+            parts.append((one, table[own.start : own.stop][numbers], is_own))
+        for one, part, is_own in parts:  # one after the other, as nobody may wait here
+            one._send(part, *one._slots(STAGES), is_own.data_ptr())
+        x = table[ids]
+        for one in ranks.all:
+            target = torch.empty_like(x)
+            one._pending = _Pending(None, target, STAGES)
+            one.settle()
+            assert torch.equal(target, x)
+        for one, head, own in list(zip(ranks.all, heads, shares, strict=True))[1:]:
+            one.send_logits(x, norm, head, own.start)
+        logits = torch.full((size, vocab), torch.nan, device="cuda")
+        logits[:, : shares[0].stop] = ops.norm_linear(x, norm, heads[0])
+        ranks.all[0].gather_logits(logits, shares[0].stop)
+        whole = torch.cat([ops.norm_linear(x, norm, head) for head in heads], -1)
+        assert torch.equal(logits, whole)
+        for one, buffer in zip(ranks.all, ranks.buffers, strict=True):
+            one.end()
+            area = buffer[(one._buffers.logits_at(0) - one._buffers.addresses[0]) // 4 :]
+            rest = buffer if one is ranks.all[0] else buffer[: -len(area)]
+            assert bool((rest == UNSENT).all())
+
+
+def test_partial_sums_that_are_no_numbers_arrive(ops: CudaTable) -> None:
+    """One has the bits that stand for a value that has not arrived."""
+    part = torch.tensor([[UNSENT, 0, 0x7F800000, 0x7FC00000]], dtype=torch.int32, device="cuda")
+    ranks = Ranks(ops, 2, 4)
+    ranks.begin(1)
+    for one in ranks.all:
+        one.timeout_ms = 200
+        one.send(part.view(torch.float32))
+    for one in ranks.all:
+        found = one.await_sum(None, defers=False)
+        assert found.isnan().tolist() == [[True, False, False, True]]
+        assert found[0, 2].item() == torch.inf
+        assert not one.has_ended
+
+
+@pytest.mark.parametrize("defers", [False, True])
+def test_a_wait_ends_with_its_timeout_or_when_it_is_aborted(ops: CudaTable, defers: bool) -> None:
+    width = 256
+    norm, w = RmsNorm(torch.ones(width, device="cuda"), 1e-5), matrix(ops, 64, width, 1)
+    for is_aborted in (False, True):
+        ranks = Ranks(ops, 2, width)
+        ranks.begin(2)
+        first = ranks.all[0]
+        first.timeout_ms = 0 if is_aborted else 50
+        first.send(torch.ones(2, width, device="cuda"))
+        target = first.await_sum(torch.zeros(2, width, device="cuda"), defers=True)
+        if is_aborted:
+            first.abort()
+        if defers:
+            first.norm_linear(target, norm, w, None)
+        else:
+            first.settle()
+        torch.cuda.synchronize()
+        assert first.has_ended
+
+
+def test_matrices_without_codes_are_left_to_the_caller(ops: CudaTable) -> None:
+    ranks = Ranks(ops, 2, 64)
+    ranks.begin(3)
+    dense = ops.new_linear(DenseLayout(64, 32, torch.float16, has_bias=False))
+    ops.fill_linear(dense, 0, DenseColumns(torch.randn(64, 32).half(), None))
+    first = ranks.all[0]
+    assert not first.multiply(torch.randn(3, 32).half().cuda(), dense)
+    assert not first.multiply(torch.randn(3, 128).half().cuda(), matrix(ops, 32, 128, 1))
+    assert not first.takes(torch.zeros(4, 64))
+
+
+def test_replayed_graphs_exchange_anew(ops: CudaTable, rng: torch.Generator) -> None:
+    rows, width = 3, 256
+    ranks = Ranks(ops, 2, width)
+    parts = [torch.zeros(rows, width, device="cuda") for _ in range(2)]
+    x = torch.zeros(rows, width, device="cuda")
+
+    def run() -> Tensor:
+        ranks.begin(rows)
+        results: list[Tensor] = []
+        for _ in range(4):
+            for one, part in zip(ranks.all, parts, strict=True):
+                one.send(part)
+            results += [one.await_sum(x, defers=True) for one in ranks.all]
+            for one in ranks.all:
+                one.settle()
+        for one in ranks.all:
+            one.end()
+        return torch.stack(results)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for _ in range(3):
+        for value in (*parts, x):
+            value.copy_(torch.randn(rows, width, generator=rng))
+        graph.replay()
+        assert all(torch.equal(one, in_order(x, parts)) for one in found)
+
+
+def test_memory_of_this_process_cannot_be_opened_twice_and_is_freed() -> None:
+    memory = SharedMemory(torch.device("cuda", 0), 1 << 20)
+    assert memory.address % 256 == 0
+    assert len(memory.handle) == HANDLE_BYTES
+    with pytest.raises(cuda.CudaError, match="shared_open"):
+        memory.open(memory.handle)
+    memory.close()
+    memory.close()
+
+
+def test_exchanges_have_as_many_rows_and_ranks_as_kernels_take() -> None:
+    assert MAX_ROWS == cuda.CHUNK_ROWS
+    assert MAX_RANKS == MAX_PEERS + 1
