@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -57,6 +58,7 @@ from exl_core.session.weights import Loading
 from exl_core.settings import Launched, Settings, read_settings
 from exl_core.tokenizer.base import Tokenizer
 
+_LOG = logging.getLogger("exl.load")
 DEFAULT_CTX_LIMIT = 8192
 """Longest default context. The whole context of a 128k model would take gigabytes of cache."""
 
@@ -209,6 +211,7 @@ def load_model(
     headers show it, and `OutOfMemoryError` if the weights cannot fit.
     """
     started = time.perf_counter()
+    _LOG.debug("rank 0: begins")
     options = _checked_options(options, changes)
     split = parse_split(options.split)
     parse_experts_on(options.experts_on)
@@ -225,6 +228,7 @@ def load_model(
     with started_followers(files.path, config, device, others) as followers:
         checkpoint = checkpoint_of(files, config, options)
         ops = make_table(device) if opening is None else _started(opening, checkpoint)
+        _LOG.debug("rank 0: %s is open", ops.device)
         divided, ranks = _with_ranks(options, device, config, checkpoint)
         mtp = _mtp_of(files, config, divided, checkpoint) if options.mtp else None
         sizes = partial(_sizes, divided, config, checkpoint, mtp)
@@ -234,11 +238,13 @@ def load_model(
         if divided.tensor_parallel == 1:
             tables = _tables(plan, device, ops, make_table)
             weights, stages, last = loading.read(plan, tables, ops, options.held_bytes)
+            _LOG.debug("rank 0: weights are read")
             transformer = Transformer(config, weights, last, files.sample_ids, split=stages)
         else:
             fields_of_all = fields_of(divided, threads)  # the number of ranks may have been open
             rest = followers or start_followers(files.path, device, fields_of_all)
             transformer = load_leader(loading, checkpoint, ops, files, rest)
+        _LOG.debug("rank 0: is ready")
         return LoadedModel(
             name=files.name,
             path=files.path,
