@@ -1,10 +1,10 @@
 """Time how long a model takes to load, in new processes. Usage: time_load.py MODEL [--ranks 1,2]
 
-Prints the phases of the first load with each number of ranks, in seconds since its process began,
-and then one JSON object for each number: medians of `load_s` (time within `load_model`) and `wall_s`
-(from the start of the process until the model is loaded, with the imports). `--ahead` lets the other
-ranks start before torch is imported, as the commands do. The last line has the ratios to the first
-number.
+Prints the phases of a load with each number of ranks, in seconds since its process began, and then
+one JSON object for each number: medians of `load_s` (time within `load_model`), `wall_s` (from the
+start of the process until the model is loaded, with the imports) and `unload_s`. `--ahead` lets the
+other ranks start before torch is imported, as the commands do. The last line has the ratios to the
+first number.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ print(f"{time.time():.3f} rank 0: has imported torch and others", file=sys.stder
 loaded = load_model(sys.argv[2], device=device, tensor_parallel=ranks, split="none")
 wall_s = time.time() - began
 torch.set_num_threads(1)
-began_unload = time.time()
+unloading = time.time()
 loaded.unload()
-print(json.dumps({"load_s": loaded.load_s, "wall_s": wall_s, "unload_s": time.time() - began_unload}))
+times = {"load_s": loaded.load_s, "wall_s": wall_s, "unload_s": time.time() - unloading}
+print(json.dumps(times))
 """
 
 
