@@ -137,9 +137,10 @@ class Group:
     ) -> None:
         self.num_ranks = len(followers) + 1
         self.failure: RankError | None = None
-        self.on_end: Callable[[float], None] | None = None
-        """Ends exchanges that the end of the followers does not end, after a failure and after
-        `close`, on any thread. Gets the longest time to wait for it, in seconds."""
+        self.on_failure: Callable[[], None] | None = None
+        """Ends exchanges that the end of the followers does not end."""
+        self.on_close: Callable[[float], None] | None = None
+        """Frees what these exchanges hold. Gets the longest time to wait for it, in seconds."""
         self.nccl_id: Future[bytes] | None = None
         """With it the ranks' GPUs connect; None: they have none."""
         self._connect = connect
@@ -233,8 +234,8 @@ class Group:
         until_s = time.monotonic() + END_S
         for one in self._all:
             one.leave(until_s)
-        if self.on_end is not None:
-            self.on_end(END_S)
+        if self.on_close is not None:
+            self.on_close(END_S)
         self._failed.set()
         self._loaded.set()
 
@@ -251,8 +252,8 @@ class Group:
             self.failure = RankError(f"rank {rank} of {self.num_ranks} {what}")
             if exit_code is not None:
                 self.failure.exit_code = exit_code
-        if self.on_end is not None:
-            self.on_end(0.0)
+        if self.on_failure is not None:
+            self.on_failure()
         for one in self._all:
             one.kill()
         self._failed.set()

@@ -72,12 +72,12 @@ class Connecting:
             lambda: NcclExchange(identity(), rank, device)
         )
 
-    def close(self, wait_s: float) -> None:
-        """Ends the exchange, now or once it is connected (`NcclExchange.close`)."""
+    def abort(self, wait_s: float = 0.0) -> None:
+        """Ends the exchange, now or once it is connected (`NcclExchange.abort`)."""
 
         def end(made: Future[NcclExchange]) -> None:
             if made.exception() is None:
-                made.result().close(wait_s)
+                made.result().abort(wait_s)
 
         self.exchange.add_done_callback(end)
 
@@ -86,7 +86,7 @@ class NcclExchange:
     """Exchange between the GPUs of one machine, one for each rank.
 
     Results are equal on all ranks, to the bit. Ops are queued on the current stream, and a rank
-    that fails leaves the others' streams waiting until `close`.
+    that fails leaves the others' streams waiting until `abort`.
     """
 
     def __init__(self, identity: bytes, rank: Rank, device: torch.device) -> None:
@@ -137,7 +137,7 @@ class NcclExchange:
             self._call("ncclBroadcast", data, data, count, kind, 0)
         return values
 
-    def close(self, wait_s: float = 0.0) -> None:
+    def abort(self, wait_s: float = 0.0) -> None:
         """Frees the communicator, which needs no other rank. Ops on this GPU that wait for one end;
         their results are void, and later calls raise RankError.
 

@@ -294,7 +294,7 @@ def connecting_leader(group: Group, rank: Rank, ops: OpTable) -> Connecting | No
     if group.nccl_id is None:
         return None
     connecting = Connecting(group.nccl_id.result, rank, ops.device)
-    group.on_end = connecting.close
+    group.on_failure, group.on_close = connecting.abort, connecting.abort
     return connecting
 
 
