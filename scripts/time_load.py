@@ -28,11 +28,11 @@ if is_ahead and ranks > 1:
     from exl_core.parallel.processes import start_ahead
     start_ahead(ranks, may_use_gpu=device != "cpu")
 import torch
+torch.set_num_threads(1)
 from exl_core.session.load import load_model
 print(f"{time.time():.3f} rank 0: has imported torch and others", file=sys.stderr)
 loaded = load_model(sys.argv[2], device=device, tensor_parallel=ranks, split="none")
 wall_s = time.time() - began
-torch.set_num_threads(1)
 unloading = time.time()
 loaded.unload()
 times = {"load_s": loaded.load_s, "wall_s": wall_s, "unload_s": time.time() - unloading}

@@ -90,7 +90,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
         pytest.param(ON_CPU, marks=pytest.mark.soak, id="cpu"),
         pytest.param(ON_GPUS, marks=[pytest.mark.cuda, pytest.mark.soak, two_gpus], id="cuda"),
         pytest.param(
-            replace(ON_GPUS, jobs=500, growth_kb=256 * 1024),
+            replace(ON_GPUS, jobs=500, growth_kb=2 << 20),
             marks=[pytest.mark.cuda, two_gpus],
             id="cuda-short",
         ),

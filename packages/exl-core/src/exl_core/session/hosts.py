@@ -147,7 +147,7 @@ def load_part(
     if rank.count > 1:
         divided, own = sharded(whole, config, rank)
         tensors, shares = divided, divided.shares
-    torch.set_num_threads(ops.threads)
+    torch.set_num_threads(1 if ops.device.type == "cuda" else ops.threads)
     weights = Loading(own, tensors, files.path, ops.threads, progress).whole(ops, None)
     _LOG.debug("rank %d: weights are read", rank.index)
     return Part(config, weights, ops, shares, whole_model)
