@@ -277,7 +277,7 @@ def pick_columns(columns: WeightColumns, picked: Tensor) -> WeightColumns:
     is_by_row = columns.packing in ("words", "bytes")
     return replace(
         columns,
-        codes=columns.codes[:, index] if is_by_row else columns.codes[index],
+        codes=columns.codes.index_select(1 if is_by_row else 0, index),
         scales=None if columns.scales is None else columns.scales[:, _on(picked, columns.scales)],
         offsets=None
         if columns.offsets is None
@@ -371,4 +371,5 @@ def _codes_of_blocks(columns: GroupedColumns, layout: GroupedLayout) -> GroupedC
 
 
 def _on(index: Tensor, tensor: Tensor) -> Tensor:
-    return index.to(tensor.device)
+    """The index on the tensor's device, without a wait for what the device has to do."""
+    return index.to(tensor.device, non_blocking=True)
