@@ -21,7 +21,7 @@ CHILD = """
 import json, logging, sys, time
 began = float(sys.argv[1])
 ranks, device, is_ahead, has_log = int(sys.argv[3]), sys.argv[4], sys.argv[5] == "1", sys.argv[6]
-logging.basicConfig(format="%(created).3f %(message)s")
+logging.basicConfig(format="%(created).3f rank 0: %(message)s")
 if has_log == "1":
     logging.getLogger("exl.load").setLevel(logging.DEBUG)
 if is_ahead and ranks > 1:
@@ -30,7 +30,7 @@ if is_ahead and ranks > 1:
 import torch
 torch.set_num_threads(1)
 from exl_core.session.load import load_model
-print(f"{time.time():.3f} rank 0: has imported torch and others", file=sys.stderr)
+print(f"{time.time():.3f} rank 0: torch and others are imported", file=sys.stderr)
 loaded = load_model(sys.argv[2], device=device, tensor_parallel=ranks, split="none")
 wall_s = time.time() - began
 unloading = time.time()

@@ -30,10 +30,8 @@ from exl_core.model.adapters import AdapterUse
 from exl_core.model.context import Context
 from exl_core.model.runner import store_for
 from exl_core.model.transformer import Transformer
-from exl_core.parallel import processes
 from exl_core.parallel.followers import END_S, Followers
 from exl_core.parallel.leader import LeadingTransformer
-from exl_core.parallel.liveness import SILENCE_S
 from exl_core.parallel.wire import Message
 from exl_core.session import ranks
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
@@ -281,49 +279,6 @@ def test_the_others_start_before_rank_0_looks_for_its_tensors(
     assert time.monotonic() - started < END_S
     assert len(made[0].process_ids) == 2
     assert not any(map(is_alive, made[0].process_ids))
-
-
-def test_a_load_takes_the_processes_that_were_started_ahead(tiny: Path) -> None:
-    processes.start_ahead(2, may_use_gpu=False)
-    (ahead,) = [one.process.pid for one in processes._ahead]
-    with loaded_ranks(tiny) as divided:
-        assert processes_of(divided) == (ahead,)
-        assert len(replies(divided, 4)) == len(PROMPTS)
-    with loaded_ranks(tiny) as divided:
-        assert processes_of(divided) != (ahead,)
-
-
-def test_another_number_of_ranks_ends_the_processes_that_were_started_ahead(tiny: Path) -> None:
-    processes.start_ahead(2, may_use_gpu=False)
-    (ahead,) = [one.process.pid for one in processes._ahead]
-    with loaded_ranks(tiny, 3) as divided:
-        assert not is_alive(ahead)
-        assert len(processes_of(divided)) == 2
-
-
-def test_processes_that_no_load_takes_end_with_rank_0() -> None:
-    """They wait for a rank 0 that neither computes nor says anything."""
-    script = (
-        "import sys, time\n"
-        "from exl_core.parallel import processes\n"
-        "processes.start_ahead(3, may_use_gpu=False)\n"
-        "assert 'torch' not in sys.modules\n"
-        "print(*[one.process.pid for one in processes._ahead], flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as leader:
-        assert leader.stdout is not None
-        started = [int(number) for number in leader.stdout.readline().split()]
-        time.sleep(SILENCE_S + 1.5)
-        assert len(started) == 2
-        assert all(map(is_alive, started))
-        leader.kill()
-    until = time.monotonic() + END_LIMIT_S
-    while any(map(is_alive, started)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(map(is_alive, started))
 
 
 def test_a_rank_that_is_killed_while_all_meet_is_named(

@@ -55,8 +55,8 @@ _FUNCTIONS: dict[str, tuple[object, ...]] = {
 
 
 def new_id() -> bytes:
-    """What the ranks of one communicator are told to find each other. Rank 0 listens for them from
-    then on. RankError if the library fails, DeviceError if there is none."""
+    """Id of a communicator, with which its ranks find each other: rank 0 listens for them from then
+    on. RankError if the library fails, DeviceError if there is none."""
     library = _load()
     identity = _UniqueId()
     _check(library, library.ncclGetUniqueId(ctypes.byref(identity)), "ncclGetUniqueId", 0)
@@ -104,10 +104,10 @@ class NcclExchange:
                 "ncclCommInitRank",
                 *(ctypes.byref(self._comm), self.rank.count, given, self.rank.index),
             )
-            _LOG.debug("rank %d: GPUs are connected", rank.index)
+            _LOG.debug("GPUs are connected")
             with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
                 self._warm_up()
-        _LOG.debug("rank %d: first exchanges are complete", rank.index)
+        _LOG.debug("first exchanges are complete")
 
     def sum(self, part: Tensor) -> Tensor:
         """Overwrites `part`, if it is contiguous."""

@@ -83,7 +83,7 @@ def _follow_on_host(messages: Connection, reports: Reports) -> None:
     from exl_core.session.ranks import digest_of
 
     found = settings.result()
-    _LOG.debug("rank %d: has imported torch and others", reports.rank)
+    _LOG.debug("torch and others are imported")
     options = options_of(found["options"])
     rank = Rank(found["rank"], found["options"]["tensor_parallel"])
     files = open_model(found["path"])
@@ -124,14 +124,14 @@ class _Settings(threading.Thread):
         except (EOFError, OSError):
             return
         if found["has_log"]:
-            _log_to_stderr()
+            _log_to_stderr(found["rank"])
         reports = self._reports
         reports.set_rank(found["rank"])
         reports.folder = found["folder"]
         reports.kills_leader = found["options"]["is_command"]
         if reports.kills_leader and reports.rank == 1:
             reports.on_hang = partial(_complain, found["options"]["tensor_parallel"])
-        _LOG.debug("rank %d: has its settings", reports.rank)
+        _LOG.debug("has its settings")
         self._found = found
 
 
@@ -154,10 +154,10 @@ def _connecting(messages: Connection, rank: Rank, ops: OpTable) -> Connecting | 
     return Connecting(lambda: identity, rank, ops.device)
 
 
-def _log_to_stderr() -> None:
+def _log_to_stderr(rank: int) -> None:
     """Shows the phases of the load, at rank 0's request."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(created).3f %(message)s"))
+    handler.setFormatter(logging.Formatter(f"%(created).3f rank {rank}: %(message)s"))
     _LOG.addHandler(handler)
     _LOG.setLevel(logging.DEBUG)
 

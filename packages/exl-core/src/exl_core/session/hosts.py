@@ -122,7 +122,7 @@ def open_table(options: LoadOptions, rank: Rank, threads: int) -> OpTable:
     ops = get_table(device, isa=isa, threads=threads, batch_invariant=options.batch_invariant)
     if ops.device.type == "cuda":
         torch.cuda.set_device(ops.device)
-    _LOG.debug("rank %d: %s is open", rank.index, ops.device)
+    _LOG.debug("%s is open", ops.device)
     return ops
 
 
@@ -149,7 +149,6 @@ def load_part(
         tensors, shares = divided, divided.shares
     torch.set_num_threads(1 if ops.device.type == "cuda" else ops.threads)
     weights = Loading(own, tensors, files.path, ops.threads, progress).whole(ops, None)
-    _LOG.debug("rank %d: weights are read", rank.index)
     return Part(config, weights, ops, shares, whole_model)
 
 

@@ -211,7 +211,6 @@ def load_model(
     headers show it, and `OutOfMemoryError` if the weights cannot fit.
     """
     started = time.perf_counter()
-    _LOG.debug("rank 0: begins")
     options = _checked_options(options, changes)
     split = parse_split(options.split)
     parse_experts_on(options.experts_on)
@@ -228,7 +227,6 @@ def load_model(
     with started_followers(files.path, config, device, others) as followers:
         checkpoint = checkpoint_of(files, config, options)
         ops = make_table(device) if opening is None else _started(opening, checkpoint)
-        _LOG.debug("rank 0: %s is open", ops.device)
         divided, ranks = _with_ranks(options, device, config, checkpoint)
         mtp = _mtp_of(files, config, divided, checkpoint) if options.mtp else None
         sizes = partial(_sizes, divided, config, checkpoint, mtp)
@@ -238,13 +236,11 @@ def load_model(
         if divided.tensor_parallel == 1:
             tables = _tables(plan, device, ops, make_table)
             weights, stages, last = loading.read(plan, tables, ops, options.held_bytes)
-            _LOG.debug("rank 0: weights are read")
             transformer = Transformer(config, weights, last, files.sample_ids, split=stages)
         else:
             fields_of_all = fields_of(divided, threads)  # the number of ranks may have been open
             rest = followers or start_followers(files.path, device, fields_of_all)
             transformer = load_leader(loading, checkpoint, ops, files, rest)
-        _LOG.debug("rank 0: is ready")
         return LoadedModel(
             name=files.name,
             path=files.path,
@@ -265,7 +261,9 @@ def load_model(
 
 def _make_table(options: LoadOptions, settings: Settings, threads: int, name: str) -> OpTable:
     isa = options.isa or (settings.isa if name == "cpu" else None)
-    return get_table(name, isa=isa, threads=threads, batch_invariant=options.batch_invariant)
+    table = get_table(name, isa=isa, threads=threads, batch_invariant=options.batch_invariant)
+    _LOG.debug("%s is open", table.device)
+    return table
 
 
 def _tables(

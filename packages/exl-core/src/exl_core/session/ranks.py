@@ -226,7 +226,7 @@ def start_followers(path: Path, device: str, fields: Mapping[str, Any]) -> Follo
         return {"rank": rank, "path": str(path), "options": fields, "has_log": has_log}
 
     followers = Followers(fields["tensor_parallel"], MODULE, settings, may_use_gpu=is_on_gpus)
-    _LOG.debug("rank 0: the other ranks start")
+    _LOG.debug("the other ranks start")
     if is_on_gpus:
         send_nccl_id(followers)
     return followers
@@ -270,7 +270,6 @@ def load_leader(
         own = replace(loading, config=config, checkpoint=tensors, progress=report)
         connecting = connecting_leader(followers, Rank(0, num_ranks), ops)
         weights = own.whole(ops, None)
-        _LOG.debug("rank 0: weights are read")
         exchange = met(followers, digest_of(files), files.sample_ids, connecting)
         model = LeadingTransformer(
             loading.config,
@@ -305,7 +304,7 @@ def met(
     if group.nccl_id is not None:
         group.wait_for(group.nccl_id)  # without it the followers do not load
     exchange = group.meet(digest, sample_ids)
-    _LOG.debug("rank 0: all ranks are loaded and have met")
+    _LOG.debug("all ranks are loaded and have met")
     if connecting is None:
         return exchange
     return group.wait_for(connecting.exchange)
