@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import httpx2
 import pytest
-from torch._C._distributed_c10d import TCPStore
 
 from exl_core.engine.engine import Engine
 from exl_core.engine.events import FinishEvent
@@ -33,13 +25,12 @@ from exl_core.settings import Launched, launched
 from support.adapters import random_pairs, stored, write_adapter
 from support.driving import ask, run_all, submit
 from support.families import HYBRID_FAMILIES, save_family
+from support.launched_jobs import PROMPT, SERVE, START_S, TOKENS, Job, complete, is_free, job
 from support.tiny_models import save, tiny_llama
 
 pytestmark = pytest.mark.thorough
 
-SERVE = ("serve-lite", "--port", "0", "--device", "cpu", "--threads", "1", "--exact")
-START_S, END_S = 90.0, 5.0
-PROMPT, TOKENS = "abc", 24
+END_S = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -62,94 +53,6 @@ def text_of(folder: Path, *adapters: Path) -> str:
     submit(engine, ask(ids, max_tokens=TOKENS, adapters=uses, sampler=sampler))
     (end,) = (event for event in run_all(engine) if isinstance(event, FinishEvent))
     return loaded.tokenizer.decode(end.token_ids)
-
-
-@dataclass
-class Job:
-    """Processes of one job, by rank."""
-
-    processes: list[subprocess.Popen[bytes]]
-    logs: list[Path]
-
-    def url(self) -> str:
-        until = time.monotonic() + START_S
-        while time.monotonic() < until and self.processes[0].poll() is None:
-            found = re.search(r" at (http://\S+)", self.log(0))
-            if found:
-                return found[1]
-            time.sleep(0.1)
-        raise AssertionError(self.log(0))
-
-    def log(self, rank: int) -> str:
-        return self.logs[rank].read_text(encoding="utf-8")
-
-    def errors(self) -> list[str]:
-        """Lines of all processes together that report an error."""
-        lines = [line for rank in range(len(self.logs)) for line in self.log(rank).splitlines()]
-        assert not any("Traceback" in line for line in lines)
-        return [line for line in lines if line.startswith("exl: error:")]
-
-    def wait(self, limit_s: float) -> list[int]:
-        """Exit codes, once all have ended."""
-        until = time.monotonic() + limit_s
-        return [one.wait(max(0.1, until - time.monotonic())) for one in self.processes]
-
-
-@contextmanager
-def job(
-    tmp_path: Path,
-    hosts: int,
-    local: int,
-    paths: Sequence[Path],
-    *arguments: str,
-    own: Sequence[Sequence[str]] = (),
-) -> Iterator[Job]:
-    """Starts the ranks with torchrun's variables. `paths`: the model of each rank; `own`: more
-    arguments of each."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    run = uuid.uuid4().hex
-    started = Job([], [])
-    try:
-        for rank in range(hosts * local):
-            variables = {
-                "RANK": rank,
-                "WORLD_SIZE": hosts * local,
-                "LOCAL_RANK": rank % local,
-                "LOCAL_WORLD_SIZE": local,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": store.port,
-                "TORCHELASTIC_RUN_ID": run,
-                "TORCHELASTIC_USE_AGENT_STORE": True,
-            }
-            given = (*SERVE, str(paths[rank]), *arguments, *(own[rank] if own else ()))
-            log = tmp_path / f"rank{rank}.log"
-            with log.open("wb") as written:
-                started.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "exl_cli", *given],
-                        stdin=subprocess.DEVNULL,
-                        stdout=written,
-                        stderr=written,
-                        env={**os.environ, **{name: str(one) for name, one in variables.items()}},
-                    )
-                )
-            started.logs.append(log)
-        yield started
-    finally:
-        for one in started.processes:
-            one.kill()
-            one.wait()
-
-
-def complete(url: str, tokens: int = TOKENS) -> httpx2.Response:
-    body = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "logit_bias": {"2": -100}}
-    return httpx2.post(f"{url}/v1/completions", json=body, timeout=START_S)
-
-
-def is_free(url: str) -> bool:
-    """Whether nothing listens at the server's port."""
-    with socket.socket() as one:
-        return one.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) != 0
 
 
 @pytest.mark.parametrize(("hosts", "local"), [(2, 1), (3, 1), (1, 2), (2, 2)])

@@ -28,11 +28,16 @@ def run_jobs(
     count: int,
     adapters: tuple[AdapterUse, ...] = (),
     after_tenth: Callable[[int], None] = lambda _: None,
+    *,
+    max_batch: int = 4,
 ) -> dict[str, Reply]:
     """Replies of the jobs that were not cancelled, by name. Each job uses a random one of
-    `adapters`, or none. `after_tenth` is called with the number of jobs begun after each tenth."""
+    `adapters`, or none. `after_tenth` is called with the number of jobs begun after each tenth.
+
+    Twice as many jobs as `max_batch` compete for 512 tokens of cache per sequence of a batch.
+    """
     rng = random.Random(11)
-    options = EngineOptions(cache_tokens=2048, max_batch=4)
+    options = EngineOptions(cache_tokens=512 * max_batch, max_batch=max_batch)
     engine = Engine(loaded.model, loaded.tokenizer, options, drafter=NgramDrafter())
     choices = ((), *((use,) for use in adapters))
     cancelled = set(map(str, rng.sample(range(count), count // 10)))
@@ -40,7 +45,7 @@ def run_jobs(
     found: dict[str, Reply] = {}
     begun = 0
     while begun < count or not engine.is_idle:
-        while begun < count and len(engine.live_requests) < 8:
+        while begun < count and len(engine.live_requests) < 2 * max_batch:
             prefix = [rng.randrange(2)] * rng.choice([3, 280])
             ids = [3 + one for one in (*prefix, *(rng.randrange(200) for _ in range(5)))]
             choice = rng.randrange(len(choices))

@@ -220,11 +220,13 @@ def starting_with(monkeypatch: pytest.MonkeyPatch, **changed: object) -> list[Fo
     """Lets rank 1 start with other settings. Returns the groups that are made."""
     made: list[Followers] = []
 
-    def start(count: int, module: str, settings_of: Callable[[int], Mapping[str, object]]) -> Any:
+    def start(
+        count: int, module: str, settings_of: Callable[[int], Mapping[str, object]], **options: bool
+    ) -> Any:
         def own(rank: int) -> Mapping[str, object]:
             return {**settings_of(rank), **(changed if rank == 1 else {})}
 
-        made.append(Followers(count, module, own))
+        made.append(Followers(count, module, own, **options))
         return made[-1]
 
     monkeypatch.setattr(ranks, "Followers", start)

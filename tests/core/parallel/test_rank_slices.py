@@ -135,6 +135,28 @@ def test_row_slices_have_the_values_of_their_rows(matrix: RuntimeMatrix, ranks: 
         np.testing.assert_array_equal(cut.dense(32, 70), matrix.dense(32, 70)[:, own])
 
 
+@pytest.mark.parametrize(
+    "matrix",
+    ["exl2", "exl2 one width", "gptq", "gptq one group"],
+    indirect=True,
+)
+def test_row_slices_move_their_own_words_only(matrix: RuntimeMatrix) -> None:
+    assert isinstance(matrix.layout, GroupedLayout)
+    for own in dealt(matrix, 2):
+        cut, moved = SlicedMatrix(matrix, features=own), [0]
+
+        def move(tensor: Tensor, moved: list[int] = moved) -> Tensor:
+            moved.append(tensor.nbytes)
+            return tensor
+
+        columns = cut.columns(0, COLUMNS, move)
+        assert isinstance(columns, GroupedColumns)
+        assert columns.packing == "words"
+        assert isinstance(cut.layout, GroupedLayout)
+        bits = sum(run.bits * run.groups * run.rows for run in cut.layout.runs)
+        assert sum(moved) == bits * COLUMNS // 8
+
+
 @pytest.mark.parametrize("odd", [1, 3])
 def test_slices_of_any_features(matrix: RuntimeMatrix, odd: int) -> None:
     """Heads of any size: no range of a group, and none of a block."""

@@ -18,7 +18,8 @@ from exl_cli.interrupt import exits_at_once
 from exl_cli.model_options import ModelOptions, print_warnings
 from exl_cli.prompts import check_encodable
 from exl_core.errors import RequestError, printable
-from exl_core.parallel.plan import parse_exchange, parse_ranks
+from exl_core.parallel.plan import AUTO, parse_exchange, parse_ranks
+from exl_core.parallel.processes import start_ahead
 from exl_core.prompt.formats import PromptFormat, find_format
 from exl_core.session.resolve import resolve_model
 from exl_core.session.split import parse_experts_on, parse_split
@@ -96,6 +97,9 @@ class RunningOptions(ModelOptions):
         """Load the model. `cache_tokens`: size of the cache that all requests share; None: one
         context. `job`: the processes that the model is divided among, seen from rank 0."""
         path = resolve_model(spec)  # reports an unknown name before torch is imported
+        num_ranks = parse_ranks(self.tensor_parallel)
+        if job is None and num_ranks not in (1, AUTO):
+            start_ahead(num_ranks, may_use_gpu=self.device not in ("cpu", "reference"))
         with exits_at_once():
             from exl_cli.load import loader
             from exl_core.session.runtime import DraftOptions, RuntimeOptions, open_runtime

@@ -37,6 +37,7 @@ class ShardedCheckpoint:
         self._rank = rank
         self.shares = Shares(config, rank)
         self._lock = Lock()
+        self._layouts: dict[str, WeightLayout] = {}
         self.stored: dict[str, StoredTensor] = {
             name: _resized(tensor, self._shape(whole.rows[name]))
             for name, tensor in whole.stored.items()
@@ -68,6 +69,11 @@ class ShardedCheckpoint:
 
         The opened matrix may have other rows of each group.
         """
+        if name not in self._layouts:
+            self._layouts[name] = self._layout(name)
+        return self._layouts[name]
+
+    def _layout(self, name: str) -> WeightLayout:
         row, layout = self._whole.rows[name], self._whole.layout(name)
         out_features, in_features = self._shape(row)
         if row.shard is Shard.IN_FEATURES:

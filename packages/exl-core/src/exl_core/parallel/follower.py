@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import suppress
+from math import inf
 from multiprocessing.connection import Connection
 from threading import Lock, Thread, current_thread
 from time import monotonic, sleep
@@ -58,6 +59,8 @@ class Reports:
         """Folder in which the ranks meet. It is removed if rank 0 has ended before it could."""
         self._connection = connection
         self._watch = RankWatch(leader)
+        if leader is not None:
+            self._watch.limit_s = inf  # until `set_rank`: rank 0 has no thread that beats yet
         self._last_word = b""
         self._lock = Lock()
         self._reader = Thread(target=self._run, name="exl-beat", daemon=True)

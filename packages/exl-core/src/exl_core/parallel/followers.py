@@ -13,12 +13,10 @@ If rank 0 ends in any way, its ends of the sockets close, and the followers end 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +25,17 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Event, Lock, Thread
+from typing import TypeVar
 
 from exl_core.errors import RankError
-from exl_core.parallel.exchange import Exchange, GlooExchange
+from exl_core.parallel.exchange import Exchange, GlooExchange, in_background
 from exl_core.parallel.follower import BEAT, DESERTED, DONE, FAILED, FAREWELL, LOADED
 from exl_core.parallel.liveness import BEAT_S, SILENCE_S, RankWatch, Watchdog
 from exl_core.parallel.plan import Rank
+from exl_core.parallel.processes import RankProcess, start
 from exl_core.parallel.wire import Header, Message, Operation, join_message
 
+T = TypeVar("T")
 END_S = 2.0
 """Time for a follower to leave by itself."""
 CHECK_S = 0.1
@@ -90,23 +91,13 @@ class Follower:
 class _OwnProcess(Follower):
     """A follower in a process that rank 0 has started."""
 
-    def __init__(self, rank: int, module: str, settings: Mapping[str, object]) -> None:
-        ends = [socket.socketpair() for _ in range(2)]
-        inherited = [theirs.detach() for _, theirs in ends]
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *map(str, inherited)],
-                pass_fds=inherited,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal is for rank 0
-            )
-        finally:
-            for fd in inherited:
-                socket.socket(fileno=fd).close()
-        messages, reports = (Connection(ours.detach()) for ours, _ in ends)
-        super().__init__(rank, messages, reports, process=self.process.pid)
-        self.messages.send_bytes(json.dumps(dict(settings)).encode())
+    def __init__(self, started: RankProcess, settings: Mapping[str, object]) -> None:
+        self._started = started
+        self.process = started.process
+        super().__init__(
+            started.rank, started.messages, started.reports, process=started.process.pid
+        )
+        started.configure(settings)
 
     def end_of_process(self) -> str:
         try:
@@ -128,9 +119,7 @@ class _OwnProcess(Follower):
             self.kill()
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        self.process.wait()
+        self._started.kill()
 
 
 class Group:
@@ -150,6 +139,10 @@ class Group:
         self.failure: RankError | None = None
         self.on_failure: Callable[[], None] | None = None
         """Ends exchanges that the end of the followers does not end."""
+        self.on_close: Callable[[float], None] | None = None
+        """Frees what these exchanges hold. Gets the longest time to wait for it, in seconds."""
+        self.nccl_id: Future[bytes] | None = None
+        """With it the ranks' GPUs connect; None: they have none."""
         self._connect = connect
         self._watchdog = watchdog
         self._failed = Event()
@@ -177,14 +170,23 @@ class Group:
         self.send(join_message(sample_ids))
         self._has_joined = True
         self._feed_watchdog()  # the next beat may be half a second away
-        joining: Future[Exchange] = Future()
-        Thread(target=_complete, args=(joining, self._connect), daemon=True).start()
+        return self.wait_for(in_background(self._connect))
+
+    def wait_for(self, joining: Future[T]) -> T:
+        """The result of a connection with the followers. RankError if the group ends meanwhile,
+        even if the connection goes on waiting for a follower that has ended."""
         while joining not in futures.wait([joining], CHECK_S).done:
-            self.check()  # the end of a follower does not end the wait for it
+            self.check()
         try:
             return joining.result()
         except RankError as error:
             raise self.cause(error) from error
+
+    def send_bytes(self, data: bytes) -> None:
+        """Sends data that the followers read before the first message."""
+        for one in self._all:
+            with contextlib.suppress(OSError):  # the watcher notices a follower that has ended
+                one.messages.send_bytes(data)
 
     def send(self, message: Message) -> None:
         """Sends a message to every follower. RankError if the group has ended."""
@@ -232,6 +234,8 @@ class Group:
         until_s = time.monotonic() + END_S
         for one in self._all:
             one.leave(until_s)
+        if self.on_close is not None:
+            self.on_close(END_S)
         self._failed.set()
         self._loaded.set()
 
@@ -310,32 +314,27 @@ class Group:
             self._fail(0, text)
 
 
-def _complete(future: Future[Exchange], work: Callable[[], Exchange]) -> None:
-    try:
-        future.set_result(work())
-    except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
-        future.set_exception(error)
-
-
 class Followers(Group):
     """Processes that rank 0 starts on its own machine."""
 
     def __init__(
-        self, num_ranks: int, module: str, settings_of: Callable[[int], Mapping[str, object]]
+        self,
+        num_ranks: int,
+        module: str,
+        settings_of: Callable[[int], Mapping[str, object]],
+        *,
+        may_use_gpu: bool = False,
     ) -> None:
-        """Starts `python -m module` for every rank from 1 on, with `settings_of(rank)`, which must
-        be JSON, as its first message."""
+        """Processes of every rank from 1 on, new ones (`python -m module`) or those of
+        `start_ahead`, with `settings_of(rank)`, which must be JSON, as their first message."""
         self._folder = tempfile.TemporaryDirectory(prefix="exl-ranks-")
-        self._processes: list[_OwnProcess] = []
         try:
-            for rank in range(1, num_ranks):
-                settings = {"folder": self._folder.name, **settings_of(rank)}
-                self._processes.append(_OwnProcess(rank, module, settings))
+            started = start(num_ranks, module, may_use_gpu=may_use_gpu)
         except BaseException:
-            for one in self._processes:
-                one.kill()
             self._folder.cleanup()
             raise
+        folder = {"folder": self._folder.name}
+        self._processes = [_OwnProcess(one, {**folder, **settings_of(one.rank)}) for one in started]
         super().__init__(self._processes, self._joined)
 
     @property

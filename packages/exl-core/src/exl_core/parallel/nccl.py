@@ -1,13 +1,15 @@
 """Exchange between GPUs with NCCL, called directly: on torch's current stream, so that a CUDA graph
 captures it, and without a thread of its own.
 
-The ranks meet by another exchange. NVLink multicast stays off.
+The ranks of one machine connect over the loopback interface. NVLink multicast stays off.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock, Thread
@@ -16,21 +18,23 @@ import torch
 from torch import Tensor
 
 from exl_core.errors import DeviceError, RankError
-from exl_core.parallel.exchange import Exchange
+from exl_core.parallel.exchange import in_background
 from exl_core.parallel.plan import Rank
 from exl_core.settings import set_for_libraries
 
 LIBRARY = "libnccl.so.2"
-_ID_BYTES = 128
+ID_BYTES = 128
+"""Size of `ncclUniqueId`."""
 _SUM = 0
 _TYPES = {torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _LOCK_S = 1.0
+_LOG = logging.getLogger("exl.load")
 
 
 class _UniqueId(ctypes.Structure):
     """`ncclUniqueId`."""
 
-    _fields_ = (("data", ctypes.c_ubyte * _ID_BYTES),)
+    _fields_ = (("data", ctypes.c_ubyte * ID_BYTES),)
 
 
 _pointer, _int, _size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
@@ -50,9 +54,32 @@ _FUNCTIONS: dict[str, tuple[object, ...]] = {
 }
 
 
-def on_device(exchange: Exchange, device: torch.device) -> Exchange:
-    """The exchange for tensors on `device` between the ranks of `exchange`."""
-    return exchange if device.type == "cpu" else NcclExchange(exchange, device)
+def new_id() -> bytes:
+    """Id of a communicator, with which its ranks find each other: rank 0 listens for them from then
+    on. RankError if the library fails, DeviceError if there is none."""
+    library = _load()
+    identity = _UniqueId()
+    _check(library, library.ncclGetUniqueId(ctypes.byref(identity)), "ncclGetUniqueId", 0)
+    return bytes(identity.data)
+
+
+class Connecting:
+    """A rank's GPU connects with those of the others on a thread, while weights are read."""
+
+    def __init__(self, identity: Callable[[], bytes], rank: Rank, device: torch.device) -> None:
+        """`identity` waits for the `new_id` of rank 0."""
+        self.exchange: Future[NcclExchange] = in_background(
+            lambda: NcclExchange(identity(), rank, device)
+        )
+
+    def abort(self, wait_s: float = 0.0) -> None:
+        """Ends the exchange, now or once it is connected (`NcclExchange.abort`)."""
+
+        def end(made: Future[NcclExchange]) -> None:
+            if made.exception() is None:
+                made.result().abort(wait_s)
+
+        self.exchange.add_done_callback(end)
 
 
 class NcclExchange:
@@ -62,25 +89,25 @@ class NcclExchange:
     that fails leaves the others' streams waiting until `abort`.
     """
 
-    def __init__(self, first: Exchange, device: torch.device) -> None:
-        """Connects the ranks of `first`, which is not used afterwards. Blocks until all have."""
-        set_for_libraries(NCCL_NVLS_ENABLE="0")
-        self.rank: Rank = first.rank
+    def __init__(self, identity: bytes, rank: Rank, device: torch.device) -> None:
+        """Connects `device` with the GPUs of the other ranks, which know the same `new_id`. Blocks
+        until all have, for ever if one has ended."""
+        self.rank = rank
         self._device = device
         self._library = _load()
         self._lock = Lock()
+        self._freeing: Thread | None = None
         self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
-        identity = _UniqueId()
-        if self.rank.index == 0:
-            self._checked("ncclGetUniqueId", ctypes.byref(identity))
-        own = torch.tensor(list(identity.data), dtype=torch.float32)  # zeros on other ranks
-        identity.data[:] = [int(one) for one in first.sum(own).tolist()]
+        given = _UniqueId.from_buffer_copy(identity)
         with torch.cuda.device(device):
             self._checked(
                 "ncclCommInitRank",
-                *(ctypes.byref(self._comm), self.rank.count, identity, self.rank.index),
+                *(ctypes.byref(self._comm), self.rank.count, given, self.rank.index),
             )
-        self._warm_up()
+            _LOG.debug("GPUs are connected")
+            with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+                self._warm_up()
+        _LOG.debug("first exchanges are complete")
 
     def sum(self, part: Tensor) -> Tensor:
         """Overwrites `part`, if it is contiguous."""
@@ -110,15 +137,23 @@ class NcclExchange:
             self._call("ncclBroadcast", data, data, count, kind, 0)
         return values
 
-    def abort(self) -> None:
-        """Ends all ops on this GPU that wait for another rank. Their results are void, and later
-        calls raise RankError. May be called on any thread, and again."""
+    def abort(self, wait_s: float = 0.0) -> None:
+        """Frees the communicator, which needs no other rank. Ops on this GPU that wait for one end;
+        their results are void, and later calls raise RankError.
+
+        Waits up to `wait_s` seconds for it: captured graphs hold the communicator until they go.
+        May be called on any thread, and again.
+        """
         has_lock = self._lock.acquire(timeout=_LOCK_S)  # a full queue holds up a caller
         comm, self._comm = self._comm, None
         if has_lock:
             self._lock.release()
-        if comm is not None:  # waits for captured graphs to go
-            Thread(target=self._library.ncclCommAbort, args=(comm,), daemon=True).start()
+        if comm is not None:
+            free = self._library.ncclCommAbort
+            self._freeing = Thread(target=free, args=(comm,), name="exl-nccl", daemon=True)
+            self._freeing.start()
+        if self._freeing is not None and wait_s:
+            self._freeing.join(wait_s)
 
     def _warm_up(self) -> None:
         """Connections are made by the first op of each kind, which a capture does not allow."""
@@ -127,7 +162,7 @@ class NcclExchange:
         for rows in (1, 1 << 12, 1 << 20):  # NCCL takes other protocols for larger tensors
             self.sum(torch.ones(rows, 4, device=self._device))
         self.gather(values, [1] * self.rank.count)
-        torch.cuda.synchronize(self._device)
+        torch.cuda.current_stream(self._device).synchronize()
 
     def _call(self, name: str, *operands: object) -> None:
         """Queues an op on torch's current stream."""
@@ -138,13 +173,7 @@ class NcclExchange:
             self._checked(name, *operands, self._comm, stream)
 
     def _checked(self, name: str, *operands: object) -> None:
-        error = getattr(self._library, name)(*operands)
-        if error:
-            text = self._library.ncclGetErrorString(error).decode()
-            raise RankError(
-                f"rank {self.rank.index}: the exchange with the other ranks failed",
-                got=f"{name}: {text}",
-            )
+        _check(self._library, getattr(self._library, name)(*operands), name, self.rank.index)
 
 
 def _operands(x: Tensor) -> tuple[int, int, int]:
@@ -152,8 +181,17 @@ def _operands(x: Tensor) -> tuple[int, int, int]:
     return x.data_ptr(), x.numel(), _TYPES[x.dtype]
 
 
+def _check(library: ctypes.CDLL, error: int, name: str, rank: int) -> None:
+    if error:
+        text = library.ncclGetErrorString(error).decode()
+        raise RankError(
+            f"rank {rank}: the exchange with the other ranks failed", got=f"{name}: {text}"
+        )
+
+
 def _load() -> ctypes.CDLL:
     """The library that torch has loaded, or that is installed beside it."""
+    set_for_libraries(NCCL_NVLS_ENABLE="0", NCCL_SOCKET_IFNAME="lo")
     library = None
     for name in (LIBRARY, *_installed()):
         try:

@@ -47,6 +47,7 @@ from exl_core.ops.weights import (
 
 _BLOCKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")  # packings that contain their scales
 _BLOCK_ROWS = 32  # of a GGML block
+_WORD_ROWS = 32  # stored rows whose codes fill whole words, at any width
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +63,26 @@ class RowSlice:
     features: Tensor
     rows: Tensor
     groups: Tensor
+
+
+def word_rows(layout: WeightLayout, rows: Tensor) -> Tensor | None:
+    """Rows of packed words, int64, that hold the codes of these stored rows and no others. None if
+    the rows are not whole blocks of 32 of one width."""
+    if not isinstance(layout, GroupedLayout) or len(rows) % _WORD_ROWS:
+        return None
+    blocks = rows.view(-1, _WORD_ROWS)
+    firsts, found = blocks[:, 0], []
+    first_row = first_word = 0
+    for run in layout.runs:
+        count = run.groups * run.rows
+        own = firsts[(firsts >= first_row) & (firsts < first_row + count)] - first_row
+        if count % _WORD_ROWS or (own % _WORD_ROWS).any():
+            return None
+        words = own[:, None] // _WORD_ROWS * run.bits + torch.arange(run.bits)
+        found.append(first_word + words.flatten())
+        first_row, first_word = first_row + count, first_word + count * run.bits // _WORD_ROWS
+    is_whole = torch.equal(blocks, firsts[:, None] + torch.arange(_WORD_ROWS))
+    return torch.cat(found) if is_whole else None
 
 
 def deal(layout: WeightLayout, shares: Sequence[int]) -> list[Tensor]:
@@ -146,6 +167,9 @@ class SlicedMatrix:
         self._matrix = matrix
         self._columns = columns
         self._rows = None if features is None else slice_rows(matrix.layout, features)
+        self._words = None if self._rows is None else word_rows(matrix.layout, self._rows.rows)
+        if self._words is not None and not _has_words(matrix):
+            self._words = None
         layout = matrix.layout if self._rows is None else self._rows.layout
         if columns is not None:
             layout = replace(layout, out_features=len(columns))
@@ -158,12 +182,17 @@ class SlicedMatrix:
         if isinstance(self.layout, TrellisLayout):
             return self._trellis(self.layout, move)
         low, high, picked = self._span(first, last)
-        found = self._matrix.columns(low, high, move)
+        if self._words is not None:  # only its own words are read and moved
+            found = self._pick_words(self._matrix.columns(low, high), self._words, move)
+        else:
+            found = self._matrix.columns(low, high, move)
         if not self.layout.has_bias:
             found = replace(found, bias=None)
         if picked is not None:
             found = pick_columns(found, picked)
-        return found if self._rows is None else pick_rows(found, self._matrix.layout, self._rows)
+        if self._rows is None or self._words is not None:
+            return found
+        return pick_rows(found, self._matrix.layout, self._rows)
 
     def dense(self, first: int, last: int) -> Tensor:
         low, high, picked = self._span(first, last)
@@ -171,6 +200,18 @@ class SlicedMatrix:
         if picked is not None:
             found = found[picked]
         return found if self._rows is None else found[:, self._rows.features].contiguous()
+
+    def _pick_words(self, columns: WeightColumns, words: Tensor, move: Move) -> WeightColumns:
+        """The rows of the slice of these columns, which stay packed."""
+        assert isinstance(columns, GroupedColumns), "`_has_words` has looked at them"
+        assert self._rows is not None, "a slice of rows"
+        scales, offsets, groups = columns.scales, columns.offsets, self._rows.groups
+        return replace(
+            columns,
+            codes=move(columns.codes[words]),
+            scales=None if scales is None else scales[groups],
+            offsets=None if offsets is None else offsets[groups],
+        )
 
     def _trellis(self, layout: TrellisLayout, move: Move) -> TrellisColumns:
         """All columns of the slice. Only its own blocks are moved."""
@@ -203,6 +244,15 @@ class SlicedMatrix:
         return low, high, None if high - low == last - first else wanted - low
 
 
+def _has_words(matrix: RuntimeMatrix) -> bool:
+    """Whether the codes are packed into words in the order of the stored rows."""
+    if not isinstance(matrix.layout, GroupedLayout) or matrix.layout.factor_rows:
+        return False
+    columns = matrix.columns(0, min(FILL_STEP, matrix.layout.out_features))
+    assert isinstance(columns, GroupedColumns), "codes have groups"
+    return columns.packing == "words" and columns.source_rows is None
+
+
 def first_of(indices: Tensor) -> int:
     """The first of consecutive indices, int64."""
     first = int(indices[0])
@@ -227,7 +277,7 @@ def pick_columns(columns: WeightColumns, picked: Tensor) -> WeightColumns:
     is_by_row = columns.packing in ("words", "bytes")
     return replace(
         columns,
-        codes=columns.codes[:, index] if is_by_row else columns.codes[index],
+        codes=columns.codes.index_select(1 if is_by_row else 0, index),
         scales=None if columns.scales is None else columns.scales[:, _on(picked, columns.scales)],
         offsets=None
         if columns.offsets is None
@@ -321,4 +371,5 @@ def _codes_of_blocks(columns: GroupedColumns, layout: GroupedLayout) -> GroupedC
 
 
 def _on(index: Tensor, tensor: Tensor) -> Tensor:
-    return index.to(tensor.device)
+    """The index on the tensor's device, without a wait for what the device has to do."""
+    return index.to(tensor.device, non_blocking=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from exl_core.errors import ExlError, RankError
 from exl_core.parallel.follower import Follower, Reports, receive
@@ -28,18 +29,30 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from exl_core.model.adapters import Adapter
+    from exl_core.ops.table import OpTable
+    from exl_core.parallel.exchange import Exchange
     from exl_core.parallel.follower import LoadAdapter
     from exl_core.parallel.hosts import HostTransformer
     from exl_core.parallel.model import RankTransformer
+    from exl_core.parallel.nccl import Connecting
+    from exl_core.parallel.plan import Rank
     from exl_core.session.load import LoadOptions
     from exl_core.session.open import ModelFiles
     from exl_core.settings import Launched
 
 
+_LOG = logging.getLogger("exl.load")
+
+
 def main(arguments: list[str]) -> None:
+    """`arguments`: numbers of the sockets for messages and for reports, the rank, and whether it
+    may start the GPU of that number."""
     gc.disable()  # until the model is loaded: imports make no garbage
-    messages = Connection(int(arguments[0]))
-    reports = Reports(Connection(int(arguments[1])), leader=os.getppid())
+    messages_fd, reports_fd, rank, may_use_gpu = map(int, arguments)
+    messages = Connection(messages_fd)
+    reports = Reports(Connection(reports_fd), leader=os.getppid())
+    if may_use_gpu:
+        _start_gpu(rank)
     run(reports, lambda: _follow_on_host(messages, reports))
 
 
@@ -60,46 +73,95 @@ def run(reports: Reports, follow: Callable[[], None]) -> NoReturn:
 
 def _follow_on_host(messages: Connection, reports: Reports) -> None:
     """A follower that rank 0 has started: its first message are its settings."""
-    settings = json.loads(messages.recv_bytes())
-    reports.set_rank(settings["rank"])
-    reports.folder = settings["folder"]
-    reports.kills_leader = settings["options"]["is_command"]
-    if reports.kills_leader and reports.rank == 1:
-        num_ranks = settings["options"]["tensor_parallel"]
-        reports.on_hang = partial(_complain, num_ranks)
-    _start_gpu(settings["gpu"])
+    settings = _Settings(messages, reports)
+    settings.start()
     from exl_core.parallel.exchange import GlooExchange
-    from exl_core.parallel.nccl import on_device
     from exl_core.parallel.peers import with_peers
     from exl_core.parallel.plan import Rank
-    from exl_core.session.hosts import load_part
+    from exl_core.session.hosts import load_part, open_table
     from exl_core.session.load import options_of
     from exl_core.session.open import open_model
     from exl_core.session.ranks import digest_of
 
-    options = options_of(settings["options"])
-    rank = Rank(settings["rank"], settings["options"]["tensor_parallel"])
-    files = open_model(settings["path"])
-    part = load_part(files, options, rank, options.threads or 1)  # rank 0 has chosen them
+    found = settings.result()
+    _LOG.debug("torch and others are imported")
+    options = options_of(found["options"])
+    rank = Rank(found["rank"], found["options"]["tensor_parallel"])
+    files = open_model(found["path"])
+    ops = open_table(options, rank, options.threads or 1)  # rank 0 has chosen them
+    connecting = _connecting(messages, rank, ops)
+    part = load_part(files, options, rank, ops)
     gc.enable()
 
     def join(sample_ids: tuple[int, ...]) -> RankTransformer:
-        exchange = GlooExchange.in_folder(Path(settings["folder"]), rank)
-        connected = on_device(exchange, part.ops.device)
-        connected, _ = with_peers(connected, part.ops, part.config, options.exchange)
-        return part.model(connected, sample_ids)
+        exchange: Exchange = GlooExchange.in_folder(Path(found["folder"]), rank)
+        if connecting is not None:
+            exchange = connecting.exchange.result()
+        exchange, _ = with_peers(exchange, part.ops, part.config, options.exchange)
+        return part.model(exchange, sample_ids)
 
     follow(messages, reports, digest_of(files), join, _load_unchanged)
 
 
-def _start_gpu(index: int | None) -> None:
-    """Starts a GPU on a thread, while torch is imported; None: there is none. A failure is found
-    when the GPU is opened."""
-    if index is None:
-        return
+class _Settings(threading.Thread):
+    """Reads the settings, the first message, while the main thread imports torch: what concerns
+    rank 0 holds from then on."""
+
+    def __init__(self, messages: Connection, reports: Reports) -> None:
+        super().__init__(name="exl-settings", daemon=True)
+        self._messages = messages
+        self._reports = reports
+        self._found: dict[str, Any] | None = None
+
+    def result(self) -> dict[str, Any]:
+        """Waits for them. EOFError if rank 0 has ended."""
+        self.join()
+        if self._found is None:
+            raise EOFError
+        return self._found
+
+    def run(self) -> None:
+        try:
+            found = json.loads(self._messages.recv_bytes())
+        except (EOFError, OSError):
+            return
+        if found["has_log"]:
+            _log_to_stderr(found["rank"])
+        reports = self._reports
+        reports.set_rank(found["rank"])
+        reports.folder = found["folder"]
+        reports.kills_leader = found["options"]["is_command"]
+        if reports.kills_leader and reports.rank == 1:
+            reports.on_hang = partial(_complain, found["options"]["tensor_parallel"])
+        _LOG.debug("has its settings")
+        self._found = found
+
+
+def _start_gpu(index: int) -> None:
+    """Starts a GPU on a thread, while torch is imported. A failure is found when the GPU is
+    opened."""
     from exl_core.ops.backends.cuda.driver import start_driver
 
     threading.Thread(target=start_driver, args=(index,), daemon=True).start()
+
+
+def _connecting(messages: Connection, rank: Rank, ops: OpTable) -> Connecting | None:
+    """Begins to connect a GPU with those of the other ranks, while weights are read; None on the
+    CPU. Rank 0 sends the id for it before any message."""
+    if ops.device.type != "cuda":
+        return None
+    from exl_core.parallel.nccl import ID_BYTES, Connecting
+
+    identity = messages.recv_bytes(ID_BYTES)
+    return Connecting(lambda: identity, rank, ops.device)
+
+
+def _log_to_stderr(rank: int) -> None:
+    """Shows the phases of the load, at rank 0's request."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"%(created).3f rank {rank}: %(message)s"))
+    _LOG.addHandler(handler)
+    _LOG.setLevel(logging.DEBUG)
 
 
 def _load_unchanged(digest: str, folder: Path, model: RankTransformer) -> Adapter:
@@ -157,7 +219,13 @@ def follow_job(
     0 ends without a word, or hangs.
     """
     from exl_core.parallel.rendezvous import Meeting
-    from exl_core.session.hosts import check_job, job_digest, part_of
+    from exl_core.session.hosts import (
+        check_job,
+        job_digest,
+        open_table,
+        part_of,
+        threads_of_job,
+    )
 
     meeting = Meeting(job)
     ends = meeting.follow()
@@ -181,10 +249,15 @@ def follow_job(
     def work() -> None:
         files, options = options_of()
         check_job(options, job)
-        part = part_of(meeting, files, options)
+        rank = meeting.grid.rank_in_host(job.rank)
+        ops = open_table(options, rank, threads_of_job(options, job))
+        connecting = _connecting(ends.messages, rank, ops)
+        part = part_of(meeting, files, options, ops)
 
         def join(sample_ids: tuple[int, ...]) -> HostTransformer:
             exchange = meeting.connect()
+            if connecting is not None:
+                exchange = connecting.exchange.result()
             return part.model(exchange, sample_ids, meeting.hops)
 
         follow(ends.messages, reports, job_digest(files, options), join, load)

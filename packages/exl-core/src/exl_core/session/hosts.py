@@ -8,6 +8,7 @@ others run its messages (`session/follower.py`).
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import time
 from dataclasses import dataclass, replace
@@ -41,7 +42,15 @@ from exl_core.session.load import (
     with_options,
 )
 from exl_core.session.open import ModelFiles, open_model
-from exl_core.session.ranks import check_ranks, device_of, digest_of, sharded
+from exl_core.session.ranks import (
+    check_ranks,
+    connecting_leader,
+    device_of,
+    digest_of,
+    met,
+    send_nccl_id,
+    sharded,
+)
 from exl_core.session.weights import Loading
 from exl_core.settings import Launched, read_settings
 
@@ -55,6 +64,7 @@ _OWN_FIELDS = (
     "job",
 )
 """Fields of `LoadOptions` that each process chooses, or that rank 0 alone knows."""
+_LOG = logging.getLogger("exl.load")
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
 
@@ -105,11 +115,22 @@ class Part:
         )
 
 
+def open_table(options: LoadOptions, rank: Rank, threads: int) -> OpTable:
+    """Opens a rank's device, which becomes torch's current one."""
+    device = device_of(resolve_device(options.device, is_exact=options.exact), rank)
+    isa = options.isa or (read_settings().isa if device == "cpu" else None)
+    ops = get_table(device, isa=isa, threads=threads, batch_invariant=options.batch_invariant)
+    if ops.device.type == "cuda":
+        torch.cuda.set_device(ops.device)
+    _LOG.debug("%s is open", ops.device)
+    return ops
+
+
 def load_part(
     files: ModelFiles,
     options: LoadOptions,
     rank: Rank,
-    threads: int,
+    ops: OpTable,
     *,
     layers: range | None = None,
     progress: Progress | None = None,
@@ -120,19 +141,14 @@ def load_part(
     if layers is not None:
         whole_model = WholeModel(config, layers)
         config, rows = layer_part(config, layers)
-    device = device_of(resolve_device(options.device, is_exact=options.exact), rank)
-    isa = options.isa or (read_settings().isa if device == "cpu" else None)
-    ops = get_table(device, isa=isa, threads=threads, batch_invariant=options.batch_invariant)
-    if ops.device.type == "cuda":
-        torch.cuda.set_device(ops.device)
     whole = checkpoint_of(files, config, options, rows)
     tensors: WeightTensors = whole
     own, shares = config, Shares(config, rank)
     if rank.count > 1:
         divided, own = sharded(whole, config, rank)
         tensors, shares = divided, divided.shares
-    torch.set_num_threads(threads)
-    weights = Loading(own, tensors, files.path, threads, progress).whole(ops, None)
+    torch.set_num_threads(1 if ops.device.type == "cuda" else ops.threads)
+    weights = Loading(own, tensors, files.path, ops.threads, progress).whole(ops, None)
     return Part(config, weights, ops, shares, whole_model)
 
 
@@ -162,8 +178,13 @@ def load_on_hosts(
             progress(done_bytes, total_bytes)
 
     try:
-        part = part_of(meeting, files, options, report)
-        exchange = group.meet(job_digest(files, options), files.sample_ids)
+        rank = meeting.grid.rank_in_host(0)
+        ops = open_table(options, rank, threads_of_job(options, job))
+        if ops.device.type == "cuda":
+            send_nccl_id(group)
+        connecting = connecting_leader(group, rank, ops)
+        part = part_of(meeting, files, options, ops, report)
+        exchange = met(group, job_digest(files, options), files.sample_ids, connecting)
         transformer = part.leading_model(exchange, files.sample_ids, group, meeting.hops)
     except BaseException:
         group.close()
@@ -198,12 +219,11 @@ def check_job(options: LoadOptions, job: Launched) -> None:
             got="both",
         )
     device = resolve_device(options.device, is_exact=options.exact)
-    if device.startswith("cuda") and job.world_size > 1:
+    if device.startswith("cuda") and job.world_size > job.local_size:
         raise RequestError(
-            "processes of torchrun run on the CPU only so far",
-            expected="--device cpu",
+            "several hosts of torchrun run on the CPU only so far",
+            expected="--device cpu, or the GPUs of one host",
             got=device,
-            next_step="For several GPUs of one machine take --tensor-parallel or --split.",
         )
     check_ranks(replace(options, tensor_parallel=job.world_size), device)
 
@@ -225,12 +245,20 @@ def job_digest(files: ModelFiles, options: LoadOptions) -> str:
     return digest.hexdigest()
 
 
+def threads_of_job(options: LoadOptions, job: Launched) -> int:
+    """Threads of each process of a host: together they use as many as one would."""
+    return max(1, (options.threads or read_settings().threads) // job.local_size)
+
+
 def part_of(
-    meeting: Meeting, files: ModelFiles, options: LoadOptions, progress: Progress | None = None
+    meeting: Meeting,
+    files: ModelFiles,
+    options: LoadOptions,
+    ops: OpTable,
+    progress: Progress | None = None,
 ) -> Part:
-    """This process's part of the model."""
+    """This process's part of the model, on the device of `ops`."""
     grid, rank = meeting.grid, meeting.job.rank
-    threads = max(1, (options.threads or read_settings().threads) // grid.local)
     layers = None if grid.hosts == 1 else grid.layers(with_options(files.config, options), rank)
     own = grid.rank_in_host(rank)
-    return load_part(files, options, own, threads, layers=layers, progress=progress)
+    return load_part(files, options, own, ops, layers=layers, progress=progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,6 +60,7 @@ from exl_core.session.weights import Loading
 from exl_core.settings import Launched, Settings, available_cpus, read_settings
 from exl_core.tokenizer.base import Tokenizer
 
+_LOG = logging.getLogger("exl.load")
 DEFAULT_CTX_LIMIT = 8192
 """Longest default context. The whole context of a 128k model would take gigabytes of cache."""
 
@@ -278,7 +280,9 @@ def _make_table(
     isa = options.isa or (settings.isa if name == "cpu" else None)
     if host_experts and options.threads is None:
         threads = max(1, min(threads, available_cpus() - 1))
-    return get_table(name, isa=isa, threads=threads, batch_invariant=options.batch_invariant)
+    table = get_table(name, isa=isa, threads=threads, batch_invariant=options.batch_invariant)
+    _LOG.debug("%s is open", table.device)
+    return table
 
 
 def _tables(

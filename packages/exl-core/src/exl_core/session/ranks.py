@@ -7,6 +7,7 @@ ranks while they load. The other ranks start first, because their imports take l
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,14 +20,14 @@ import torch
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import free_memory_bytes
-from exl_core.errors import ExlError, RankError, RequestError
+from exl_core.errors import ExlError, RequestError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.ops.table import OpTable
 from exl_core.parallel.checkpoint import ShardedCheckpoint
-from exl_core.parallel.exchange import Exchange
-from exl_core.parallel.followers import Followers
+from exl_core.parallel.exchange import Exchange, in_background
+from exl_core.parallel.followers import Followers, Group
 from exl_core.parallel.leader import LeadingTransformer
-from exl_core.parallel.nccl import NcclExchange, on_device
+from exl_core.parallel.nccl import Connecting, new_id
 from exl_core.parallel.peers import Link, PeerExchange, with_peers
 from exl_core.parallel.plan import (
     AUTO,
@@ -37,13 +38,14 @@ from exl_core.parallel.plan import (
     parse_exchange,
     share_config,
 )
+from exl_core.parallel.processes import MODULE
 from exl_core.session.open import ModelFiles
 from exl_core.session.placement import GPU_OVERHEAD, DeviceMemory, device_memory
 from exl_core.session.split import GB, LayerSizes
 from exl_core.session.weights import Loading, check_memory
 from exl_core.settings import Settings
 
-MODULE = "exl_core.session.follower"
+_LOG = logging.getLogger("exl.load")
 _RANK_OVERHEAD = 1.05
 """Memory of a rank over an equal share of the model: norms, and units that do not divide evenly."""
 
@@ -229,11 +231,29 @@ def started_followers(
 def start_followers(path: Path, device: str, fields: Mapping[str, Any]) -> Followers:
     """Starts the other ranks' processes (`started_followers`)."""
 
-    def settings(rank: int) -> Mapping[str, object]:
-        gpu = rank if device.startswith("cuda") else None
-        return {"rank": rank, "path": str(path), "options": fields, "gpu": gpu}
+    is_on_gpus = device.startswith("cuda")
+    has_log = _LOG.isEnabledFor(logging.DEBUG)
 
-    return Followers(fields["tensor_parallel"], MODULE, settings)
+    def settings(rank: int) -> Mapping[str, object]:
+        return {"rank": rank, "path": str(path), "options": fields, "has_log": has_log}
+
+    followers = Followers(fields["tensor_parallel"], MODULE, settings, may_use_gpu=is_on_gpus)
+    _LOG.debug("the other ranks start")
+    if is_on_gpus:
+        send_nccl_id(followers)
+    return followers
+
+
+def send_nccl_id(group: Group) -> None:
+    """Lets the ranks' GPUs connect, once they are open. The followers read the id before any
+    message."""
+
+    def send() -> bytes:
+        identity = new_id()
+        group.send_bytes(identity)
+        return identity
+
+    group.nccl_id = in_background(send)
 
 
 def load_leader(
@@ -262,8 +282,9 @@ def load_leader(
         check_memory(needed, free_memory_bytes(ops.device), files.path)
         tensors, config = sharded(checkpoint, loading.config, Rank(0, num_ranks))
         own = replace(loading, config=config, checkpoint=tensors, progress=report)
+        connecting = connecting_leader(followers, Rank(0, num_ranks), ops)
         weights = own.whole(ops, None)
-        exchange = _on_gpus(followers.meet(digest_of(files), files.sample_ids), followers, ops)
+        exchange = met(followers, digest_of(files), files.sample_ids, connecting)
         exchange, link = _with_peers(exchange, followers, ops, loading.config, kind)
         model = LeadingTransformer(
             loading.config,
@@ -282,15 +303,27 @@ def load_leader(
         raise
 
 
-def _on_gpus(exchange: Exchange, followers: Followers, ops: OpTable) -> Exchange:
-    """The exchange between the ranks' devices. A failure of a follower ends what waits in it."""
-    try:
-        connected = on_device(exchange, ops.device)
-    except RankError as error:
-        raise followers.cause(error) from error
-    if isinstance(connected, NcclExchange):
-        followers.on_failure = connected.abort
-    return connected
+def connecting_leader(group: Group, rank: Rank, ops: OpTable) -> Connecting | None:
+    """Begins to connect rank 0's GPU with the others' while weights are read; None on the CPU. The
+    end of the group ends what waits in the exchange, and frees it."""
+    if group.nccl_id is None:
+        return None
+    connecting = Connecting(group.nccl_id.result, rank, ops.device)
+    group.on_failure, group.on_close = connecting.abort, connecting.abort
+    return connecting
+
+
+def met(
+    group: Group, digest: str, sample_ids: Sequence[int], connecting: Connecting | None
+) -> Exchange:
+    """The exchange of rank 0's device with the others', once all ranks have loaded."""
+    if group.nccl_id is not None:
+        group.wait_for(group.nccl_id)  # without it the followers do not load
+    exchange = group.meet(digest, sample_ids)
+    _LOG.debug("all ranks are loaded and have met")
+    if connecting is None:
+        return exchange
+    return group.wait_for(connecting.exchange)
 
 
 def _with_peers(

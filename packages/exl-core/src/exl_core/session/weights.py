@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from exl_core.model.weights import ModelWeights
 from exl_core.ops.open import device_failures, open_host_experts
 from exl_core.ops.table import OpTable
 from exl_core.session.split import StagePlan
+
+_LOG = logging.getLogger("exl.load")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,7 @@ class Loading:
                 if device.type == "cuda":
                     # Kernels may read weights before earlier work on the stream has ended.
                     torch.cuda.synchronize(device)
+            _LOG.debug("weights are read")
             return weights
 
 
