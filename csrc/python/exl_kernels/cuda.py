@@ -27,7 +27,7 @@ from pathlib import Path
 
 from exl_kernels.cuda_recurrent import CausalConv, DeltaRule, StateScan
 
-ABI = 15
+ABI = 16
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
 OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2, "small_middle": 3, "small_minimums": 4}
@@ -442,6 +442,7 @@ _SIZES: dict[str, tuple[object, ...]] = {
     "trellis_linear_workspace": (_I, _I),
     "nearest_rings_workspace": (_I, _I),
     "attention_workspace": (_I, _I),
+    "recurrence_workspace": (_I, _I, _I, _I, _I),
     "sample_workspace": (_I, _I),
 }
 

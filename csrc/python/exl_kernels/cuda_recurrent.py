@@ -50,6 +50,8 @@ class DeltaRule(Structure):
         ("key_dim", c_int32),
         ("value_dim", c_int32),
         ("is_tiled", c_int32),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_int64),
     )
 
 
@@ -71,4 +73,6 @@ class StateScan(Structure):
         ("groups", c_int32),
         ("least_step", c_float),
         ("largest_step", c_float),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_int64),
     )

@@ -48,6 +48,7 @@ struct MatrixState {
     float* states;
     float* y;
     int heads, key_heads, depth, width;
+    int longest;  // sequences with more rows are skipped: they have chunks
     bool is_tiled;
     float least_step, largest_step;
 };
@@ -409,7 +410,7 @@ __global__ void __launch_bounds__(kStateThreads) matrix_state_kernel(MatrixState
         return;
     }
     const int first = args.rows.row_starts[seq], last = args.rows.row_starts[seq + 1];
-    if (first == last) {
+    if (first == last || last - first > args.longest) {
         wait_for_inputs();
         return;
     }

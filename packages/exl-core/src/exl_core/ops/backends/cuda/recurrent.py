@@ -75,6 +75,7 @@ class CudaRecurrentOps:
             value_dim=rule.value_dim,
             is_tiled=rule.is_tiled,
         )
+        self._set_workspace(operands, rule.value_heads, rule.key_heads, rule.key_dim)
         self._gpu.call("delta_rule", operands)
         return out
 
@@ -102,8 +103,28 @@ class CudaRecurrentOps:
             least_step=scan.steps[0],
             largest_step=scan.steps[1],
         )
+        self._set_workspace(operands, scan.heads, scan.groups, scan.state_size)
         self._gpu.call("state_scan", operands)
         return out
+
+    def _set_workspace(
+        self,
+        operands: cuda_recurrent.DeltaRule | cuda_recurrent.StateScan,
+        heads: int,
+        key_heads: int,
+        depth: int,
+    ) -> None:
+        """Memory for the chunked form, if some sequence of the pass may be long.
+
+        Its size is that of the next power of two of rows: a smaller buffer is kept when a larger
+        one replaces it.
+        """
+        rows, seqs = operands.rows.rows, operands.rows.seqs
+        if self._gpu.size("recurrence_workspace", rows, seqs, heads, key_heads, depth):
+            most = 1 << (rows - 1).bit_length()
+            workspace = self._gpu.workspace("recurrence", most, seqs, heads, key_heads, depth)
+            operands.workspace = workspace.data_ptr()
+            operands.workspace_bytes = workspace.numel()
 
     def _bound(self, rows: StateRows) -> StateRows:
         """The rows on this device."""
