@@ -16,7 +16,7 @@ inline int64_t chunk_space_bytes(
 ) {
     const bool has_chunks = info.capability >= 80 && depth <= kChunkDepth &&
                             info.shared_per_block >= static_cast<int>(2 * sizeof(ChunkStage<2>));
-    if (!has_chunks || rows < kLeastChunkedRows || rows == seqs) return 0;
+    if (!has_chunks || rows < kLeastChunkedRows || rows <= seqs) return 0;
     const int64_t slots = chunk_slots(rows, seqs);
     return slots * (key_heads * static_cast<int64_t>(sizeof(ChunkVectors)) +
                     heads * static_cast<int64_t>(sizeof(ChunkHead)));

@@ -243,7 +243,7 @@ __device__ __forceinline__ void compute_chunk(
 template <bool is_delta, int warps>
 __global__ void __launch_bounds__((warps + kCopyWarps) * kWarp, 1)
     chunk_pass_kernel(MatrixState args, ChunkSpace space) {
-    extern __shared__ alignas(16) uint8_t memory[];
+    extern __shared__ __align__(16) uint8_t memory[];
     ChunkStage<warps>* stages = reinterpret_cast<ChunkStage<warps>*>(memory);
     let_next_begin();
     const int warp = static_cast<int>(uniform(threadIdx.x / kWarp)), lane = threadIdx.x % kWarp;

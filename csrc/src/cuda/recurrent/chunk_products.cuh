@@ -254,7 +254,7 @@ __device__ __forceinline__ void store_inverse(uint8_t* to, InverseSpace& space, 
 template <bool is_delta>
 __global__ void __launch_bounds__(kProductThreads, 3)
     chunk_products_kernel(MatrixState args, ChunkSpace to) {
-    extern __shared__ alignas(16) uint8_t memory[];
+    extern __shared__ __align__(16) uint8_t memory[];
     ProductSpace& space = *reinterpret_cast<ProductSpace*>(memory);
     let_next_begin();
     const int warp = static_cast<int>(uniform(threadIdx.x / kWarp)), lane = threadIdx.x % kWarp;
