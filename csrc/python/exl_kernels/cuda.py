@@ -25,7 +25,7 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
-from exl_kernels.cuda_recurrent import CausalConv, DeltaRule, StateScan
+from exl_kernels.cuda_recurrent import CausalConv, DeltaRule, GateHeads, StateScan
 
 ABI = 15
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
@@ -434,6 +434,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "causal_conv": (POINTER(CausalConv), _P),
     "delta_rule": (POINTER(DeltaRule), _P),
     "state_scan": (POINTER(StateScan), _P),
+    "gate_heads": (POINTER(GateHeads), _P),
 }
 # Operand types of the functions that return a size in bytes.
 _SIZES: dict[str, tuple[object, ...]] = {

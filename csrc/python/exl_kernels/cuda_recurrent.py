@@ -1,4 +1,5 @@
-"""Operands of the recurrent ops in the CUDA library, as in `exl/cuda/recurrent.h`."""
+"""Operands of the recurrent ops and of gated heads in the CUDA library, as in `exl/cuda/recurrent.h`
+and `exl/cuda/gate_heads.h`."""
 
 from __future__ import annotations
 
@@ -75,4 +76,27 @@ class StateScan(Structure):
         ("largest_step", c_float),
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
+    )
+
+
+class GateHeads(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("gate", c_void_p),
+        ("gate_stride", c_int64),
+        ("norm", c_void_p),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        ("inverse_permutation", c_void_p),
+        ("x_dtype", c_int32),
+        ("gate_dtype", c_int32),
+        ("out_dtype", c_int32),
+        ("m", c_int32),
+        ("k", c_int32),
+        ("head_dim", c_int32),
+        ("norm_size", c_int32),
+        ("eps", c_float),
+        ("is_sigmoid", c_int32),
+        ("is_gate_first", c_int32),
     )

@@ -15,7 +15,7 @@ inline int64_t chunk_space_bytes(
     int64_t depth
 ) {
     const bool has_chunks = info.capability >= 80 && depth <= kChunkDepth &&
-                            info.shared_per_block >= static_cast<int>(2 * sizeof(ChunkStage<2>));
+                            info.shared_per_block >= static_cast<int>(sizeof(PassSpace<2>));
     if (!has_chunks || rows < kLeastChunkedRows || rows <= seqs) return 0;
     const int64_t slots = chunk_slots(rows, seqs);
     return slots * (key_heads * static_cast<int64_t>(sizeof(ChunkVectors)) +
@@ -24,15 +24,15 @@ inline int64_t chunk_space_bytes(
 
 #ifdef __CUDACC__
 
-template <bool is_delta, int warps>
+template <bool is_delta, int pairs>
 cudaError_t launch_chunk_pass(const MatrixState& args, const ChunkSpace& space, void* stream) {
     const dim3 grid(
-        static_cast<unsigned>(ceil_div(args.width, warps * kPassColumns)), args.heads,
+        static_cast<unsigned>(ceil_div(args.width, pairs * kPairColumns)), args.heads,
         args.rows.seqs
     );
     return launch(
-        chunk_pass_kernel<is_delta, warps>, grid, dim3((warps + kCopyWarps) * kWarp),
-        2 * sizeof(ChunkStage<warps>), stream, args, space
+        chunk_pass_kernel<is_delta, pairs>, grid, dim3(pairs * kPairThreads + kCopyThreads),
+        sizeof(PassSpace<pairs>), stream, args, space
     );
 }
 
@@ -49,10 +49,10 @@ cudaError_t run_chunks(
         dim3(kProductThreads), sizeof(ProductSpace), stream, args, space
     );
     if (error != cudaSuccess) return error;
-    // Blocks of one warp, where blocks of two would leave half of the multiprocessors idle.
+    // Blocks of one pair, where blocks of two would leave half of the multiprocessors idle.
     const int64_t longest = args.rows.rows / kLeastChunkedRows;
     const int64_t seqs = longest < args.rows.seqs ? longest : args.rows.seqs;
-    const int64_t blocks = ceil_div(args.width, 2 * kPassColumns) * args.heads * seqs;
+    const int64_t blocks = ceil_div(args.width, 2 * kPairColumns) * args.heads * seqs;
     return 2 * blocks <= info.multiprocessors ? launch_chunk_pass<is_delta, 1>(args, space, stream)
                                               : launch_chunk_pass<is_delta, 2>(args, space, stream);
 }

@@ -34,6 +34,7 @@ struct alignas(16) ProductSpace {
     };
     ChunkFactors factors;
     float totals[kChunk], rests[kChunk];  // logarithms of `grown`, and what they lack
+    float scales[2][kChunk];              // of the scan's keys and queries
 };
 
 #ifdef __CUDACC__
@@ -77,11 +78,12 @@ __device__ __forceinline__ void chunk_factors(
     }
 }
 
-// Splits 16 rows of keys or queries per warp. `scale` multiplies normalized ones.
+// Splits 16 rows of keys or queries per warp. `scale` multiplies normalized ones. Those of the scan
+// are divided by `scales`.
 template <bool is_delta>
 __device__ __forceinline__ void split_vectors(
-    uint8_t* to, const float* x, const MatrixState& args, const ChunkOfSequence& chunk,
-    float scale, int warp, int lane
+    uint8_t* to, float* scales, const float* x, const MatrixState& args,
+    const ChunkOfSequence& chunk, float scale, int warp, int lane
 ) {
 #pragma unroll 4
     for (int i = 0; i < 16; ++i) {
@@ -100,6 +102,14 @@ __device__ __forceinline__ void split_vectors(
             const float factor = rsqrtf(warp_sum(squares) + kL2Eps) * scale;
 #pragma unroll
             for (int j = 0; j < 4; ++j) values[j] *= factor;
+        } else {
+            const float largest = fmaxf(
+                fmaxf(fabsf(values[0]), fabsf(values[1])), fmaxf(fabsf(values[2]), fabsf(values[3]))
+            );
+            const float2 factors = scale_to(warp_max(largest), 0);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) values[j] *= factors.x;
+            if (lane == 0) scales[token] = factors.y;
         }
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
@@ -269,10 +279,10 @@ __global__ void __launch_bounds__(kProductThreads, 3)
     const float* x = args.x + key_head * args.depth;
     const float scale = rsqrtf(static_cast<float>(args.depth));
     split_vectors<is_delta>(
-        space.vectors.keys, x + args.key_first, args, chunk, 1.0f, warp, lane
+        space.vectors.keys, space.scales[0], x + args.key_first, args, chunk, 1.0f, warp, lane
     );
     split_vectors<is_delta>(
-        space.vectors.queries, x + args.query_first, args, chunk, scale, warp, lane
+        space.vectors.queries, space.scales[1], x + args.query_first, args, chunk, scale, warp, lane
     );
     if (warp == 0) chunk_factors<is_delta>(space, args, chunk, head, lane);
     __syncthreads();
@@ -297,9 +307,13 @@ __global__ void __launch_bounds__(kProductThreads, 3)
 
     ChunkHead& own = to.heads[static_cast<int64_t>(slot) * args.heads + head];
     store_outer(own.outer, space, by_queries, mirrored, lane);
-    if (threadIdx.x < sizeof(ChunkFactors) / sizeof(float4)) {
-        reinterpret_cast<float4*>(&own.factors)[threadIdx.x] =
-            reinterpret_cast<const float4*>(&space.factors)[threadIdx.x];
+    if (threadIdx.x < kChunk) {
+        const int token = threadIdx.x;
+        own.factors.grown[token] = space.factors.grown[token];
+        own.factors.left[token] = space.factors.left[token];
+        own.factors.beta[token] =
+            space.factors.beta[token] * (is_delta ? 1.0f : space.scales[0][token]);
+        own.factors.scale[token] = is_delta ? 1.0f : space.scales[1][token];
     }
     if constexpr (is_delta) {
         store_inner(space, by_keys, warp, lane);

@@ -10,9 +10,10 @@
 //            This is the WY form of arXiv 2412.06464, with D instead of W and U.
 // Kernels    `chunk_products.cuh` computes P and the inverse of I + A of every chunk, all at once.
 //            `chunk_pass.cuh` goes through the chunks of a sequence with the state in registers.
-// Numbers    Products run on tensor cores, with operands split into two bfloat16 numbers: 16 bits of
-//            each, and the range of float32. Three of the four products are computed. Sums, the
-//            state and the inverse are float32.
+// Numbers    Products run on tensor cores, with operands split into two float16 numbers: 22 bits of
+//            each. Three of the four products are computed. Powers of two bring operands into the
+//            range of float16: one per column of the state and chunk, and of the scan one per key and
+//            query. Sums, the state and the inverse are float32.
 // Slots      Chunk c of sequence s has slot row_starts[s] / 64 + s + c of the workspace. No two chunks
 //            have the same slot, and no kernel needs the lengths of all sequences.
 #pragma once
@@ -35,7 +36,8 @@ constexpr int kLeastChunkedRows = 64;
 struct ChunkFactors {
     float grown[kChunk];  // decay from before the chunk to the token
     float left[kChunk];   // decay from the token to the end of the chunk
-    float beta[kChunk];   // of the scan: its step
+    float beta[kChunk];   // of the scan: its step, times the scale of the key
+    float scale[kChunk];  // of the query; of the delta rule, whose queries have norm 1, it is not read
 };
 
 // Keys and queries of a chunk, normalized: upper halves, then lower ones.
@@ -71,17 +73,22 @@ __device__ __forceinline__ int triangle_place(int i, int j, int half) {
     return tile * kTriangleTileBytes + row * 64 + part * 16 + j % 8 * 2;
 }
 
-__device__ __forceinline__ uint32_t pack(__nv_bfloat16 a, __nv_bfloat16 b) {
-    const __nv_bfloat162 both(a, b);
-    return reinterpret_cast<const uint32_t&>(both);
-}
-
 // Two numbers as upper and lower halves.
 __device__ __forceinline__ void split(float a, float b, uint32_t& high, uint32_t& low) {
-    const __nv_bfloat16 x = __float2bfloat16_rn(a), y = __float2bfloat16_rn(b);
-    high = pack(x, y);
-    low = pack(
-        __float2bfloat16_rn(a - __bfloat162float(x)), __float2bfloat16_rn(b - __bfloat162float(y))
+    const __half2 upper = __floats2half2_rn(a, b);
+    const float2 back = __half22float2(upper);
+    const __half2 lower = __floats2half2_rn(a - back.x, b - back.y);
+    high = reinterpret_cast<const uint32_t&>(upper);
+    low = reinterpret_cast<const uint32_t&>(lower);
+}
+
+// The power of two that brings `largest` to between 2^exponent and 2^(exponent + 1), and its inverse.
+__device__ __forceinline__ float2 scale_to(float largest, int exponent) {
+    const int bits = static_cast<int>(__float_as_uint(largest) >> 23) & 255;
+    const int own = min(max(254 + exponent - bits, 1), 253);
+    return make_float2(
+        __uint_as_float(static_cast<uint32_t>(own) << 23),
+        __uint_as_float(static_cast<uint32_t>(254 - own) << 23)
     );
 }
 
@@ -114,11 +121,12 @@ __device__ __forceinline__ void load_transposed(uint32_t (&to)[4], uint32_t from
 #endif
 }
 
-__device__ __forceinline__ void mma_bf16(
+// c [16, 8] += a [16, 16] * b [16, 8], for the compiler to order as it likes.
+__device__ __forceinline__ void mma_halves(
     float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1
 ) {
 #if __CUDA_ARCH__ >= 800
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
         "{%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -129,9 +137,9 @@ __device__ __forceinline__ void mma_bf16(
 __device__ __forceinline__ void mma_split(
     float (&c)[4], const SplitRows& a, const uint32_t (&b)[4]
 ) {
-    mma_bf16(c, a.low, b[0], b[1]);
-    mma_bf16(c, a.high, b[2], b[3]);
-    mma_bf16(c, a.high, b[0], b[1]);
+    mma_halves(c, a.low, b[0], b[1]);
+    mma_halves(c, a.high, b[2], b[3]);
+    mma_halves(c, a.high, b[0], b[1]);
 }
 
 struct ChunkOfSequence {

@@ -20,7 +20,7 @@ from exl_core.model.weights import (
     RecurrentWeights,
     ShortConvWeights,
 )
-from exl_core.ops.elementwise import Norm, RmsNorm
+from exl_core.ops.elementwise import Gating, Norm, RmsNorm
 from exl_core.ops.recurrent import DeltaRule, StateScan, Taps
 
 
@@ -50,7 +50,7 @@ def recurrent_weights(
                 is_tiled=spec.is_tiled,
             )
             head_norm = RmsNorm(source.norm(rows["mixer_norm"]), config.norm_eps)
-            return DeltaNetWeights(*shared, rule, head_norm)
+            return DeltaNetWeights(*shared, rule, Gating("silu", spec.value_dim, head_norm))
         case KimiDeltaNet() as kimi:
             if source.device.type != "cpu":
                 raise UnsupportedModelError(
@@ -71,13 +71,18 @@ def recurrent_weights(
                     dt_bias=source.norm(rows["step_bias"]),
                     is_by_row=True,
                 ),
-                head_norm=RmsNorm(source.norm(rows["mixer_norm"]), config.norm_eps),
+                gating=Gating(
+                    "sigmoid",
+                    kimi.head_dim,
+                    RmsNorm(source.norm(rows["mixer_norm"]), config.norm_eps),
+                ),
             )
         case Mamba2() as scan_spec:
-            factors = source.norm(rows["mixer_norm"])
-            plain = torch.ones(scan_spec.size // scan_spec.groups, device=source.device)
+            norm_of_groups = RmsNorm(source.norm(rows["mixer_norm"]), config.norm_eps)
+            group = scan_spec.size // scan_spec.groups
+            gating = Gating("silu", group, norm_of_groups, is_gate_first=True)
             scan = _scan(scan_spec, source, rows["decay"], rows["step_bias"], rows["skip"])
-            return Mamba2Weights(*shared, scan, RmsNorm(plain, config.norm_eps), factors)
+            return Mamba2Weights(*shared, scan, gating)
         case other:
             raise unsupported("mixer", other)
 

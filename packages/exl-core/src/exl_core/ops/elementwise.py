@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from exl_core.ops.linear import Inputs, PackedLinear
 
 GateKind = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 """Gated activation of a gate g and a value u: act(g) * u, or for `clamped_swiglu` (gpt-oss)
@@ -53,6 +56,21 @@ class LayerNorm:
 Norm = RmsNorm | LayerNorm
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Gating:
+    """How heads of `head_dim` values are multiplied by their gates.
+
+    kind           activation of the gates
+    norm           RMSNorm of each head, or None; its factors are those of one head, or of all
+    is_gate_first  the norm follows the product, instead of preceding it
+    """
+
+    kind: Literal["silu", "sigmoid"]
+    head_dim: int
+    norm: RmsNorm | None = None
+    is_gate_first: bool = False
+
+
 class RowOps(Protocol):
     """Ops on rows of states, as the layers call them."""
 
@@ -71,6 +89,15 @@ class RowOps(Protocol):
 
     def gated_activation(self, gate_up: Tensor, kind: GateKind) -> Tensor:
         """gate_up [m, 2d] strided rows -> act(first half) * second half [m, d], by `GateKind`."""
+        ...
+
+    def gate_heads(
+        self, x: Tensor, gate: Tensor, gating: Gating, to: PackedLinear | None = None
+    ) -> Inputs:
+        """x, gate [m, d] strided rows -> norm(x) * act(gate), or norm(x * act(gate)), by head.
+
+        The result is [m, d], or has the form that the matrix `to` prefers as its inputs.
+        """
         ...
 
     def add_(self, residual: Tensor, y: Tensor) -> Tensor:
