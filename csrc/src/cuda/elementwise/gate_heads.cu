@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(kBlockThreads) gate_heads_kernel(ExlGateHeads 
         factor = rsqrtf(sum / args.head_dim + args.eps);
     }
     const int rows = args.inverse_permutation == nullptr || args.m == 1 ? args.m
-                     : args.m <= EXL_CUDA_TILE_ROWS ? EXL_CUDA_TILE_ROWS
-                                                    : padded_rows(args.m);
+                     : args.m <= EXL_CUDA_TILE_ROWS                     ? EXL_CUDA_TILE_ROWS
+                                                                        : padded_rows(args.m);
     if (row >= rows) return;
     for (int i = thread; i < args.head_dim; i += threads) {
         const int column = first + i;
@@ -94,18 +94,20 @@ extern "C" int exl_cuda_gate_heads(const ExlGateHeads* args, void* stream) {
     const auto is_type = [](int type) { return type == kF32 || type == kF16; };
     const bool is_prepared = args->inverse_permutation != nullptr;
     const bool has_norm = args->norm != nullptr;
-    const bool fits = args->m >= 0 && args->head_dim >= 1 && args->k % args->head_dim == 0 &&
-                      is_type(args->x_dtype) && is_type(args->gate_dtype) &&
-                      (is_prepared ? args->m <= EXL_CUDA_CHUNK_ROWS : is_type(args->out_dtype)) &&
-                      (!has_norm || args->norm_size == args->k ||
-                       args->norm_size == args->head_dim);
+    const bool fits =
+        args->m >= 0 && args->head_dim >= 1 && args->k % args->head_dim == 0 &&
+        is_type(args->x_dtype) && is_type(args->gate_dtype) &&
+        (is_prepared ? args->m <= EXL_CUDA_CHUNK_ROWS : is_type(args->out_dtype)) &&
+        (!has_norm || args->norm_size == args->k || args->norm_size == args->head_dim);
     if (!fits) return cudaErrorInvalidValue;
     if (args->m == 0) return cudaSuccess;
     const int64_t heads = args->k / args->head_dim;
     const int64_t rows = is_prepared && args->m > 1 ? 8 * exl_cuda_row_tiles(args->m) : args->m;
     if (args->head_dim >= kLongHead) {
         const dim3 grid(static_cast<unsigned>(rows * heads));
-        return launch(gate_heads_kernel<kBlockThreads>, grid, dim3(kBlockThreads), 0, stream, *args);
+        return launch(
+            gate_heads_kernel<kBlockThreads>, grid, dim3(kBlockThreads), 0, stream, *args
+        );
     }
     const dim3 grid(static_cast<unsigned>(ceil_div(rows * heads, kBlockThreads / kWarp)));
     return launch(gate_heads_kernel<kWarp>, grid, dim3(kBlockThreads), 0, stream, *args);

@@ -64,9 +64,8 @@ cudaError_t run_recurrence(
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
     const ExlStateRows& rows = args.rows;
-    const int64_t needed = chunk_space_bytes(
-        info, rows.rows, rows.seqs, args.heads, args.key_heads, args.depth
-    );
+    const int64_t needed =
+        chunk_space_bytes(info, rows.rows, rows.seqs, args.heads, args.key_heads, args.depth);
     const bool is_chunked = needed > 0 && workspace != nullptr && rows.seqs > 0;
     if (is_chunked && workspace_bytes < needed) return cudaErrorInvalidValue;
     args.longest = is_chunked ? kLeastChunkedRows - 1 : rows.rows;

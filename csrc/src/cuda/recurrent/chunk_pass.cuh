@@ -24,9 +24,9 @@ constexpr int kCopyThreads = kCopyWarps * kWarp;
 constexpr int kPairColumns = 16;
 constexpr int kPairThreads = 2 * kWarp;
 constexpr int kTokenTiles = kChunk / 16;
-constexpr int kOwnTokens = kChunk / 16;       // tiles of 8 tokens of a warp
-constexpr int kOwnRows = kChunkDepth / 16;    // tiles of 8 rows of a warp's part of the state
-constexpr int kScaleExponent = 4;             // of the largest number in a column
+constexpr int kOwnTokens = kChunk / 16;            // tiles of 8 tokens of a warp
+constexpr int kOwnRows = kChunkDepth / 16;         // tiles of 8 rows of a warp's part of the state
+constexpr int kScaleExponent = 4;                  // of the largest number in a column
 constexpr int kCopyBarrier = 1, kPairBarrier = 2;  // the first pair's; the second one has the next
 
 // Operands of one chunk in shared memory. Results take the place of values. The pitch of values
@@ -110,8 +110,7 @@ __device__ __forceinline__ void copy_values(
     constexpr int kColumns = pairs * kPairColumns;
     const int place = thread % kColumns;
     const bool is_inside = rows.column + place < args.width;
-    const float* values = args.x + args.value_first +
-                          static_cast<int64_t>(rows.head) * args.width +
+    const float* values = args.x + args.value_first + static_cast<int64_t>(rows.head) * args.width +
                           (is_inside ? rows.column + place : 0);
 #pragma unroll 8
     for (int token = thread / kColumns; token < kChunk; token += kCopyThreads / kColumns) {
@@ -130,8 +129,7 @@ __device__ __forceinline__ void store_results(
     const int64_t stride = static_cast<int64_t>(args.heads) * args.width;
     float* y = args.y + rows.row * stride + static_cast<int64_t>(rows.head) * args.width +
                rows.column + place;
-    const int tokens =
-        rows.column + place < args.width ? min(kChunk, rows.last - rows.row) : 0;
+    const int tokens = rows.column + place < args.width ? min(kChunk, rows.last - rows.row) : 0;
 #pragma unroll 8
     for (int token = thread / kColumns; token < tokens; token += kCopyThreads / kColumns) {
         y[token * stride] = from.values[token][place];
@@ -463,8 +461,9 @@ __device__ __forceinline__ void compute_chunk(
 
 // Grid: parts of 16 columns per pair, heads, sequences.
 template <bool is_delta, int pairs>
-__global__ void __launch_bounds__(pairs * kPairThreads + kCopyThreads, 1)
-    chunk_pass_kernel(MatrixState args, ChunkSpace space) {
+__global__ void __launch_bounds__(pairs* kPairThreads + kCopyThreads, 1) chunk_pass_kernel(
+    MatrixState args, ChunkSpace space
+) {
     extern __shared__ __align__(16) uint8_t shared[];
     PassSpace<pairs>& memory = *reinterpret_cast<PassSpace<pairs>*>(shared);
     let_next_begin();

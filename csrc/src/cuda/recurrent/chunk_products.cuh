@@ -141,8 +141,8 @@ __device__ __forceinline__ void multiply_keys(
             if (n > 2 * tile + 1) continue;
             uint32_t b[4];
             load_matrices(
-                b, others + part / 2 * kPlaneBytes +
-                       vector_place(8 * n + row, 16 * k + part % 2 * 8)
+                b,
+                others + part / 2 * kPlaneBytes + vector_place(8 * n + row, 16 * k + part % 2 * 8)
             );
             mma_split(c[n], a, b);
         }
@@ -183,8 +183,8 @@ __device__ __forceinline__ void store_outer(
             const int i = tile * 16 + lane / 4 + e / 2 * 8, j = 8 * n + lane % 4 * 2;
             uint32_t high, low;
             split(
-                decay_between(space, i, j) * c[n][e],
-                decay_between(space, i, j + 1) * c[n][e + 1], high, low
+                decay_between(space, i, j) * c[n][e], decay_between(space, i, j + 1) * c[n][e + 1],
+                high, low
             );
             *reinterpret_cast<uint32_t*>(to + triangle_place(i, j, 0)) = high;
             *reinterpret_cast<uint32_t*>(to + triangle_place(i, j, 1)) = low;
@@ -236,7 +236,9 @@ __device__ __forceinline__ void multiply_square(
 }
 
 // Inverts I - `inner`, whose diagonal and upper part are not read, and stores the inverse.
-__device__ __forceinline__ void store_inverse(uint8_t* to, InverseSpace& space, int warp, int lane) {
+__device__ __forceinline__ void store_inverse(
+    uint8_t* to, InverseSpace& space, int warp, int lane
+) {
     const int thread = warp * kWarp + lane;
     if (warp < 2) invert_half(space, warp * kHalfChunk, lane);
     __syncthreads();
@@ -262,8 +264,9 @@ __device__ __forceinline__ void store_inverse(uint8_t* to, InverseSpace& space, 
 
 // Grid: slots of the workspace, heads.
 template <bool is_delta>
-__global__ void __launch_bounds__(kProductThreads, 3)
-    chunk_products_kernel(MatrixState args, ChunkSpace to) {
+__global__ void __launch_bounds__(kProductThreads, 3) chunk_products_kernel(
+    MatrixState args, ChunkSpace to
+) {
     extern __shared__ __align__(16) uint8_t memory[];
     ProductSpace& space = *reinterpret_cast<ProductSpace*>(memory);
     let_next_begin();

@@ -37,7 +37,8 @@ struct ChunkFactors {
     float grown[kChunk];  // decay from before the chunk to the token
     float left[kChunk];   // decay from the token to the end of the chunk
     float beta[kChunk];   // of the scan: its step, times the scale of the key
-    float scale[kChunk];  // of the query; of the delta rule, whose queries have norm 1, it is not read
+    float scale
+        [kChunk];  // of the query; of the delta rule, whose queries have norm 1, it is not read
 };
 
 // Keys and queries of a chunk, normalized: upper halves, then lower ones.

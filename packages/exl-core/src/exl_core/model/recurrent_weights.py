@@ -36,9 +36,10 @@ def recurrent_weights(
     roles = [role for role in ("taps", *KIMI_TAPS) if role in rows]
     taps = _taps(source, [rows[role] for role in roles], has_silu=has_silu)
     shared = norm, wide, taps, narrow, norm_of("attention_post_norm")
+    if isinstance(config.layers[layer].mixer, ShortConv):
+        return ShortConvWeights(*shared)
+    mixer_norm = RmsNorm(source.norm(rows["mixer_norm"]), config.norm_eps)
     match config.layers[layer].mixer:
-        case ShortConv():
-            return ShortConvWeights(*shared)
         case GatedDeltaNet() as spec:
             rule = DeltaRule(
                 key_heads=spec.key_heads,
@@ -49,8 +50,7 @@ def recurrent_weights(
                 dt_bias=source.norm(rows["step_bias"]),
                 is_tiled=spec.is_tiled,
             )
-            head_norm = RmsNorm(source.norm(rows["mixer_norm"]), config.norm_eps)
-            return DeltaNetWeights(*shared, rule, Gating("silu", spec.value_dim, head_norm))
+            return DeltaNetWeights(*shared, rule, Gating("silu", spec.value_dim, mixer_norm))
         case KimiDeltaNet() as kimi:
             if source.device.type != "cpu":
                 raise UnsupportedModelError(
@@ -71,16 +71,11 @@ def recurrent_weights(
                     dt_bias=source.norm(rows["step_bias"]),
                     is_by_row=True,
                 ),
-                gating=Gating(
-                    "sigmoid",
-                    kimi.head_dim,
-                    RmsNorm(source.norm(rows["mixer_norm"]), config.norm_eps),
-                ),
+                gating=Gating("sigmoid", kimi.head_dim, mixer_norm),
             )
         case Mamba2() as scan_spec:
-            norm_of_groups = RmsNorm(source.norm(rows["mixer_norm"]), config.norm_eps)
             group = scan_spec.size // scan_spec.groups
-            gating = Gating("silu", group, norm_of_groups, is_gate_first=True)
+            gating = Gating("silu", group, mixer_norm, is_gate_first=True)
             scan = _scan(scan_spec, source, rows["decay"], rows["step_bias"], rows["skip"])
             return Mamba2Weights(*shared, scan, gating)
         case other:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from exl_core.ops.linear import Inputs, PackedLinear
 
 GateKind = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 """Gated activation of a gate g and a value u: act(g) * u, or for `clamped_swiglu` (gpt-oss)
@@ -89,15 +86,6 @@ class RowOps(Protocol):
 
     def gated_activation(self, gate_up: Tensor, kind: GateKind) -> Tensor:
         """gate_up [m, 2d] strided rows -> act(first half) * second half [m, d], by `GateKind`."""
-        ...
-
-    def gate_heads(
-        self, x: Tensor, gate: Tensor, gating: Gating, to: PackedLinear | None = None
-    ) -> Inputs:
-        """x, gate [m, d] strided rows -> norm(x) * act(gate), or norm(x * act(gate)), by head.
-
-        The result is [m, d], or has the form that the matrix `to` prefers as its inputs.
-        """
         ...
 
     def add_(self, residual: Tensor, y: Tensor) -> Tensor:
