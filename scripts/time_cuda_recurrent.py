@@ -1,4 +1,4 @@
-"""Times the recurrent ops on a GPU: convolution, delta rule, state scan. Usage: time_cuda_recurrent.py
+"""Times the recurrent ops on a GPU: convolution, delta rule and state scan.
 
 Each measurement is a captured CUDA graph of six layers with states of their own. The floor is the
 inputs, the outputs and twice the states, at the bandwidth of a large copy on the same device.
@@ -76,6 +76,11 @@ def microseconds(work: Callable[[], object]) -> float:
     return milliseconds(graph.replay, 7) * 1e3 / LAYERS
 
 
+def all_layers(run: Op, x: Tensor, states: list[Tensor], rows: StateRows) -> None:
+    for each in states:
+        run(x, each, rows)
+
+
 def time_op(name: str, op: tuple[Op, tuple[int, ...], int, int], bandwidth: float) -> None:
     run, shape, width, out_width = op
     for label, lengths in LENGTHS.items():
@@ -86,10 +91,7 @@ def time_op(name: str, op: tuple[Op, tuple[int, ...], int, int], bandwidth: floa
         x = torch.randn(count, width, device="cuda") / 4
         states = [torch.zeros(seqs, *shape, device="cuda") for _ in range(LAYERS)]
 
-        def work() -> None:
-            for each in states:
-                run(x, each, rows)
-
+        work = partial(all_layers, run, x, states, rows)
         us = microseconds(work)
         moved = 4 * (count * (width + out_width) + 2 * seqs * states[0][0].numel())
         share = moved / bandwidth * 1e6 / us

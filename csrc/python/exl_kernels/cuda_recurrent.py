@@ -1,5 +1,7 @@
-"""Operands of the recurrent ops and of gated heads in the CUDA library, as in `exl/cuda/recurrent.h`
-and `exl/cuda/gate_heads.h`."""
+"""Operands of the recurrent ops and of gated heads in the CUDA library.
+
+The C headers are `exl/cuda/recurrent.h` and `exl/cuda/gate_heads.h`.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def recurrent_weights(
                 dt_bias=source.norm(rows["step_bias"]),
                 is_tiled=spec.is_tiled,
             )
-            return DeltaNetWeights(*shared, rule, Gating("silu", spec.value_dim, mixer_norm))
+            return DeltaNetWeights(*shared, Gating("silu", spec.value_dim, mixer_norm), rule)
         case KimiDeltaNet() as kimi:
             if source.device.type != "cpu":
                 raise UnsupportedModelError(
@@ -60,6 +60,7 @@ def recurrent_weights(
                 )
             return KimiDeltaWeights(
                 *shared,
+                Gating("sigmoid", kimi.head_dim, mixer_norm),
                 decay_up=source.packed(matrices["decay_up"]),
                 gate_up=source.packed(matrices["gate_up_b"]),
                 rule=DeltaRule(
@@ -71,13 +72,12 @@ def recurrent_weights(
                     dt_bias=source.norm(rows["step_bias"]),
                     is_by_row=True,
                 ),
-                gating=Gating("sigmoid", kimi.head_dim, mixer_norm),
             )
         case Mamba2() as scan_spec:
             group = scan_spec.size // scan_spec.groups
             gating = Gating("silu", group, mixer_norm, is_gate_first=True)
             scan = _scan(scan_spec, source, rows["decay"], rows["step_bias"], rows["skip"])
-            return Mamba2Weights(*shared, scan, gating)
+            return Mamba2Weights(*shared, gating, scan)
         case other:
             raise unsupported("mixer", other)
 

@@ -114,13 +114,19 @@ class ShortConvWeights(RecurrentWeights):
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNetWeights(RecurrentWeights):
+class GatedMixerWeights(RecurrentWeights):
+    """Weights of a mixer whose outputs are normed and gated by head or group; `gating` has the
+    norm."""
+
+    gating: Gating
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetWeights(GatedMixerWeights):
     """wide [channels + value_size + 2 * value_heads, hidden]: queries, keys, values, gates, b, a;
-    narrow [hidden, value_size]; the numbers of the delta rule, the norm and the gate of each output
-    head."""
+    narrow [hidden, value_size]; the numbers of the delta rule."""
 
     rule: DeltaRule
-    gating: Gating
 
     @property
     def own_vectors(self) -> tuple[Tensor, ...]:
@@ -128,16 +134,14 @@ class DeltaNetWeights(RecurrentWeights):
 
 
 @dataclass(frozen=True, slots=True)
-class KimiDeltaWeights(RecurrentWeights):
+class KimiDeltaWeights(GatedMixerWeights):
     """wide [3 * size + 2 * head_dim + heads, hidden]: queries, keys, values, inner vectors of the
     decays and of the gates, b; narrow [hidden, size]; the matrices from the inner vectors to decays
-    and to gates [size, head_dim]; the numbers of the delta rule, the norm and the gate of each
-    output head."""
+    and to gates [size, head_dim]; the numbers of the delta rule."""
 
     decay_up: PackedLinear
     gate_up: PackedLinear
     rule: DeltaRule
-    gating: Gating
 
     @property
     def matrices(self) -> dict[Packed, PackedLinear]:
@@ -150,13 +154,11 @@ class KimiDeltaWeights(RecurrentWeights):
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2Weights(RecurrentWeights):
+class Mamba2Weights(GatedMixerWeights):
     """wide [size + channels + heads, hidden]: gates, inputs with the vectors of the groups, steps;
-    narrow [hidden, size]; the numbers of the scan, and the gate and the norm of each group of
-    outputs."""
+    narrow [hidden, size]; the numbers of the scan."""
 
     scan: StateScan
-    gating: Gating
 
     @property
     def own_vectors(self) -> tuple[Tensor, ...]:

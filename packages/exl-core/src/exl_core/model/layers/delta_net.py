@@ -41,7 +41,7 @@ def delta_net(
     qkv, gate, ba = wide.split_with_sizes(step.widths, -1)
     qkv = ops.causal_conv(qkv, weights.taps, held.inputs, rows)  # [R, C]
     y = ops.delta_rule(qkv, ba, weights.rule, held.states, rows)  # [R, H * V]
-    return add_gated(ops, x, y, gate, weights.gating, block)
+    return add_gated(ops, x, y, gate, block)
 
 
 class KimiDeltaStep(NamedTuple):
@@ -70,4 +70,4 @@ def kimi_delta(
     gate = ops.linear(inner_z, weights.gate_up)  # [R, H * V]
     ba = torch.cat([b.to(a.dtype), a], -1)
     y = ops.delta_rule(qkv, ba, weights.rule, held.states, rows)  # [R, H * V]
-    return add_gated(ops, x, y, gate, weights.gating, block)
+    return add_gated(ops, x, y, gate, block)

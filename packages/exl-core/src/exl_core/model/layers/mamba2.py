@@ -38,4 +38,4 @@ def mamba2(
     gate, xbc, dt = wide.split_with_sizes(step.widths, -1)
     xbc = ops.causal_conv(xbc, weights.taps, held.inputs, rows)  # [R, C]
     y = ops.state_scan(xbc, dt, weights.scan, held.states, rows)  # [R, I]
-    return add_gated(ops, x, y, gate, weights.gating, block)
+    return add_gated(ops, x, y, gate, block)

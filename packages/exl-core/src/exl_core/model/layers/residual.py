@@ -10,7 +10,7 @@ from typing import cast
 
 from torch import Tensor
 
-from exl_core.model.weights import BlockWeights, RecurrentWeights
+from exl_core.model.weights import BlockWeights, GatedMixerWeights, RecurrentWeights
 from exl_core.ops.elementwise import ActivationKind, GateKind, Gating, Norm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.table import LayerOps
@@ -88,14 +88,12 @@ def add_output(
     return ops.add_(x, normed(ops, y, post_norm))
 
 
-def add_gated(
-    ops: LayerOps, x: Tensor, h: Tensor, gate: Tensor, gating: Gating, block: BlockWeights
-) -> Tensor:
+def add_gated(ops: LayerOps, x: Tensor, h: Tensor, gate: Tensor, block: BlockWeights) -> Tensor:
     """x [R, hidden] plus the output of a recurrent mixer with heads h [R, narrow.in_features] and
     their gates."""
-    weights = cast(RecurrentWeights, block.mixer)
+    weights = cast(GatedMixerWeights, block.mixer)
     to, post_norm = weights.narrow, weights.post_norm
-    inputs = gated_inputs(ops, h, gate, gating, to, post_norm=post_norm)
+    inputs = gated_inputs(ops, h, gate, weights.gating, to, post_norm=post_norm)
     return add_output(ops, x, inputs, to, post_norm)
 
 

@@ -201,8 +201,8 @@ class Linears:
                 self.multiply(one, w, sums, norm=norm, is_added=is_added)
             return
         if is_direct and not any(isinstance(part, CudaTrellis) for part in parts):
-            own = cast(tuple[CudaLinear | CudaQuantLinear, ...], parts)
-            self._multiply_mixed(x, own, out, norm, is_added)
+            codes = cast(tuple[CudaLinear | CudaQuantLinear, ...], parts)
+            self._multiply_mixed(x, codes, out, norm, is_added)
             return
         halves = self._as_float16(x, norm)
         first = 0
