@@ -72,6 +72,10 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         **{"hidden_size": 96, "head_dim": 32, "num_experts_per_tok": 8},
         **{"n_group": 1, "topk_group": 1},
     ),
+    "kimi-linear": lambda: tiny_hybrids.tiny_kimi_linear(
+        **{"hidden_size": 96, "num_experts_per_token": 8, "n_group": 1, "topk_group": 1},
+        **{"linear_head_dim": 40, "kv_lora_rank": 56, "rms_norm_eps": 1e-3},
+    ),
     "granite4-hybrid": lambda: tiny_hybrids.tiny_granite_hybrid(
         hidden_size=192, head_dim=32, mamba_d_head=64, shared_intermediate_size=160
     ),

@@ -34,7 +34,13 @@ from exl_core.ops.recurrent import DeltaRule, StateRows, StateScan, Taps
 from exl_core.sampling.params import SamplerParams
 from exl_core.session.load import LoadedModel, load_model
 from exl_core.speculate.mtp import MtpDrafter
-from support.tiny_hybrids import tiny_granite_hybrid, tiny_lfm2, tiny_nemotron_h, tiny_qwen35
+from support.tiny_hybrids import (
+    tiny_granite_hybrid,
+    tiny_kimi_linear,
+    tiny_lfm2,
+    tiny_nemotron_h,
+    tiny_qwen35,
+)
 from support.tiny_models import VOCAB_SIZE, save
 from support.tiny_mtp import MtpCheckpoint
 
@@ -51,6 +57,7 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         hidden_size=192, head_dim=32, mamba_d_head=64, shared_intermediate_size=160
     ),
     "nemotron-h": lambda: tiny_nemotron_h(**HEADS),
+    "kimi-linear": lambda: tiny_kimi_linear(hidden_size=96, linear_head_dim=40),
 }
 
 

@@ -208,6 +208,11 @@ BIG = {
     "conv-4": run_conv(4, has_bias=True),
     "delta": run_delta(delta_rule_of(2, 4, 128, is_tiled=False, key_dim=128)),
     "delta-odd": run_delta(delta_rule_of(1, 3, 33, is_tiled=True, key_dim=50)),
+    "delta-by-row": run_delta(delta_rule_of(2, 4, 128, is_by_row=True, key_dim=128)),
+    "delta-by-row-odd": run_delta(
+        delta_rule_of(1, 3, 33, is_tiled=True, is_by_row=True, key_dim=50)
+    ),
+    "delta-by-row-wide": run_delta(delta_rule_of(1, 2, 40, is_by_row=True, key_dim=200)),
     "delta-wide": run_delta(delta_rule_of(1, 2, 70, is_tiled=False, key_dim=256)),
     "scan": run_scan(scan_of(4, 2, 128)),
     "delta-shared": run_delta(delta_rule_of(2, 16, 20, is_tiled=False, key_dim=100)),

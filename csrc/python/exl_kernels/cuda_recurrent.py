@@ -53,6 +53,7 @@ class DeltaRule(Structure):
         ("key_dim", c_int32),
         ("value_dim", c_int32),
         ("is_tiled", c_int32),
+        ("is_by_row", c_int32),
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
     )

@@ -11,7 +11,6 @@ from exl_core.arch.layers import GatedDeltaNet, KimiDeltaNet, Mamba2, ShortConv,
 from exl_core.arch.modules import ModuleRow, module_table
 from exl_core.arch.parts import KIMI_TAPS
 from exl_core.arch.spec import ModelConfig
-from exl_core.errors import UnsupportedModelError
 from exl_core.model.source import WeightSource
 from exl_core.model.weights import (
     DeltaNetWeights,
@@ -52,12 +51,6 @@ def recurrent_weights(
             )
             return DeltaNetWeights(*shared, Gating("silu", spec.value_dim, mixer_norm), rule)
         case KimiDeltaNet() as kimi:
-            if source.device.type != "cpu":
-                raise UnsupportedModelError(
-                    "delta nets whose states decay row by row run on the CPU only",
-                    got=source.device,
-                    next_step="Use --device cpu.",
-                )
             return KimiDeltaWeights(
                 *shared,
                 Gating("sigmoid", kimi.head_dim, mixer_norm),
