@@ -1,7 +1,7 @@
 """Write a model with random weights. Usage: random_family.py OUT FAMILY FORMAT [--layers N]
 
-Speed depends on shapes and formats, not on values. The families have the widths of models with 7 to
-12 billion weights and fewer layers. Names and shapes of the tensors come from the module table.
+Speed depends on shapes and formats, not on values. The families have the widths of published models
+and fewer layers. Names and shapes of the tensors come from the module table.
 Formats apply to the matrices of the layers: fp16; gptq, gptq-act-order, awq and ct (packed
 compressed-tensors) with 4 bits in groups of 128; fp8 with blocks of 128 x 128; fp8-channel. The
 last line printed is JSON.
@@ -26,6 +26,9 @@ from exl_core.arch.modules import Kind, ModuleRow, module_table
 from random_exl2 import byte_tokenizer, halves, words
 
 GROUP, BLOCK, SCALE = 128, 128, 0.004
+DENSE = ("router", "shared_router", "delta_a", "delta_b")
+"""Roles of small matrices that converters leave in float16."""
+
 SHARED = {
     "vocab_size": 32000,
     "max_position_embeddings": 32768,
@@ -64,6 +67,26 @@ FAMILIES = {
     "starcoder2": family(
         "Starcoder2", 4608, 18432, (36, 4), model_type="starcoder2", norm_epsilon=1e-5,
         use_bias=True, hidden_act="gelu_pytorch_tanh",
+    ),
+    "qwen3.5-35b-a3b": family(
+        "Qwen3_5Moe", 2048, 512, (16, 2), model_type="qwen3_5_moe_text", head_dim=256,
+        linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
+        linear_value_head_dim=128, linear_conv_kernel_dim=4, full_attention_interval=4,
+        num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        rope_parameters={"rope_theta": 1e7, "partial_rotary_factor": 0.25, "rope_type": "default"},
+    ),
+    "qwen3.5-0.8b": family(
+        "Qwen3_5", 1024, 3584, (8, 2), model_type="qwen3_5_text", head_dim=256,
+        linear_num_key_heads=16, linear_num_value_heads=16, linear_key_head_dim=128,
+        linear_value_head_dim=128, linear_conv_kernel_dim=4, full_attention_interval=4,
+        rope_parameters={"rope_theta": 1e7, "partial_rotary_factor": 0.25, "rope_type": "default"},
+    ),
+    "deepseek-v2-lite": family(
+        "DeepseekV2", 2048, 11008, (16, 16), model_type="deepseek_v2", kv_lora_rank=512,
+        q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+        n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1408,
+        first_k_dense_replace=1, topk_method="greedy", norm_topk_prob=False, rope_theta=10000.0,
     ),
 }  # fmt: skip
 
@@ -162,7 +185,8 @@ def main() -> int:
     orders: dict[int, Tensor] = {}
     tensors: dict[str, Tensor] = {}
     for row in table.rows:
-        if row.kind is Kind.LINEAR and row.layer is not None and args.format in MAKERS:
+        is_layers = row.kind is Kind.LINEAR and row.layer is not None
+        if is_layers and row.role not in DENSE and args.format in MAKERS:
             order = None
             if args.format == "gptq-act-order":
                 order = orders.setdefault(row.shape[1], torch.randperm(row.shape[1]))

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from kernel_support import assert_norm_within, normal
+from kernel_support import assert_norm_within, normal, packed
 from quant_support import GPU_BOUND, Matrix, Shape, filled, make_matrix
 from torch import Tensor
 
@@ -209,6 +209,32 @@ def test_joined_parts_of_different_permutations_and_widths(
 
     exact = torch.cat([Exact(gpu_table, one)(normed(x, norm)) for one in matrices], 1)
     assert_norm_within(out, exact, GPU_BOUND)
+
+
+@pytest.mark.parametrize("is_permuted", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("m", [1, 8, 33, 96, 130])
+def test_many_joined_parts_some_of_them_dense(
+    *, gpu_table: OpTable, rng: torch.Generator, dtype: torch.dtype, m: int, is_permuted: bool
+) -> None:
+    """More parts and forms of inputs than one launch takes."""
+    sizes = (512, 100, 64, 96, 40)
+    shapes = [Shape(((4, 8, 128),), n, permuted=is_permuted) for n in sizes]
+    matrices = [make_matrix(rng, shape) for shape in shapes]
+    dense = [normal(rng, n, 1024).half().float() / 32 for n in (32, 7)]
+    biases = [None, normal(rng, 7)]
+    plain = [packed(gpu_table, *both) for both in zip(dense, biases, strict=True)]
+    *first, last = (filled(gpu_table, matrix) for matrix in matrices)
+    w = gpu_table.join([*first, *plain, last])
+    x, norm = normal(rng, m, 1024), RmsNorm(normal(rng, 1024), EPS)
+    out = torch.full((m, sum(sizes) + 39), torch.nan, dtype=dtype)
+
+    gpu_table.norm_linear(x, norm, w, out)
+
+    inputs = normed(x, norm)
+    exact = [Exact(gpu_table, one)(inputs) for one in matrices]
+    exact[-1:-1] = [inputs @ dense[0].double().T, inputs @ dense[1].double().T + biases[1]]
+    assert_norm_within(out, torch.cat(exact, 1), GPU_BOUND)
 
 
 @pytest.mark.parametrize("m", [1, 8, 32, 70])

@@ -208,9 +208,16 @@ BIG = {
     "conv-4": run_conv(4, has_bias=True),
     "delta": run_delta(delta_rule_of(2, 4, 128, is_tiled=False, key_dim=128)),
     "delta-odd": run_delta(delta_rule_of(1, 3, 33, is_tiled=True, key_dim=50)),
+    "delta-by-row": run_delta(delta_rule_of(2, 4, 128, is_by_row=True, key_dim=128)),
+    "delta-by-row-odd": run_delta(
+        delta_rule_of(1, 3, 33, is_tiled=True, is_by_row=True, key_dim=50)
+    ),
+    "delta-by-row-wide": run_delta(delta_rule_of(1, 2, 40, is_by_row=True, key_dim=200)),
     "delta-wide": run_delta(delta_rule_of(1, 2, 70, is_tiled=False, key_dim=256)),
     "scan": run_scan(scan_of(4, 2, 128)),
+    "delta-shared": run_delta(delta_rule_of(2, 16, 20, is_tiled=False, key_dim=100)),
     "scan-odd": run_scan(scan_of(3, 1, 161)),
+    "scan-groups": run_scan(scan_of(6, 2, 37)),
 }
 """Sizes of real models, and others that fill neither a block of columns nor one of rows."""
 
@@ -218,13 +225,26 @@ BIG = {
 @pytest.mark.parametrize("name", BIG)
 @pytest.mark.parametrize(
     "lengths",
-    [*[(count,) for count in (1, 2, 3, 4, 15, 16, 17, 63, 64, 65, 1000)], (5, 1, 30, 2, 1, 17, 3)],
+    [
+        *[(count,) for count in (1, 2, 3, 4, 15, 16, 17, 63, 64, 65, 128, 193, 1000)],
+        (5, 1, 30, 2, 1, 17, 3),
+        (200, 1, 127, 300, 64, 0, 128, 65),
+    ],
     ids=str,
 )
 def test_prompts_of_any_length_on_a_gpu(
     gpu_table: OpTable, rng: torch.Generator, name: str, lengths: tuple[int, ...]
 ) -> None:
     check_on_gpu(gpu_table, rng, BIG[name], lengths)
+
+
+@pytest.mark.parametrize("speed", [0.0, 0.01, 100.0])
+def test_long_prompts_with_slow_and_fast_decays_on_a_gpu(
+    gpu_table: OpTable, rng: torch.Generator, speed: float
+) -> None:
+    """100: a state is gone after one token. 0: nothing is forgotten."""
+    rule = delta_rule_of(2, 4, 96, key_dim=128)
+    check_on_gpu(gpu_table, rng, run_delta(replace(rule, decay=rule.decay * speed)), (300, 190))
 
 
 @pytest.mark.parametrize("name", BIG)

@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 
 from exl_kernels.cuda_exchange import PartialCopies, PartialSums, Tokens
-from exl_kernels.cuda_recurrent import CausalConv, DeltaRule, StateScan
+from exl_kernels.cuda_recurrent import CausalConv, DeltaRule, GateHeads, StateScan
 
 ABI = 16
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
@@ -447,6 +447,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "shared_free": (_P,),
     "shared_open": (_P, POINTER(_P)),
     "shared_close": (_P,),
+    "gate_heads": (POINTER(GateHeads), _P),
 }
 # Operand types of the functions that return a size in bytes.
 _SIZES: dict[str, tuple[object, ...]] = {
@@ -455,6 +456,7 @@ _SIZES: dict[str, tuple[object, ...]] = {
     "trellis_linear_workspace": (_I, _I),
     "nearest_rings_workspace": (_I, _I),
     "attention_workspace": (_I, _I),
+    "recurrence_workspace": (_I, _I, _I, _I, _I),
     "sample_workspace": (_I, _I),
 }
 

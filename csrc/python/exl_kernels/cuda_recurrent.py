@@ -1,4 +1,7 @@
-"""Operands of the recurrent ops in the CUDA library, as in `exl/cuda/recurrent.h`."""
+"""Operands of the recurrent ops and of gated heads in the CUDA library.
+
+The C headers are `exl/cuda/recurrent.h` and `exl/cuda/gate_heads.h`.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,9 @@ class DeltaRule(Structure):
         ("key_dim", c_int32),
         ("value_dim", c_int32),
         ("is_tiled", c_int32),
+        ("is_by_row", c_int32),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_int64),
     )
 
 
@@ -71,4 +77,29 @@ class StateScan(Structure):
         ("groups", c_int32),
         ("least_step", c_float),
         ("largest_step", c_float),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_int64),
+    )
+
+
+class GateHeads(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("gate", c_void_p),
+        ("gate_stride", c_int64),
+        ("norm", c_void_p),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        ("inverse_permutation", c_void_p),
+        ("x_dtype", c_int32),
+        ("gate_dtype", c_int32),
+        ("out_dtype", c_int32),
+        ("m", c_int32),
+        ("k", c_int32),
+        ("head_dim", c_int32),
+        ("norm_size", c_int32),
+        ("eps", c_float),
+        ("is_sigmoid", c_int32),
+        ("is_gate_first", c_int32),
     )

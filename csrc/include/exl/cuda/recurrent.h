@@ -50,10 +50,10 @@ typedef struct {
     ExlStateRows rows;
     const float* qkv;  // [rows, 2 key_heads key_dim + value_heads value_dim]
     int64_t qkv_stride;
-    const float* ba;  // [rows, 2 value_heads], b first
+    const float* ba;  // [rows, 2 value_heads], b first; is_by_row: [rows, value_heads (1 + key_dim)]
     int64_t ba_stride;
     const float* decay;    // [value_heads]
-    const float* dt_bias;  // [value_heads]
+    const float* dt_bias;  // [value_heads]; is_by_row: [value_heads, key_dim]
     float* states;         // [slots, value_heads, key_dim, value_dim]
     float* y;              // [rows, value_heads * value_dim]
     int32_t key_heads;
@@ -61,6 +61,9 @@ typedef struct {
     int32_t key_dim;      // at most EXL_CUDA_MAX_STATE_DEPTH
     int32_t value_dim;
     int32_t is_tiled;  // value head h uses key head h % key_heads, else h / (heads per key head)
+    int32_t is_by_row;  // each row of the state decays by itself
+    void* workspace;    // exl_cuda_recurrence_workspace; null: every sequence token by token
+    int64_t workspace_bytes;
 } ExlDeltaRule;
 EXL_CUDA_API int exl_cuda_delta_rule(const ExlDeltaRule* args, void* stream);
 
@@ -82,8 +85,16 @@ typedef struct {
     int32_t groups;
     float least_step;
     float largest_step;
+    void* workspace;  // as above
+    int64_t workspace_bytes;
 } ExlStateScan;
 EXL_CUDA_API int exl_cuda_state_scan(const ExlStateScan* args, void* stream);
+
+// Size of the workspace with which long sequences are computed in chunks of 64 tokens. 0 if there
+// can be none among the rows, or if the device or `depth` (key_dim, or state_size) has no such form.
+EXL_CUDA_API int64_t exl_cuda_recurrence_workspace(
+    int32_t rows, int32_t seqs, int32_t heads, int32_t key_heads, int32_t depth
+);
 
 #ifdef __cplusplus
 }

@@ -1,5 +1,5 @@
-// Gated delta rule: the operands of the kernel in matrix_state.cuh.
-#include "cuda/recurrent/matrix_state.cuh"
+// Gated delta rule: the operands of the kernels in matrix_state.cuh and chunks.cuh.
+#include "cuda/recurrent/chunk_launch.cuh"
 
 extern "C" int exl_cuda_delta_rule(const ExlDeltaRule* args, void* stream) {
     const int64_t keys = static_cast<int64_t>(args->key_heads) * args->key_dim;
@@ -21,5 +21,17 @@ extern "C" int exl_cuda_delta_rule(const ExlDeltaRule* args, void* stream) {
     state.depth = args->key_dim;
     state.width = args->value_dim;
     state.is_tiled = args->is_tiled != 0;
-    return exl::cuda::run_matrix_state<true>(state, stream);
+    if (args->is_by_row) {
+        state.longest = args->rows.rows;
+        return exl::cuda::run_matrix_state<exl::cuda::Rule::kDeltaByRow>(state, stream);
+    }
+    return exl::cuda::run_recurrence<true>(state, args->workspace, args->workspace_bytes, stream);
+}
+
+extern "C" int64_t exl_cuda_recurrence_workspace(
+    int32_t rows, int32_t seqs, int32_t heads, int32_t key_heads, int32_t depth
+) {
+    exl::cuda::DeviceInfo info;
+    if (exl::cuda::device_info(&info) != cudaSuccess) return 0;
+    return exl::cuda::chunk_space_bytes(info, rows, seqs, heads, key_heads, depth);
 }

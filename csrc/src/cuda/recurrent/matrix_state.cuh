@@ -1,4 +1,5 @@
-// One kernel for the gated delta rule and the state scan of Mamba-2.
+// One kernel for the gated delta rule, with a decay per head or per row of the state, and the state
+// scan of Mamba-2, token by token.
 //
 // Contract   exl/cuda/recurrent.h.
 // State      A head has a matrix S of `depth` rows and `width` columns: [key_dim, value_dim] of the
@@ -6,6 +7,7 @@
 //            independent. With a key k, a query q and a decay exp(g) for each token:
 //              delta rule   d = beta (v - exp(g) S^T k)      scan   d = step * x
 //              S = exp(g) S + k d^T;  y = S^T q (+ skip * x)
+//            With a decay per row, exp(g) is a diagonal matrix.
 // Mapping    A warp has 8 columns, a thread 2 of them and an eighth of their rows, in registers from
 //            the first token to the last. A block has 32 columns of one head of one sequence.
 // Tokens     are computed in groups of `count`: with S before the group and the products k_j k_i and
@@ -13,10 +15,13 @@
 //            group: (3 + 1 / count) operations per element and token instead of 4, and one sum over
 //            lanes per group. Each warp prepares one group of a tile while the tile before is
 //            computed: it normalizes keys and queries, and computes their products and decays.
+//            Decays per row are multiplied into the tile's keys and queries.
 // Accuracy   fp32. Decays within a group are exponentials of sums of g, at most 1.
 // Floor      Decode: the states twice at memory bandwidth. Prompts: 3.25 operations per element and
 //            token on the fp32 units, 0.13 ms for 2048 tokens of 32 heads of 128 x 128 on an H100.
 #pragma once
+
+#include <type_traits>
 
 #include "cuda/common/common.cuh"
 #include "exl/cuda/recurrent.h"
@@ -34,12 +39,14 @@ constexpr float kL2Eps = 1e-6f;           // exl_core/ops/recurrent.py
 
 static_assert(kBlockColumns == kWarp, "a lane loads the value of one column of the block");
 
+enum class Rule { kScan, kDelta, kDeltaByRow };
+
 struct MatrixState {
     ExlStateRows rows;
     const float* x;  // rows of queries, keys and values
     int64_t x_stride;
     int64_t query_first, key_first, value_first;  // offsets in a row of x
-    const float* step;  // a of the delta rule, dt of the scan: [rows, heads]
+    const float* step;  // a of the delta rule, dt of the scan: [rows, heads], or [rows, heads depth]
     const float* beta;  // b of the delta rule
     int64_t step_stride;
     const float* decay;
@@ -48,6 +55,7 @@ struct MatrixState {
     float* states;
     float* y;
     int heads, key_heads, depth, width;
+    int longest;  // sequences with more rows are skipped: they have chunks
     bool is_tiled;
     float least_step, largest_step;
 };
@@ -71,6 +79,18 @@ struct Tile {
     float values[kTokens][kBlockColumns];
     Group<count> groups[kStateWarps];
 };
+
+// A tile for decays per row. `keys` and `queries` contain the decays from before the group to their
+// token, `left_keys` those from there to the end of the group, `decays` those of the whole group.
+template <int blocks, int count>
+struct TileByRow : Tile<blocks, count> {
+    float left_keys[kStateWarps * count][kRowBlock * blocks];
+    float decays[kStateWarps][kRowBlock * blocks];
+};
+
+template <Rule rule, int blocks, int count>
+using TileOf = std::conditional_t<
+    rule == Rule::kDeltaByRow, TileByRow<blocks, count>, Tile<blocks, count>>;
 
 // Sums over the lanes whose numbers differ in bits below `lanes`. Lane l gets the sum of
 // values[l % size], where size is a power of two of at most `lanes`. Recursive, so that all indices
@@ -100,17 +120,38 @@ __device__ __forceinline__ float scatter_sums(float (&values)[size], int lane) {
 
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
-// Operands of one group of tokens between their loads and `prepare`: those of a lane.
-template <int blocks, int count>
-struct RawGroup {
-    float keys[count][blocks], queries[count][blocks];  // elements lane + 32 i
-    float values[count];                                // of the block's column `lane`
-    float step, beta;                                   // of token `lane`
+// Numbers of a head that all its tokens share.
+template <Rule rule, int blocks>
+struct HeadNumbers {
+    static constexpr int kBiases = rule == Rule::kDeltaByRow ? blocks : 1;
+    float decay, biases[kBiases];
+
+    __device__ __forceinline__ void load(const MatrixState& args, int head, int lane) {
+        decay = args.decay[head];
+#pragma unroll
+        for (int i = 0; i < kBiases; ++i) {
+            const int at = lane + kWarp * i;
+            if constexpr (rule == Rule::kDeltaByRow) {
+                biases[i] = at < args.depth ? args.dt_bias[head * args.depth + at] : 0.0f;
+            } else {
+                biases[i] = args.dt_bias[head];
+            }
+        }
+    }
 };
 
-template <int blocks, int count>
+// Operands of one group of tokens between their loads and `prepare`: those of a lane.
+template <Rule rule, int blocks, int count>
+struct RawGroup {
+    float keys[count][blocks], queries[count][blocks];  // elements lane + 32 i
+    float steps[count][HeadNumbers<rule, blocks>::kBiases];  // the same, with a decay per row
+    float values[count];                                     // of the block's column `lane`
+    float step, beta;                                        // of token `lane`
+};
+
+template <Rule rule, int blocks, int count>
 __device__ __forceinline__ void load_group(
-    RawGroup<blocks, count>& raw, const MatrixState& args, int head, int key_head, int first,
+    RawGroup<rule, blocks, count>& raw, const MatrixState& args, int head, int key_head, int first,
     int last, int lane
 ) {
     const int column = blockIdx.x * kBlockColumns + lane;
@@ -126,44 +167,102 @@ __device__ __forceinline__ void load_group(
             const bool is_inside = is_token && at < args.depth;
             raw.keys[i][j] = is_inside ? key[at] : 0.0f;
             raw.queries[i][j] = is_inside ? query[at] : 0.0f;
+            if constexpr (rule == Rule::kDeltaByRow) {
+                const int64_t step = (is_token ? first + i : first) * args.step_stride;
+                raw.steps[i][j] = is_inside ? args.step[step + head * args.depth + at] : 0.0f;
+            }
         }
         const bool is_value = is_token && column < args.width;
         raw.values[i] = is_value ? row[args.value_first + head * args.width + column] : 0.0f;
     }
     const bool is_token = lane < count && first + lane < last;
     const int64_t at = (is_token ? first + lane : first) * args.step_stride + head;
-    raw.step = is_token ? args.step[at] : 0.0f;
+    raw.step = is_token && rule != Rule::kDeltaByRow ? args.step[at] : 0.0f;
     raw.beta = is_token && args.beta != nullptr ? args.beta[at] : 0.0f;
 }
 
-// Writes the group's part of a tile. `sums` is the warp's scratch of 32 floats.
-template <bool is_delta, int blocks, int count>
-__device__ __forceinline__ void prepare(
-    const RawGroup<blocks, count>& raw, Tile<blocks, count>& tile, float* sums, float decay,
-    float dt_bias, const MatrixState& args, int num_tokens, int warp, int lane
+// Products of a group's keys with its keys and queries, k_j k_i and k_j q_i for j <= i, which are
+// triangles, and q_i q_i. `decays` are multiplied in, of the tokens after j up to i.
+template <Rule rule, int blocks, int count, int sums>
+__device__ __forceinline__ void multiply_group(
+    float (&dots)[sums], const RawGroup<rule, blocks, count>& raw,
+    const float (&decays)[count][HeadNumbers<rule, blocks>::kBiases]
 ) {
-    // k_j k_i and k_j q_i for j <= i, which are triangles, and q_i q_i.
     constexpr int kTriangle = count * (count + 1) / 2;
-    constexpr int kSums = count == 4 ? 32 : count == 2 ? 8 : 4;
-    static_assert(2 * kTriangle + count <= kSums);
-    float dots[kSums] = {};
+    static_assert(2 * kTriangle + count <= sums);
 #pragma unroll
-    for (int i = 0; i < count; ++i) {
-#pragma unroll
-        for (int e = 0; e < blocks; ++e) {
-            dots[2 * kTriangle + i] += raw.queries[i][e] * raw.queries[i][e];
-        }
+    for (int e = 0; e < blocks; ++e) {
 #pragma unroll
         for (int j = 0; j < count; ++j) {
-            if (j > i) continue;
-            const int at = i * (i + 1) / 2 + j;
+            dots[2 * kTriangle + j] += raw.queries[j][e] * raw.queries[j][e];
+            float carried = raw.keys[j][e];
 #pragma unroll
-            for (int e = 0; e < blocks; ++e) {
-                dots[at] += raw.keys[j][e] * raw.keys[i][e];
-                dots[kTriangle + at] += raw.keys[j][e] * raw.queries[i][e];
+            for (int i = 0; i < count; ++i) {
+                if (i < j) continue;
+                if constexpr (rule == Rule::kDeltaByRow) {
+                    if (i > j) carried *= decays[i][e];
+                }
+                dots[i * (i + 1) / 2 + j] += carried * raw.keys[i][e];
+                dots[kTriangle + i * (i + 1) / 2 + j] += carried * raw.queries[i][e];
             }
         }
     }
+}
+
+// Writes keys, queries and values of a group to its part of a tile.
+template <Rule rule, int blocks, int count>
+__device__ __forceinline__ void store_group(
+    const RawGroup<rule, blocks, count>& raw, TileOf<rule, blocks, count>& tile,
+    const float (&factor_k)[count], const float (&factor_q)[count],
+    const float (&decays)[count][HeadNumbers<rule, blocks>::kBiases], int warp, int lane
+) {
+    const int first_token = warp * count;
+#pragma unroll
+    for (int e = 0; e < blocks; ++e) {
+        const int at = lane + kWarp * e;
+        float grown = 1.0f;
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            if constexpr (rule == Rule::kDeltaByRow) grown *= decays[i][e];
+            tile.keys[first_token + i][at] = raw.keys[i][e] * (factor_k[i] * grown);
+            tile.queries[first_token + i][at] = raw.queries[i][e] * (factor_q[i] * grown);
+        }
+        if constexpr (rule == Rule::kDeltaByRow) {
+            tile.decays[warp][at] = grown;
+            float left = 1.0f;
+#pragma unroll
+            for (int i = count - 1; i >= 0; --i) {
+                tile.left_keys[first_token + i][at] = raw.keys[i][e] * (factor_k[i] * left);
+                left *= decays[i][e];
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < count; ++i) tile.values[first_token + i][lane] = raw.values[i];
+}
+
+// Writes the group's part of a tile. `sums` is the warp's scratch of 32 floats.
+template <Rule rule, int blocks, int count>
+__device__ __forceinline__ void prepare(
+    const RawGroup<rule, blocks, count>& raw, TileOf<rule, blocks, count>& tile, float* sums,
+    const HeadNumbers<rule, blocks>& numbers, const MatrixState& args, int num_tokens, int warp,
+    int lane
+) {
+    constexpr bool is_delta = rule != Rule::kScan, is_by_row = rule == Rule::kDeltaByRow;
+    constexpr int kTriangle = count * (count + 1) / 2;
+    constexpr int kSums = count == 4 ? 32 : count == 2 ? 8 : 4;
+    float decays[count][HeadNumbers<rule, blocks>::kBiases];
+#pragma unroll
+    for (int i = 0; is_by_row && i < count; ++i) {
+#pragma unroll
+        for (int e = 0; e < blocks; ++e) {
+            const int bias = e < HeadNumbers<rule, blocks>::kBiases ? e : 0;
+            const float step = softplus(raw.steps[i][bias] + numbers.biases[bias]);
+            decays[i][bias] = i < num_tokens ? expf(-numbers.decay * step) : 1.0f;
+        }
+    }
+    float dots[kSums] = {};
+    multiply_group(dots, raw, decays);
     const float sum = scatter_sums<kWarp>(dots, lane);
     if (lane < kSums) sums[lane] = sum;
     __syncwarp();
@@ -178,18 +277,9 @@ __device__ __forceinline__ void prepare(
                 rsqrtf(sums[2 * kTriangle + i] + kL2Eps) * rsqrtf(static_cast<float>(args.depth));
         }
     }
-    const int first_token = warp * count;
-#pragma unroll
-    for (int i = 0; i < count; ++i) {
-#pragma unroll
-        for (int e = 0; e < blocks; ++e) {
-            tile.keys[first_token + i][lane + kWarp * e] = raw.keys[i][e] * factor_k[i];
-            tile.queries[first_token + i][lane + kWarp * e] = raw.queries[i][e] * factor_q[i];
-        }
-        tile.values[first_token + i][lane] = raw.values[i];
-    }
+    store_group(raw, tile, factor_k, factor_q, decays, warp, lane);
 
-    float steps = softplus(raw.step + dt_bias);
+    float steps = softplus(raw.step + numbers.biases[0]);
     float beta = steps;
     if constexpr (is_delta) {
         beta = 1.0f / (1.0f + expf(-raw.beta));
@@ -197,7 +287,7 @@ __device__ __forceinline__ void prepare(
         beta = steps = fminf(fmaxf(steps, args.least_step), args.largest_step);
     }
     const bool is_token = lane < num_tokens;
-    const float own = is_token ? -decay * steps : 0.0f;
+    const float own = is_token && !is_by_row ? -numbers.decay * steps : 0.0f;
     float totals[count];  // logarithms of the decays from before the group
     float total = 0.0f;
 #pragma unroll
@@ -295,11 +385,13 @@ struct HeldState {
 };
 
 // Computes one group of tokens, the first of which is row `first`; y begins at the thread's head.
-template <bool is_delta, int blocks, int count>
+template <Rule rule, int blocks, int count>
 __device__ __forceinline__ void compute_group(
-    HeldState<is_delta, blocks>& state, const Tile<blocks, count>& tile, int index, float skip,
-    float* y, int64_t y_stride, int num_tokens, int column, int width, int lane
+    HeldState<rule != Rule::kScan, blocks>& state, const TileOf<rule, blocks, count>& tile,
+    int index, float skip, float* y, int64_t y_stride, int num_tokens, int column, int width,
+    int lane
 ) {
+    constexpr bool is_delta = rule != Rule::kScan;
     constexpr int n = 2 * count;  // values of a thread's columns
     const int row_lane = lane % kRowLanes, first_token = index * count;
     float4 keys[count][blocks];
@@ -364,24 +456,35 @@ __device__ __forceinline__ void compute_group(
         if constexpr (!is_delta) sum += skip * tile.values[first_token + token][place + odd];
         y[token * y_stride + column + odd] = sum;
     }
-    const float grown = group.grown[count - 1];
 #pragma unroll
     for (int j = 0; j < blocks; ++j) {
+        float4 grown;
+        if constexpr (rule == Rule::kDeltaByRow) {
+            const int at = kRowBlock * j + 4 * row_lane;
+            grown = *reinterpret_cast<const float4*>(&tile.decays[index][at]);
+        } else {
+            const float all = group.grown[count - 1];
+            grown = make_float4(all, all, all, all);
+        }
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-#pragma unroll
-            for (int r = 0; r < 4; ++r) state.s[j][r][c] *= grown;
+            state.s[j][0][c] *= grown.x, state.s[j][1][c] *= grown.y;
+            state.s[j][2][c] *= grown.z, state.s[j][3][c] *= grown.w;
         }
     }
 #pragma unroll
     for (int i = 0; i < count; ++i) {
         const float left = group.left[i];
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            const float added = left * d[i][c];
+        for (int j = 0; j < blocks; ++j) {
+            float4 k = keys[i][j];
+            if constexpr (rule == Rule::kDeltaByRow) {
+                const int at = kRowBlock * j + 4 * row_lane;
+                k = *reinterpret_cast<const float4*>(&tile.left_keys[first_token + i][at]);
+            }
 #pragma unroll
-            for (int j = 0; j < blocks; ++j) {
-                const float4 k = keys[i][j];
+            for (int c = 0; c < 2; ++c) {
+                const float added = left * d[i][c];
                 state.s[j][0][c] += k.x * added, state.s[j][1][c] += k.y * added;
                 state.s[j][2][c] += k.z * added, state.s[j][3][c] += k.w * added;
             }
@@ -390,9 +493,10 @@ __device__ __forceinline__ void compute_group(
 }
 
 // Grid: parts of 32 columns, heads, sequences and, where there may be padding, one block more.
-template <bool is_delta, int blocks, int count>
+template <Rule rule, int blocks, int count>
 __global__ void __launch_bounds__(kStateThreads) matrix_state_kernel(MatrixState args) {
-    __shared__ alignas(16) Tile<blocks, count> tiles[2];
+    constexpr bool is_delta = rule != Rule::kScan;
+    __shared__ alignas(16) TileOf<rule, blocks, count> tiles[2];
     __shared__ float sums[kStateWarps][kWarp];
     let_next_begin();
     const int warp = static_cast<int>(uniform(threadIdx.x / kWarp)), lane = threadIdx.x % kWarp;
@@ -409,7 +513,7 @@ __global__ void __launch_bounds__(kStateThreads) matrix_state_kernel(MatrixState
         return;
     }
     const int first = args.rows.row_starts[seq], last = args.rows.row_starts[seq + 1];
-    if (first == last) {
+    if (first == last || last - first > args.longest) {
         wait_for_inputs();
         return;
     }
@@ -420,19 +524,20 @@ __global__ void __launch_bounds__(kStateThreads) matrix_state_kernel(MatrixState
     if (args.rows.past_lens[seq] > 0) {
         state.template move<false>(head_state, args, row_lane, column);
     }
-    const float decay = args.decay[head], dt_bias = args.dt_bias[head];
+    HeadNumbers<rule, blocks> numbers;
+    numbers.load(args, head, lane);
     const float skip = is_delta ? 0.0f : args.skip[head];
     const int key_head =
         args.is_tiled ? head % args.key_heads : head / (args.heads / args.key_heads);
     wait_for_inputs();
 
     constexpr int kTokens = Tile<blocks, count>::kTokens;
-    RawGroup<blocks, count> raw;
+    RawGroup<rule, blocks, count> raw;
     int own = first + warp * count;  // first row of the group that this warp prepares
     if (own < last) {
         load_group(raw, args, head, key_head, own, last, lane);
-        prepare<is_delta>(
-            raw, tiles[0], sums[warp], decay, dt_bias, args, min(count, last - own), warp, lane
+        prepare(
+            raw, tiles[0], sums[warp], numbers, args, min(count, last - own), warp, lane
         );
     }
     int current = 0;
@@ -443,23 +548,22 @@ __global__ void __launch_bounds__(kStateThreads) matrix_state_kernel(MatrixState
 #pragma unroll 1
         for (int i = 0; i < kStateWarps && row + i * count < last; ++i) {
             const int from = row + i * count;
-            compute_group<is_delta>(
+            compute_group<rule, blocks, count>(
                 state, tiles[current], i, skip, y + from * y_stride, y_stride,
                 min(count, last - from), column, args.width, lane
             );
         }
         current ^= 1;
         if (own < last) {
-            prepare<is_delta>(
-                raw, tiles[current], sums[warp], decay, dt_bias, args, min(count, last - own), warp,
-                lane
+            prepare(
+                raw, tiles[current], sums[warp], numbers, args, min(count, last - own), warp, lane
             );
         }
     }
     state.template move<true>(head_state, args, row_lane, column);
 }
 
-template <bool is_delta, int blocks, int count>
+template <Rule rule, int blocks, int count>
 cudaError_t launch_matrix_state(const MatrixState& args, void* stream) {
     const bool has_padding = args.rows.rows != args.rows.seqs;
     const dim3 grid(
@@ -467,20 +571,20 @@ cudaError_t launch_matrix_state(const MatrixState& args, void* stream) {
         args.rows.seqs + has_padding
     );
     return launch(
-        matrix_state_kernel<is_delta, blocks, count>, grid, dim3(kStateThreads), 0, stream, args
+        matrix_state_kernel<rule, blocks, count>, grid, dim3(kStateThreads), 0, stream, args
     );
 }
 
 // One token per group in decode. Otherwise four, or two where two tiles of four would not fit 48 KiB.
-template <bool is_delta, int blocks>
+template <Rule rule, int blocks>
 cudaError_t launch_matrix_state(const MatrixState& args, void* stream) {
-    constexpr int kGroup = blocks > 4 ? 2 : 4;
+    constexpr int kGroup = rule == Rule::kDeltaByRow ? (blocks > 4 ? 1 : 2) : blocks > 4 ? 2 : 4;
     return args.rows.rows <= args.rows.seqs
-               ? launch_matrix_state<is_delta, blocks, 1>(args, stream)
-               : launch_matrix_state<is_delta, blocks, kGroup>(args, stream);
+               ? launch_matrix_state<rule, blocks, 1>(args, stream)
+               : launch_matrix_state<rule, blocks, kGroup>(args, stream);
 }
 
-template <bool is_delta>
+template <Rule rule>
 cudaError_t run_matrix_state(const MatrixState& args, void* stream) {
     const bool fits = args.rows.rows >= 0 && args.rows.seqs >= 0 && args.rows.seqs < 65535 &&
                       args.heads >= 1 && args.heads < 65536 && args.key_heads >= 1 &&
@@ -488,10 +592,10 @@ cudaError_t run_matrix_state(const MatrixState& args, void* stream) {
                       args.depth <= EXL_CUDA_MAX_STATE_DEPTH;
     if (!fits) return cudaErrorInvalidValue;
     if (args.rows.rows == 0) return cudaSuccess;
-    if (args.depth <= kRowBlock) return launch_matrix_state<is_delta, 1>(args, stream);
-    if (args.depth <= 2 * kRowBlock) return launch_matrix_state<is_delta, 2>(args, stream);
-    if (args.depth <= 4 * kRowBlock) return launch_matrix_state<is_delta, 4>(args, stream);
-    return launch_matrix_state<is_delta, 8>(args, stream);
+    if (args.depth <= kRowBlock) return launch_matrix_state<rule, 1>(args, stream);
+    if (args.depth <= 2 * kRowBlock) return launch_matrix_state<rule, 2>(args, stream);
+    if (args.depth <= 4 * kRowBlock) return launch_matrix_state<rule, 4>(args, stream);
+    return launch_matrix_state<rule, 8>(args, stream);
 }
 
 #endif  // __CUDACC__

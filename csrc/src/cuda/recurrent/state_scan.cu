@@ -1,5 +1,5 @@
-// State scan of Mamba-2: the operands of the kernel in matrix_state.cuh.
-#include "cuda/recurrent/matrix_state.cuh"
+// State scan of Mamba-2: the operands of the kernels in matrix_state.cuh and chunks.cuh.
+#include "cuda/recurrent/chunk_launch.cuh"
 
 extern "C" int exl_cuda_state_scan(const ExlStateScan* args, void* stream) {
     const int64_t inputs = static_cast<int64_t>(args->heads) * args->head_dim;
@@ -22,5 +22,5 @@ extern "C" int exl_cuda_state_scan(const ExlStateScan* args, void* stream) {
     state.width = args->head_dim;
     state.least_step = args->least_step;
     state.largest_step = args->largest_step;
-    return exl::cuda::run_matrix_state<false>(state, stream);
+    return exl::cuda::run_recurrence<false>(state, args->workspace, args->workspace_bytes, stream);
 }

@@ -19,7 +19,7 @@ from exl_core.model.batch import AdapterRows, Batch
 from exl_core.model.layers.residual import normed
 from exl_core.model.layers.steps import Steps, with_ops
 from exl_core.model.weights import BlockWeights
-from exl_core.ops.elementwise import ActivationKind, GateKind, Norm
+from exl_core.ops.elementwise import ActivationKind, GateKind, Gating, Norm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.table import LayerOps, OpTable
 from exl_core.ops.wrapped import WrappedOps, unmarked
@@ -49,6 +49,15 @@ class AdaptedOps(WrappedOps):
     def inputs_for(self, w: PackedLinear, plain: Tensor) -> Inputs:  # noqa: ARG002
         """`plain`: deltas need the inputs as a tensor."""
         return plain
+
+    def gate_heads(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        gating: Gating,
+        to: PackedLinear | None = None,  # noqa: ARG002 - as above
+    ) -> Inputs:
+        return self.inner.gate_heads(x, gate, gating)
 
     def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
         y = self.inner.linear(x, w)

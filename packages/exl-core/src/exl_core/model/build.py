@@ -33,7 +33,6 @@ from exl_core.arch.layers import (
 )
 from exl_core.arch.modules import ModuleRow, ModuleTable, expert_matrices, module_table
 from exl_core.arch.spec import ModelConfig
-from exl_core.errors import UnsupportedModelError
 from exl_core.formats.containers.source import Progress
 from exl_core.formats.tensors import WeightTensors
 from exl_core.model.layers.mlp import ACTIVATIONS, GATES
@@ -397,12 +396,6 @@ def _experts(config: ModelConfig, layer: int, source: WeightSource) -> ExpertMlp
     )
     if spec.is_gated:
         return ExpertMlp(gate_up, down, GATES[spec.activation])
-    if source.device.type != "cpu":
-        raise UnsupportedModelError(
-            "experts without a gate run on the CPU only",
-            got=source.device,
-            next_step="Use --device cpu.",
-        )
     return ExpertMlp(gate_up, down, ACTIVATIONS[spec.activation], is_gated=False)
 
 

@@ -70,8 +70,13 @@ class Packer:
         names = [row.name for row in rows]
         if on_host:
             self._on_host.update(names)
-        is_one = fused_layout([self._checkpoint.layout(name) for name in names]) is not None
-        parts = [names] if is_one else [[name] for name in names]
+        parts: list[list[str]] = []
+        for name in names:
+            last = [self._checkpoint.layout(one) for one in (*parts[-1], name)] if parts else []
+            if last and fused_layout(last) is not None:
+                parts[-1].append(name)
+            else:
+                parts.append([name])
         self._parts[names[0]] = [self._start_part(part) for part in parts]
 
     def packed(self, rows: Sequence[ModuleRow]) -> PackedLinear:

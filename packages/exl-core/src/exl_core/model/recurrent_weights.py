@@ -11,7 +11,6 @@ from exl_core.arch.layers import GatedDeltaNet, KimiDeltaNet, Mamba2, ShortConv,
 from exl_core.arch.modules import ModuleRow, module_table
 from exl_core.arch.parts import KIMI_TAPS
 from exl_core.arch.spec import ModelConfig
-from exl_core.errors import UnsupportedModelError
 from exl_core.model.source import WeightSource
 from exl_core.model.weights import (
     DeltaNetWeights,
@@ -20,7 +19,7 @@ from exl_core.model.weights import (
     RecurrentWeights,
     ShortConvWeights,
 )
-from exl_core.ops.elementwise import Norm, RmsNorm
+from exl_core.ops.elementwise import Gating, Norm, RmsNorm
 from exl_core.ops.recurrent import DeltaRule, StateScan, Taps
 
 
@@ -36,9 +35,10 @@ def recurrent_weights(
     roles = [role for role in ("taps", *KIMI_TAPS) if role in rows]
     taps = _taps(source, [rows[role] for role in roles], has_silu=has_silu)
     shared = norm, wide, taps, narrow, norm_of("attention_post_norm")
+    if isinstance(config.layers[layer].mixer, ShortConv):
+        return ShortConvWeights(*shared)
+    mixer_norm = RmsNorm(source.norm(rows["mixer_norm"]), config.norm_eps)
     match config.layers[layer].mixer:
-        case ShortConv():
-            return ShortConvWeights(*shared)
         case GatedDeltaNet() as spec:
             rule = DeltaRule(
                 key_heads=spec.key_heads,
@@ -49,17 +49,11 @@ def recurrent_weights(
                 dt_bias=source.norm(rows["step_bias"]),
                 is_tiled=spec.is_tiled,
             )
-            head_norm = RmsNorm(source.norm(rows["mixer_norm"]), config.norm_eps)
-            return DeltaNetWeights(*shared, rule, head_norm)
+            return DeltaNetWeights(*shared, Gating("silu", spec.value_dim, mixer_norm), rule)
         case KimiDeltaNet() as kimi:
-            if source.device.type != "cpu":
-                raise UnsupportedModelError(
-                    "delta nets whose states decay row by row run on the CPU only",
-                    got=source.device,
-                    next_step="Use --device cpu.",
-                )
             return KimiDeltaWeights(
                 *shared,
+                Gating("sigmoid", kimi.head_dim, mixer_norm),
                 decay_up=source.packed(matrices["decay_up"]),
                 gate_up=source.packed(matrices["gate_up_b"]),
                 rule=DeltaRule(
@@ -71,13 +65,12 @@ def recurrent_weights(
                     dt_bias=source.norm(rows["step_bias"]),
                     is_by_row=True,
                 ),
-                head_norm=RmsNorm(source.norm(rows["mixer_norm"]), config.norm_eps),
             )
         case Mamba2() as scan_spec:
-            factors = source.norm(rows["mixer_norm"])
-            plain = torch.ones(scan_spec.size // scan_spec.groups, device=source.device)
+            group = scan_spec.size // scan_spec.groups
+            gating = Gating("silu", group, mixer_norm, is_gate_first=True)
             scan = _scan(scan_spec, source, rows["decay"], rows["step_bias"], rows["skip"])
-            return Mamba2Weights(*shared, scan, RmsNorm(plain, config.norm_eps), factors)
+            return Mamba2Weights(*shared, gating, scan)
         case other:
             raise unsupported("mixer", other)
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from exl_core.arch.layers import Attention, KimiDeltaNet, LayerSpec, MoE
+from exl_core.arch.layers import Attention, LayerSpec, MoE
 from exl_core.arch.modules import LoraTarget
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, RowFormat, pages_for
@@ -149,10 +149,8 @@ class Transformer:
 
     @property
     def can_capture(self) -> bool:
-        """Whether passes on a GPU can be captured as graphs. Streamed weights are read by the host,
-        and no kernel computes states whose rows decay by themselves."""
-        mixers = (layer.mixer for layer in self.config.layers)
-        return not self.is_streamed and not any(isinstance(one, KimiDeltaNet) for one in mixers)
+        """Whether passes on a GPU can be captured as graphs. The host reads streamed weights."""
+        return not self.is_streamed
 
     def replaying(
         self,

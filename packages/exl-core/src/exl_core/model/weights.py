@@ -15,7 +15,7 @@ from torch import Tensor
 from exl_core.arch.layers import unsupported
 from exl_core.arch.modules import Packed
 from exl_core.ops.attention import HeadNorms
-from exl_core.ops.elementwise import LayerNorm, Norm, RmsNorm, XIelu
+from exl_core.ops.elementwise import Gating, LayerNorm, Norm, RmsNorm, XIelu
 from exl_core.ops.host_experts import HostExperts
 from exl_core.ops.latent import LatentUp
 from exl_core.ops.linear import PackedLinear
@@ -114,28 +114,34 @@ class ShortConvWeights(RecurrentWeights):
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNetWeights(RecurrentWeights):
-    """wide [channels + value_size + 2 * value_heads, hidden]: queries, keys, values, gates, b, a;
-    narrow [hidden, value_size]; the numbers of the delta rule, the norm of each output head."""
+class GatedMixerWeights(RecurrentWeights):
+    """Weights of a mixer whose outputs are normed and gated by head or group; `gating` has the
+    norm."""
 
-    rule: DeltaRule
-    head_norm: RmsNorm
-
-    @property
-    def own_vectors(self) -> tuple[Tensor, ...]:
-        return self.head_norm.weight, self.rule.decay, self.rule.dt_bias
+    gating: Gating
 
 
 @dataclass(frozen=True, slots=True)
-class KimiDeltaWeights(RecurrentWeights):
+class DeltaNetWeights(GatedMixerWeights):
+    """wide [channels + value_size + 2 * value_heads, hidden]: queries, keys, values, gates, b, a;
+    narrow [hidden, value_size]; the numbers of the delta rule."""
+
+    rule: DeltaRule
+
+    @property
+    def own_vectors(self) -> tuple[Tensor, ...]:
+        return *_norm_weights(self.gating.norm), self.rule.decay, self.rule.dt_bias
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaWeights(GatedMixerWeights):
     """wide [3 * size + 2 * head_dim + heads, hidden]: queries, keys, values, inner vectors of the
     decays and of the gates, b; narrow [hidden, size]; the matrices from the inner vectors to decays
-    and to gates [size, head_dim]; the numbers of the delta rule, the norm of each output head."""
+    and to gates [size, head_dim]; the numbers of the delta rule."""
 
     decay_up: PackedLinear
     gate_up: PackedLinear
     rule: DeltaRule
-    head_norm: RmsNorm
 
     @property
     def matrices(self) -> dict[Packed, PackedLinear]:
@@ -144,23 +150,20 @@ class KimiDeltaWeights(RecurrentWeights):
 
     @property
     def own_vectors(self) -> tuple[Tensor, ...]:
-        return self.head_norm.weight, self.rule.decay, self.rule.dt_bias
+        return *_norm_weights(self.gating.norm), self.rule.decay, self.rule.dt_bias
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2Weights(RecurrentWeights):
+class Mamba2Weights(GatedMixerWeights):
     """wide [size + channels + heads, hidden]: gates, inputs with the vectors of the groups, steps;
-    narrow [hidden, size]; the numbers of the scan, the norm of each group of outputs without its
-    factors, and the factors [size]."""
+    narrow [hidden, size]; the numbers of the scan."""
 
     scan: StateScan
-    group_norm: RmsNorm
-    factors: Tensor
 
     @property
     def own_vectors(self) -> tuple[Tensor, ...]:
         scan = self.scan
-        return self.group_norm.weight, self.factors, scan.decay, scan.dt_bias, scan.skip
+        return *_norm_weights(self.gating.norm), scan.decay, scan.dt_bias, scan.skip
 
 
 MixerWeights = AttentionWeights | LatentWeights | RecurrentWeights

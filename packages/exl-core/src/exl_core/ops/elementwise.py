@@ -53,6 +53,21 @@ class LayerNorm:
 Norm = RmsNorm | LayerNorm
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Gating:
+    """How heads of `head_dim` values are multiplied by their gates.
+
+    kind           activation of the gates
+    norm           RMSNorm of each head, or None; its factors are those of one head, or of all
+    is_gate_first  the norm follows the product, instead of preceding it
+    """
+
+    kind: Literal["silu", "sigmoid"]
+    head_dim: int
+    norm: RmsNorm | None = None
+    is_gate_first: bool = False
+
+
 class RowOps(Protocol):
     """Ops on rows of states, as the layers call them."""
 

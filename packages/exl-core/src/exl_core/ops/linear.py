@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from exl_core.ops.elementwise import ActivationKind, GateKind, Norm
+from exl_core.ops.elementwise import ActivationKind, GateKind, Gating, Norm
 from exl_core.ops.weights import WeightColumns, WeightLayout
 
 
@@ -106,6 +106,15 @@ class ProductOps(Protocol):
         """Buffer for m rows of inputs of `w`, written by an op's `out` and read by `linear_add_`.
 
         Either `plain` [m, k] itself, or a `PreparedInputs` where the table's kernel gains from it.
+        """
+        ...
+
+    def gate_heads(
+        self, x: Tensor, gate: Tensor, gating: Gating, to: PackedLinear | None = None
+    ) -> Inputs:
+        """x, gate [m, d] strided rows -> norm(x) * act(gate), or norm(x * act(gate)), by head.
+
+        The result is [m, d], or has the form that the matrix `to` prefers as its inputs.
         """
         ...
 

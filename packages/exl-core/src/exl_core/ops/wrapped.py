@@ -15,7 +15,7 @@ from exl_core.ops.attention import (
     KeySmoothing,
     Scoring,
 )
-from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, Norm, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, Gating, LayerNorm, Norm, RmsNorm
 from exl_core.ops.latent import LatentUp
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.moe import ExpertLayer, ExpertMlp, Routed, Routing
@@ -147,6 +147,11 @@ class WrappedOps:
 
     def gated_activation(self, gate_up: Tensor, kind: GateKind) -> Tensor:
         return self.inner.gated_activation(gate_up, kind)
+
+    def gate_heads(
+        self, x: Tensor, gate: Tensor, gating: Gating, to: PackedLinear | None = None
+    ) -> Inputs:
+        return self.inner.gate_heads(x, gate, gating, None if to is None else unmarked(to))
 
     def add_(self, residual: Tensor, y: Tensor) -> Tensor:
         return self.inner.add_(residual, y)

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from exl_core.arch.checks import check_config
 from exl_core.arch.experts import with_experts_per_token
-from exl_core.arch.layers import GatedDeltaNet, LayerSpec, Mamba2, ShortConv
+from exl_core.arch.layers import GatedDeltaNet, KimiDeltaNet, LayerSpec, Mamba2, ShortConv
 from exl_core.arch.modules import ModuleRow
 from exl_core.arch.spec import ModelConfig, RopeMethod
 from exl_core.cache.format import KVFormat
@@ -344,7 +344,11 @@ def _state_sizes(layer: LayerSpec) -> Iterator[tuple[str, int]]:
     match layer.mixer:
         case ShortConv(taps=taps):
             yield "taps", taps
-        case GatedDeltaNet(taps=taps, key_dim=depth) | Mamba2(taps=taps, state_size=depth):
+        case (
+            GatedDeltaNet(taps=taps, key_dim=depth)
+            | KimiDeltaNet(taps=taps, head_dim=depth)
+            | Mamba2(taps=taps, state_size=depth)
+        ):
             yield "taps", taps
             yield "depth", depth
 

@@ -11,11 +11,17 @@ import torch
 from torch import Tensor
 
 from exl_core.arch.layers import Attention, QueryTemperature
-from exl_core.model.layers.residual import add_output, inputs_buffer, normed, read_linear
+from exl_core.model.layers.residual import (
+    add_output,
+    gated_inputs,
+    inputs_buffer,
+    normed,
+    read_linear,
+)
 from exl_core.model.layers.state import PassState, RowsKey
 from exl_core.model.weights import AttentionWeights, BlockWeights
 from exl_core.ops.attention import Scoring
-from exl_core.ops.elementwise import LayerNorm, Norm
+from exl_core.ops.elementwise import Gating, LayerNorm, Norm
 from exl_core.ops.linear import Inputs
 from exl_core.ops.table import LayerOps
 
@@ -33,7 +39,7 @@ class AttentionStep(NamedTuple):
     is_value_key: bool
     own_rope: int | None
     clip: float | None
-    has_gate: bool
+    gating: Gating | None
 
     @classmethod
     def of(cls, layer: int, spec: Attention) -> AttentionStep:
@@ -49,7 +55,7 @@ class AttentionStep(NamedTuple):
             spec.is_value_key,
             None if spec.attend_rope == spec.rope else spec.rope,
             spec.clip,
-            spec.has_gate,
+            Gating("sigmoid", spec.head_dim) if spec.has_gate else None,
         )
 
 
@@ -84,7 +90,7 @@ def attended(
 
     qkv = read_linear(ops, x, norm, weights.qkv, buffers.qkv)  # [R, (H + 2K) * D]
     gate: Tensor | None = None
-    if step.has_gate:
+    if step.gating is not None:
         qkv, gate = qkv.split_with_sizes([qkv.shape[-1] - step.q_size, step.q_size], -1)
     if step.clip is not None:
         qkv = qkv.clamp(-step.clip, step.clip)
@@ -107,7 +113,10 @@ def attended(
         sinks=weights.sinks,
         out=out,
     )
-    return h if gate is None else cast(Tensor, h) * torch.sigmoid(gate)
+    if step.gating is None or gate is None:
+        return h
+    to, post_norm = weights.output, weights.post_norm
+    return gated_inputs(ops, cast(Tensor, h), gate, step.gating, to, post_norm=post_norm)
 
 
 def has_norms(weights: AttentionWeights) -> bool:

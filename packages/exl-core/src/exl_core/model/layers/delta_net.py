@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from exl_core.arch.layers import GatedDeltaNet, KimiDeltaNet
-from exl_core.model.layers.residual import add_mixed, read_linear
+from exl_core.model.layers.residual import add_gated, read_linear
 from exl_core.model.layers.state import PassState
 from exl_core.model.weights import BlockWeights, DeltaNetWeights, KimiDeltaWeights
 from exl_core.ops.table import LayerOps
@@ -24,12 +24,11 @@ class DeltaNetStep(NamedTuple):
 
     layer: int
     widths: tuple[int, int, int]
-    value_dim: int
 
     @classmethod
     def of(cls, layer: int, spec: GatedDeltaNet) -> DeltaNetStep:
         widths = spec.channels, spec.value_size, 2 * spec.value_heads
-        return cls(layer, widths, spec.value_dim)
+        return cls(layer, widths)
 
 
 def delta_net(
@@ -42,9 +41,7 @@ def delta_net(
     qkv, gate, ba = wide.split_with_sizes(step.widths, -1)
     qkv = ops.causal_conv(qkv, weights.taps, held.inputs, rows)  # [R, C]
     y = ops.delta_rule(qkv, ba, weights.rule, held.states, rows)  # [R, H * V]
-    heads = y.reshape(-1, step.value_dim)  # [R * H, V]
-    y = ops.rms_norm(heads, weights.head_norm).view(y.shape)
-    return add_mixed(ops, x, y * torch.nn.functional.silu(gate.to(y.dtype)), block)
+    return add_gated(ops, x, y, gate, block)
 
 
 class KimiDeltaStep(NamedTuple):
@@ -53,12 +50,11 @@ class KimiDeltaStep(NamedTuple):
 
     layer: int
     widths: tuple[int, int, int, int]
-    head_dim: int
 
     @classmethod
     def of(cls, layer: int, spec: KimiDeltaNet) -> KimiDeltaStep:
         widths = 3 * spec.size, spec.head_dim, spec.head_dim, spec.heads
-        return cls(layer, widths, spec.head_dim)
+        return cls(layer, widths)
 
 
 def kimi_delta(
@@ -74,6 +70,4 @@ def kimi_delta(
     gate = ops.linear(inner_z, weights.gate_up)  # [R, H * V]
     ba = torch.cat([b.to(a.dtype), a], -1)
     y = ops.delta_rule(qkv, ba, weights.rule, held.states, rows)  # [R, H * V]
-    heads = y.reshape(-1, step.head_dim)  # [R * H, V]
-    y = ops.rms_norm(heads, weights.head_norm).view(y.shape)
-    return add_mixed(ops, x, y * torch.sigmoid(gate.to(y.dtype)), block)
+    return add_gated(ops, x, y, gate, block)

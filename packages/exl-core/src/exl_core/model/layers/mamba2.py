@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple, cast
 
-import torch
 from torch import Tensor
 
 from exl_core.arch.layers import Mamba2
-from exl_core.model.layers.residual import add_mixed, read_linear
+from exl_core.model.layers.residual import add_gated, read_linear
 from exl_core.model.layers.state import PassState
 from exl_core.model.weights import BlockWeights, Mamba2Weights
 from exl_core.ops.table import LayerOps
@@ -23,11 +22,10 @@ class Mamba2Step(NamedTuple):
 
     layer: int
     widths: tuple[int, int, int]
-    groups: int
 
     @classmethod
     def of(cls, layer: int, spec: Mamba2) -> Mamba2Step:
-        return cls(layer, (spec.size, spec.channels, spec.heads), spec.groups)
+        return cls(layer, (spec.size, spec.channels, spec.heads))
 
 
 def mamba2(
@@ -40,7 +38,4 @@ def mamba2(
     gate, xbc, dt = wide.split_with_sizes(step.widths, -1)
     xbc = ops.causal_conv(xbc, weights.taps, held.inputs, rows)  # [R, C]
     y = ops.state_scan(xbc, dt, weights.scan, held.states, rows)  # [R, I]
-    y = y * torch.nn.functional.silu(gate.to(y.dtype))
-    parts = y.reshape(-1, y.shape[-1] // step.groups)  # [R * groups, I / groups]
-    y = ops.rms_norm(parts, weights.group_norm).view(y.shape) * weights.factors
-    return add_mixed(ops, x, y, block)
+    return add_gated(ops, x, y, gate, block)

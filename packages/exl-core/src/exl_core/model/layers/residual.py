@@ -10,8 +10,8 @@ from typing import cast
 
 from torch import Tensor
 
-from exl_core.model.weights import BlockWeights, RecurrentWeights
-from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, RmsNorm
+from exl_core.model.weights import BlockWeights, GatedMixerWeights, RecurrentWeights
+from exl_core.ops.elementwise import ActivationKind, GateKind, Gating, Norm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.table import LayerOps
 
@@ -64,6 +64,20 @@ def inputs_buffer(ops: LayerOps, w: PackedLinear, plain: Tensor, post_norm: Norm
     return ops.inputs_for(w, plain) if post_norm is None else plain
 
 
+def gated_inputs(
+    ops: LayerOps,
+    h: Tensor,
+    gate: Tensor,
+    gating: Gating,
+    w: PackedLinear,
+    *,
+    post_norm: Norm | None,
+) -> Inputs:
+    """Inputs of the matrix `w` whose outputs `add_output` adds: heads h [R, k] times their gates
+    [R, k]."""
+    return ops.gate_heads(h, gate, gating, w if post_norm is None else None)
+
+
 def add_output(
     ops: LayerOps, x: Tensor, h: Inputs, w: PackedLinear, post_norm: Norm | None
 ) -> Tensor:
@@ -72,6 +86,15 @@ def add_output(
         return ops.linear_add_(h, w, x)
     y = ops.linear(cast(Tensor, h), w)  # [R, hidden]
     return ops.add_(x, normed(ops, y, post_norm))
+
+
+def add_gated(ops: LayerOps, x: Tensor, h: Tensor, gate: Tensor, block: BlockWeights) -> Tensor:
+    """x [R, hidden] plus the output of a recurrent mixer with heads h [R, narrow.in_features] and
+    their gates."""
+    weights = cast(GatedMixerWeights, block.mixer)
+    to, post_norm = weights.narrow, weights.post_norm
+    inputs = gated_inputs(ops, h, gate, weights.gating, to, post_norm=post_norm)
+    return add_output(ops, x, inputs, to, post_norm)
 
 
 def add_mixed(ops: LayerOps, x: Tensor, h: Inputs, block: BlockWeights) -> Tensor:

@@ -10,7 +10,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from exl_core.ops.elementwise import SWIGLU_ALPHA, SWIGLU_LIMIT, RowOps, XIelu
+from exl_core.ops.elementwise import (
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    Gating,
+    RmsNorm,
+    RowOps,
+    XIelu,
+)
+from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import ExpertLayer, RoutedOps
 
 
@@ -27,6 +35,32 @@ def xielu(x: Tensor, numbers: XIelu) -> Tensor:
     """xIELU of every element, in the type of x."""
     low = torch.expm1(x.clamp(max=numbers.eps)) - x
     return torch.where(x > 0, numbers.alpha_p * x * x, numbers.alpha_n * low) + numbers.beta * x
+
+
+class ComposedGateOps:
+    """`RowOps.gate_heads` by the table's RMSNorm and torch."""
+
+    def gate_heads(
+        self: RowOps,
+        x: Tensor,
+        gate: Tensor,
+        gating: Gating,
+        to: PackedLinear | None = None,  # noqa: ARG002 - all matrices take tensors
+    ) -> Tensor:
+        gate = gate.to(x.dtype)
+        act = torch.sigmoid(gate) if gating.kind == "sigmoid" else torch.nn.functional.silu(gate)
+        norm = gating.norm
+        if norm is None:
+            return x * act
+        if gating.is_gate_first:
+            x = x * act
+        heads = x.reshape(-1, gating.head_dim)  # [m * heads, head_dim]
+        if len(norm.weight) == gating.head_dim:
+            y = self.rms_norm(heads, norm).view(x.shape)
+        else:
+            plain = RmsNorm(torch.ones(gating.head_dim, device=x.device), norm.eps)
+            y = self.rms_norm(heads, plain).view(x.shape) * norm.weight
+        return y if gating.is_gate_first else y * act
 
 
 class ComposedExpertOps:

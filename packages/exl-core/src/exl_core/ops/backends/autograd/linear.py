@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, relu, silu
 
-from exl_core.ops.backends.composed import clamped_swiglu
+from exl_core.ops.backends.composed import ComposedGateOps, clamped_swiglu
 from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, Norm, RmsNorm, XIelu
 from exl_core.ops.linear import Inputs, PackedLinear
 
@@ -43,7 +43,7 @@ class RoleMatrices:
         return [self.product(role, x) for role in self.roles]
 
 
-class AutogradProductOps:
+class AutogradProductOps(ComposedGateOps):
     """ProductOps and RowOps in plain torch, out of place."""
 
     @staticmethod

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from exl_core.ops.backends.composed import xielu
+from exl_core.ops.backends.composed import ComposedGateOps, xielu
 from exl_core.ops.backends.cpu.library import exl_kernels
 from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNorm, XIelu
 
 
-class CpuElementwiseOps:
+class CpuElementwiseOps(ComposedGateOps):
     """ElementwiseOps of the CPU kernels."""
 
     _ops: exl_kernels.Table

@@ -8,8 +8,18 @@ from torch.nn import functional
 
 from exl_core.ops.backends.composed import xielu
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
-from exl_core.ops.backends.cuda.matmul import Linears
-from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNorm, XIelu
+from exl_core.ops.backends.cuda.matmul import CudaInputs, Linears
+from exl_core.ops.elementwise import (
+    ActivationKind,
+    GateKind,
+    Gating,
+    LayerNorm,
+    RmsNorm,
+    XIelu,
+)
+from exl_core.ops.linear import Inputs, PackedLinear
+from exl_kernels import cuda
+from exl_kernels.cuda_recurrent import GateHeads
 
 
 class CudaElementwiseOps:
@@ -52,6 +62,43 @@ class CudaElementwiseOps:
         out = self._gpu.empty(gate_up.shape[0], gate_up.shape[1] // 2)
         self._linears.gate(gate_up, kind, out)
         return out
+
+    def gate_heads(
+        self, x: Tensor, gate: Tensor, gating: Gating, to: PackedLinear | None = None
+    ) -> Inputs:
+        rows, columns = x.shape
+        operands = GateHeads(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            gate=gate.data_ptr(),
+            gate_stride=gate.stride(0),
+            x_dtype=TYPES[x.dtype],
+            gate_dtype=TYPES[gate.dtype],
+            out_dtype=TYPES[torch.float16],
+            m=rows,
+            k=columns,
+            head_dim=gating.head_dim,
+            is_sigmoid=gating.kind == "sigmoid",
+            is_gate_first=gating.is_gate_first,
+        )
+        if gating.norm is not None:
+            weight = gating.norm.weight
+            operands.norm, operands.norm_size = weight.data_ptr(), len(weight)
+            operands.eps = gating.norm.eps
+        held = None if to is None else self._linears.inputs_for(to, rows)
+        if isinstance(held, CudaInputs):
+            operands.out = held.memory.data_ptr()
+            operands.inverse_permutation = held.inverse_permutation
+            held.is_by_rows = rows > cuda.TILE_ROWS
+            self._gpu.call("gate_heads", operands)
+            return held
+        out = self._gpu.empty(rows, columns, dtype=torch.float16)
+        operands.out, operands.out_stride = out.data_ptr(), out.stride(0)
+        self._gpu.call("gate_heads", operands)
+        if held is None:
+            return out
+        self._linears.prepare_for(held, out)
+        return held
 
     @staticmethod
     def add_(residual: Tensor, y: Tensor) -> Tensor:

@@ -206,16 +206,15 @@ class Linears:
             x, factors = _after_layer_norm(x, norm)
             self._trellis.multiply(x, parts, out, norm=factors, is_added=is_added)
             return
-        quantized = all_quantized(parts)
         most = self._max_direct_rows(parts)
         is_direct = x.shape[0] <= most
         if self._gpu.is_invariant and not is_direct:
             for one, sums in zip(torch.split(x, most), torch.split(out, most), strict=True):
                 self.multiply(one, w, sums, norm=norm, is_added=is_added)
             return
-        if quantized is not None and is_direct and len(parts) <= cuda.MAX_PARTS:
-            epilogue = cuda.ADD if is_added else cuda.STORE
-            self._multiply_codes(x, quantized, out, norm=norm, epilogue=epilogue)
+        if is_direct and not any(isinstance(part, CudaTrellis) for part in parts):
+            codes = cast(tuple[CudaLinear | CudaQuantLinear, ...], parts)
+            self._multiply_mixed(x, codes, out, norm, is_added)
             return
         halves = self._as_float16(x, norm)
         first = 0
@@ -236,6 +235,31 @@ class Linears:
                 self._multiply_slices(
                     halves, cast(tuple[CudaQuantLinear, ...], same_kind), columns, is_added
                 )
+            first = last
+
+    def _multiply_mixed(
+        self,
+        x: Tensor,
+        parts: tuple[CudaLinear | CudaQuantLinear, ...],
+        out: Tensor,
+        norm: Norm | None,
+        is_added: bool,
+    ) -> None:
+        """out = norm(x) @ parts, or +=. Kernels read the codes of quantized parts. All parts share
+        one preparation of the inputs, unless they need more forms than a kernel writes."""
+        quantized = tuple(part for part in parts if isinstance(part, CudaQuantLinear))
+        inputs, halves = self._prepared(x, norm, quantized, has_halves=len(quantized) < len(parts))
+        epilogue = cuda.ADD if is_added else cuda.STORE
+        first = 0
+        for group in _runs(parts):
+            last = first + sum(part.out_features for part in group)
+            columns = out[:, first:last]
+            if isinstance(group[0], CudaQuantLinear):
+                codes = cast(tuple[CudaQuantLinear, ...], group)
+                args = self._new_arguments(codes, columns, epilogue)
+                self._launch_codes(args, codes, inputs)
+            else:
+                self._multiply_dense(cast(Tensor, halves), group, columns, is_added)
             first = last
 
     def multiply_gated(
@@ -343,40 +367,58 @@ class Linears:
             out.is_by_rows = rows > cuda.TILE_ROWS
         else:
             args = self._new_arguments(parts, out, epilogue, gate)
-        held = self._prepare_inputs(args, x, norm, parts)
-        self._gpu.call("quant_linear", args)
-        del held
+        inputs, _ = self._prepared(x, norm, parts)
+        self._launch_codes(args, parts, inputs)
 
-    def _prepare_inputs(
+    def _launch_codes(
         self,
         args: cuda.QuantLinear,
+        parts: tuple[CudaQuantLinear, ...],
+        inputs: dict[int, Tensor],
+    ) -> None:
+        for i, part in enumerate(parts):
+            args.inputs[i] = inputs[part.permutation.data_ptr()].data_ptr()
+        self._gpu.call("quant_linear", args)
+
+    def _prepared(
+        self,
         x: Tensor | PendingRows,
         norm: Norm | None,
         parts: tuple[CudaQuantLinear, ...],
-    ) -> list[Tensor]:
-        """Prepares norm(x) for the parts, and sets the inputs in `args`. Returns their memory,
-        which the caller keeps until the product is queued."""
-        rows, gpu = args.m, self._gpu
+        *,
+        has_halves: bool = False,
+    ) -> tuple[dict[int, Tensor], Tensor | None]:
+        """Prepared inputs by permutation: parts with the same one share them. And norm(x) float16
+        [m, k] if asked for."""
+        rows, gpu = x.shape[0], self._gpu
         least_rows = gpu.least_rows(has_integers=all(part.has_integers for part in parts))
-        prepare = _prepare(x.x if isinstance(x, PendingRows) else x, norm)
-        prepare.least_rows = least_rows
-        buffers: dict[int, Tensor] = {}  # by permutation: parts with the same one share inputs
-        for i, part in enumerate(parts):
+        halves: Tensor | None = None
+        targets: list[cuda.Prepared] = []
+        if has_halves:
+            if norm is None and isinstance(x, Tensor) and x.dtype is torch.float16:
+                halves = x
+            else:
+                halves = gpu.empty(*x.shape, dtype=torch.float16)
+                targets.append(cuda.Prepared(None, halves.data_ptr(), 0, 1))
+        inputs: dict[int, Tensor] = {}
+        for part in parts:
             permutation = part.permutation.data_ptr()
-            if permutation not in buffers:
-                halves = cuda.prepared_halves(rows, part.num_blocks, least_rows)
-                buffers[permutation] = gpu.empty(halves, dtype=torch.float16)
-                target = cuda.Prepared(
-                    permutation, buffers[permutation].data_ptr(), part.num_blocks, 0
-                )
-                prepare.to[prepare.count] = target
-                prepare.count += 1
-            args.inputs[i] = buffers[permutation].data_ptr()
-        if isinstance(x, PendingRows):
-            gpu.call("prepare_sums", prepare, x.sums)
-        else:
-            gpu.call("prepare", prepare)
-        return list(buffers.values())
+            if permutation not in inputs:
+                size = cuda.prepared_halves(rows, part.num_blocks, least_rows)
+                held = inputs[permutation] = gpu.empty(size, dtype=torch.float16)
+                targets.append(cuda.Prepared(permutation, held.data_ptr(), part.num_blocks, 0))
+        for first in range(0, len(targets), cuda.MAX_PARTS):
+            prepare = _prepare(x.x if isinstance(x, PendingRows) else x, norm)
+            prepare.least_rows = least_rows
+            for i, target in enumerate(targets[first : first + cuda.MAX_PARTS]):
+                prepare.to[i] = target
+                prepare.count = i + 1
+            if isinstance(x, PendingRows):
+                assert len(targets) <= cuda.MAX_PARTS, "the sums are read once"
+                gpu.call("prepare_sums", prepare, x.sums)
+            else:
+                gpu.call("prepare", prepare)
+        return inputs, halves
 
     def prepare_for(self, to: CudaInputs | CudaTrellisInputs, x: Tensor) -> None:
         if isinstance(to, CudaTrellisInputs):
@@ -480,6 +522,16 @@ def parts_of(w: PackedLinear) -> tuple[Part, ...]:
     return w.parts if isinstance(w, CudaJoined) else (cast(Part, w),)
 
 
+def _runs(parts: Sequence[Part]) -> Iterator[tuple[Part, ...]]:
+    """Yields parts of one kind that follow one another. Kernels take at most MAX_PARTS quantized
+    ones at a time."""
+    for kind, group in groupby(parts, type):
+        alike = tuple(group)
+        most = cuda.MAX_PARTS if kind is CudaQuantLinear else len(alike)
+        for first in range(0, len(alike), most):
+            yield alike[first : first + most]
+
+
 def _split(parts: Sequence[Part], out: Tensor) -> Iterator[tuple[Part, Tensor]]:
     """Yields each part with its columns of `out`."""
     first = 0
@@ -536,8 +588,8 @@ def _product(x: Tensor, weight: Tensor, out: Tensor, is_added: bool) -> None:
         torch.addmm(out, x, weight, out_dtype=torch.float32, out=out)
     elif out.dtype is torch.float16:
         torch.mm(x, weight, out=out)
-    else:
-        out.copy_(torch.mm(x, weight, out_dtype=torch.float32))
+    else:  # into the columns of `out` directly, which mm does not do for another type
+        torch.addmm(out, x, weight, beta=0, out_dtype=torch.float32, out=out)
 
 
 def _fixed_product(x: Tensor, weight: Tensor, out: Tensor, is_added: bool) -> None:

@@ -49,13 +49,13 @@ class PeerLinears(Linears):
         assert parts is not None, "`can_send` has checked it"
         rows = x.rows if isinstance(x, CudaInputs) else x.shape[0]
         args = self._arguments_at(parts, to.y, (rows, to.stride), cuda.STORE)
-        held: list[Tensor] = []
         if isinstance(x, CudaInputs):
-            args.inputs[0], args.is_by_rows = x.memory.data_ptr(), x.is_by_rows
+            memory, args.is_by_rows = x.memory, x.is_by_rows
         else:
-            held = self._prepare_inputs(args, x, norm, parts)
+            inputs, _ = self._prepared(x, norm, parts)
+            (memory,) = inputs.values()
+        args.inputs[0] = memory.data_ptr()
         self._gpu.call("quant_linear_sent", args, to.copies)
-        del held
 
     def can_read_pending(self, w: PackedLinear, rows: int, epilogue: int) -> bool:
         """Whether `multiply_pending` takes these operands."""

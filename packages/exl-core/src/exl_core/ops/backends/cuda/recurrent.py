@@ -10,13 +10,6 @@ from torch import Tensor
 
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.upload import upload
-from exl_core.ops.backends.recurrence import (
-    DeltaInputs,
-    delta_chunks,
-    delta_inputs,
-    spans,
-    start_of,
-)
 from exl_core.ops.recurrent import DeltaRule, StateRows, StateScan, Taps
 from exl_kernels import cuda_recurrent
 
@@ -50,14 +43,6 @@ class CudaRecurrentOps:
     ) -> Tensor:
         out = self._gpu.empty(len(qkv), rule.value_heads * rule.value_dim)
         qkv, ba = qkv.float(), ba.float()
-        if rule.is_by_row:  # there is no kernel: in torch, with the rows on the host
-            inputs = delta_inputs(qkv, ba, rule)
-            for span in spans(rows):
-                part = slice(span.first, span.last)
-                before = start_of(states, span)
-                y, states[span.slot] = delta_chunks(DeltaInputs(*(x[part] for x in inputs)), before)
-                out[part] = y.flatten(1)
-            return out
         bound = self._bound(rows)
         operands = cuda_recurrent.DeltaRule(
             rows=_described(bound, len(qkv)),
@@ -74,7 +59,10 @@ class CudaRecurrentOps:
             key_dim=rule.key_dim,
             value_dim=rule.value_dim,
             is_tiled=rule.is_tiled,
+            is_by_row=rule.is_by_row,
         )
+        if not rule.is_by_row:
+            self._set_workspace(operands, rule.value_heads, rule.key_heads, rule.key_dim)
         self._gpu.call("delta_rule", operands)
         return out
 
@@ -102,8 +90,28 @@ class CudaRecurrentOps:
             least_step=scan.steps[0],
             largest_step=scan.steps[1],
         )
+        self._set_workspace(operands, scan.heads, scan.groups, scan.state_size)
         self._gpu.call("state_scan", operands)
         return out
+
+    def _set_workspace(
+        self,
+        operands: cuda_recurrent.DeltaRule | cuda_recurrent.StateScan,
+        heads: int,
+        key_heads: int,
+        depth: int,
+    ) -> None:
+        """Memory for the chunked form, if some sequence of the pass may be long.
+
+        Its size is that of the next power of two of rows: a smaller buffer is kept when a larger
+        one replaces it.
+        """
+        rows, seqs = operands.rows.rows, operands.rows.seqs
+        if self._gpu.size("recurrence_workspace", rows, seqs, heads, key_heads, depth):
+            most = 1 << (rows - 1).bit_length()
+            workspace = self._gpu.workspace("recurrence", most, seqs, heads, key_heads, depth)
+            operands.workspace = workspace.data_ptr()
+            operands.workspace_bytes = workspace.numel()
 
     def _bound(self, rows: StateRows) -> StateRows:
         """The rows on this device."""

@@ -8,12 +8,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from exl_core.ops.backends.composed import clamped_swiglu, xielu
+from exl_core.ops.backends.composed import ComposedGateOps, clamped_swiglu, xielu
 from exl_core.ops.checks import F32, OpInputError, check, check_contiguous
 from exl_core.ops.elementwise import ActivationKind, GateKind, LayerNorm, RmsNorm, XIelu
 
 
-class ReferenceElementwiseOps:
+class ReferenceElementwiseOps(ComposedGateOps):
     """ElementwiseOps in plain torch."""
 
     @staticmethod
