@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.composed import ComposedExpertOps
+from exl_core.ops.backends.cuda import trellis_experts
 from exl_core.ops.backends.cuda.elementwise import CudaElementwiseOps
 from exl_core.ops.backends.cuda.experts import CudaExperts, grouped
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.linear import CudaLinearOps
 from exl_core.ops.backends.cuda.matmul import CudaJoined, CudaLinear, PlainKind, parts_of
-from exl_core.ops.backends.cuda.trellis_experts import CudaTrellisExperts, compute, pair_of
+from exl_core.ops.backends.cuda.trellis_experts import CudaTrellisExperts
 from exl_core.ops.backends.routing import StackedExperts, choose
 from exl_core.ops.elementwise import XIelu
 from exl_core.ops.linear import PackedLinear
@@ -137,10 +138,10 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
     ) -> None:
         """Writes `expert_mlp` to y [m, d], or adds it."""
         if isinstance(experts.gate_up, CudaTrellisExperts) and not isinstance(experts.kind, XIelu):
-            pair = pair_of(experts.gate_up, experts.down, is_gated=experts.is_gated)
+            pair = trellis_experts.pair_of(experts.gate_up, experts.down, is_gated=experts.is_gated)
             if pair is not None:
                 _, kind = _activation(experts)
-                compute(self._gpu, x, routed, pair, kind, y, is_added=is_added)
+                trellis_experts.compute(self._gpu, x, routed, pair, y, gate=kind, is_added=is_added)
                 return
         found = _indexed(experts)
         if found is None:

@@ -60,8 +60,8 @@ class CudaTrellisExperts:
             if len(known) < len(parts) or len(parts) > 2:
                 return None
             found.append(known)
-        kinds = {_kind(one) for parts in found for one in parts}
-        if len({len(parts) for parts in found} | kinds) > 2 or len(found) > cuda.MAX_EXPERTS:
+        kinds = {(len(parts), *_kind(one)) for parts in found for one in parts}
+        if len(kinds) > 1 or len(found) > cuda.MAX_EXPERTS:
             return None
         whole = cls._of_entries(found, [[one.matrix for one in parts] for parts in found], gpu)
         width = whole.first.out_features // 2
@@ -137,9 +137,9 @@ def compute(
     x: Tensor,
     routed: Routed,
     matrices: tuple[CudaTrellisExperts, CudaTrellisExperts],
-    gate: int,
     y: Tensor,
     *,
+    gate: int,
     is_added: bool,
 ) -> None:
     """Writes `RoutedOps.expert_mlp` to y [m, d] float32, or adds it. `gate`: the activation."""
