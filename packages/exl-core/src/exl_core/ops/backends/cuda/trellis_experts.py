@@ -102,7 +102,7 @@ class CudaTrellisExperts:
 
 
 def _kind(w: CudaTrellis) -> tuple[object, ...]:
-    """What the matrices of a table have in common."""
+    """Properties that the matrices of a table share."""
     one = w.layout
     return one.out_features, one.in_features, one.first_out, one.first_in, one.codebook
 
