@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -23,12 +23,15 @@ from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import ExpertLayer, ExpertMlp, Routing
 from exl_core.ops.open import get_table
 from exl_core.ops.weights import (
+    Codebook,
     DenseColumns,
     DenseLayout,
     Formula,
     GroupedColumns,
     GroupedLayout,
     GroupRun,
+    TrellisColumns,
+    TrellisLayout,
 )
 from time_cuda_attention import copy_bandwidth, milliseconds
 
@@ -48,6 +51,7 @@ class Shape:
     scale_dtype: torch.dtype
     is_permuted: bool
     layers: int
+    codebook: Codebook | None = None  # trellis codes of 4 bits
 
 
 def qwen3(
@@ -55,6 +59,10 @@ def qwen3(
 ) -> Shape:
     sizes = 2048, 768, 128, Routing(8), "silu"
     return Shape(*sizes, wide, narrow, formula, torch.float16, is_permuted, layers)  # type: ignore[arg-type]
+
+
+def qwen3_trellis(codebook: Codebook) -> Shape:
+    return replace(qwen3((), (), None), codebook=codebook)
 
 
 SHAPES = {
@@ -66,6 +74,8 @@ SHAPES = {
         "middle",
         is_permuted=True,
     ),
+    "qwen3-30b-a3b exl3 mul1": qwen3_trellis("mul1"),
+    "qwen3-30b-a3b exl3 mcg": qwen3_trellis("mcg"),
     "gpt-oss-20b mxfp4": Shape(
         2880,
         2880,
@@ -116,6 +126,8 @@ class Layers:
         shape = self.shape
         runs = shape.wide if is_wide else shape.narrow
         n, k = (shape.inner, shape.hidden) if is_wide else (shape.hidden, shape.inner)
+        if shape.codebook is not None:
+            return self._trellis(n, k, shape.codebook)
         if shape.formula is None:
             w = self.table.new_linear(DenseLayout(n, k, torch.float16))
             weight = torch.randn(n, k, device="cuda") / k**0.5
@@ -133,6 +145,15 @@ class Layers:
         zeros = torch.full((groups, n), 8, dtype=torch.uint8, device="cuda") if has_zeros else None
         w = self.table.new_linear(layout)
         self.table.fill_linear(w, 0, GroupedColumns("words", codes, None, scales, zeros))
+        return cast(PackedLinear, w)
+
+    def _trellis(self, n: int, k: int, codebook: Codebook) -> PackedLinear:
+        layout = TrellisLayout(n, k, 16 * 4, codebook)
+        shape = k // 16, n // 16, layout.tile_words
+        words = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device="cuda")
+        scales = [torch.randn(size, device="cuda").sign().half() for size in (k, n)]
+        w = self.table.new_linear(layout)
+        self.table.fill_linear(w, 0, TrellisColumns(words, scales[0] / k**0.5, scales[1]))
         return cast(PackedLinear, w)
 
     def run(self, x: Tensor) -> None:

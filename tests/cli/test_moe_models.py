@@ -16,7 +16,7 @@ from support.commands import Command
 from support.gguf_models import write_gguf
 from support.mxfp4 import save_as_mxfp4
 from support.paged import logits_of
-from support.quantized_models import METHODS, SIZES, quantize
+from support.quantized_models import METHODS, SIZES, TIED, quantize
 from support.tiny_models import (
     save,
     tiny_dbrx,
@@ -109,12 +109,15 @@ def test_a_gguf_file_with_another_number_of_experts(
     assert "ffn_gate_inp" in line
 
 
-PARTS = {"awq": "scales", "compressed-tensors": "weight_scale", "fp8": "weight_scale_inv"}
+PARTS = {
+    **{"awq": "scales", "compressed-tensors": "weight_scale", "fp8": "weight_scale_inv"},
+    "exl3": "suh",
+}
 """A tensor of each method without which a matrix cannot be read."""
 
 
 def save_quantized(folder: Path, method: str) -> Path:
-    model = tiny_qwen3_moe(**SIZES, moe_intermediate_size=64, tie_word_embeddings=True)
+    model = tiny_qwen3_moe(**SIZES, moe_intermediate_size=64, tie_word_embeddings=method in TIED)
     quantize(save(model, folder), *METHODS[method])
     return folder
 
@@ -131,7 +134,8 @@ def test_a_quantized_expert_without_one_of_its_tensors(
 @pytest.mark.parametrize("method", PARTS)
 def test_a_quantized_expert_of_another_width(tmp_path: Path, exl: Command, method: str) -> None:
     folder = save_quantized(tmp_path / "moe", method)
-    change_config(folder, moe_intermediate_size=32)
+    # EXL3 pads widths to multiples of 128.
+    change_config(folder, moe_intermediate_size=160 if method == "exl3" else 32)
     line = exl("generate", "-m", folder, "-p", "x").error_line(3)
     assert ".experts.0." in line
 

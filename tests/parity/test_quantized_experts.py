@@ -1,4 +1,4 @@
-"""EXL2 and GPTQ checkpoints of models with experts give the logits of their dequantized weights."""
+"""Quantized checkpoints of models with experts give the logits of their dequantized weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from exl_core.formats.codecs.exl2 import layout as exl2
+from exl_core.formats.codecs.exl3 import layout as exl3
 from exl_core.formats.codecs.gptq import layout as gptq
 from support.quantized_models import (
     GPTQ_SETTINGS,
@@ -50,6 +51,18 @@ def test_exl2_logits_of_experts(tmp_path: Path, family: str) -> None:
     model = FAMILIES[family](tie_word_embeddings=False)
     pieces = quantize(separate_experts(save(model, tmp_path)), *METHODS["exl2"])
     dense = {stem: exl2.dequantize(exl2.check(p, stem)) for stem, p in pieces.items()}
+    assert any(".experts.1." in stem for stem in dense)
+    assert_same_logits(tmp_path, model, dense)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exl3_logits_of_experts(tmp_path: Path, family: str) -> None:
+    model = FAMILIES[family](tie_word_embeddings=False)
+    pieces = quantize(separate_experts(save(model, tmp_path)), *METHODS["exl3"])
+    dense = {}
+    for stem, parts in pieces.items():
+        trellis = exl3.check(parts, stem)
+        dense[stem] = exl3.dequantize(trellis, 0, trellis.out_features)
     assert any(".experts.1." in stem for stem in dense)
     assert_same_logits(tmp_path, model, dense)
 

@@ -135,11 +135,11 @@ EXPERTS = {
 """Families with experts, with sizes that all formats can store."""
 
 
-@pytest.mark.parametrize("method", TIED)
+@pytest.mark.parametrize("method", [*TIED, "exl3"])
 @pytest.mark.parametrize("family", EXPERTS)
 def test_quantized_experts_match_transformers(tmp_path: Path, family: str, method: str) -> None:
     build, sizes = EXPERTS[family]
-    model = build(**{**SIZES, **sizes}, tie_word_embeddings=True)
+    model = build(**{**SIZES, **sizes}, tie_word_embeddings=method in TIED)
     folder = save(model, tmp_path)
     pieces = quantize(folder, *METHODS[method])
     assert sum(".experts." in stem for stem in pieces) >= 3 * 3 * 4
@@ -185,7 +185,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
 """Latent attention and recurrent layers, with sizes that all formats can store."""
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "exl3"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", OTHERS)
 def test_quantized_latent_attention_and_hybrids_match_transformers(
     tmp_path: Path, family: str, method: str

@@ -112,7 +112,7 @@ def assert_same_logits(folder: Path, model: Any, dense: dict[str, Tensor]) -> No
     with torch.inference_mode():
         for stem, weight in dense.items():
             parameter = parameter_of(parameters, stem)
-            parameter.copy_(weight[:, : parameter.shape[0]].T.float())
+            parameter.copy_(weight[: parameter.shape[1], : parameter.shape[0]].T.float())
         ids = torch.randint(3, VOCAB_SIZE, (1, 40), generator=torch.Generator().manual_seed(1))
         expected = model(ids).logits[0]
     logits = logits_of(folder, ids[0].tolist(), LoadOptions(exact=True))

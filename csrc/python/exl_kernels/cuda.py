@@ -10,6 +10,7 @@ release the GIL.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from ctypes import (
     POINTER,
     Structure,
@@ -20,6 +21,7 @@ from ctypes import (
     c_int,
     c_int32,
     c_int64,
+    c_uint32,
     c_void_p,
 )
 from functools import cache
@@ -398,6 +400,35 @@ class ExpertLinear(Structure):
     )
 
 
+class TrellisExperts(Structure):
+    _fields_ = (
+        ("wide", c_void_p),
+        ("narrow", c_void_p),
+        ("of_wide", TrellisMatrix),
+        ("of_narrow", TrellisMatrix),
+        ("wide_rates", c_uint32),
+        ("narrow_rates", c_uint32),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("ids", c_void_p),
+        ("weights", c_void_p),
+        ("y", c_void_p),
+        ("y_stride", c_int64),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_int64),
+        ("x_dtype", c_int32),
+        ("m", c_int32),
+        ("top_k", c_int32),
+        ("experts", c_int32),
+        ("parts", c_int32),
+        ("gate", c_int32),
+        ("is_added", c_int32),
+        ("is_batch", c_int32),
+        ("is_split", c_int32),
+        ("reserved", c_int32),
+    )
+
+
 _P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 
 # Operand types of the functions that return a cudaError_t. The stream comes last.
@@ -414,6 +445,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "trellis_unpack": (POINTER(TrellisMatrix), _I, _I, _P, _P),
     "trellis_prepare": (POINTER(TrellisPrepare), _P),
     "trellis_linear": (POINTER(TrellisLinear), _P),
+    "trellis_experts": (POINTER(TrellisExperts), _P),
     "nearest_rings": (POINTER(NearestRings), _P),
     "rms_norm": (_P, _I, _L, _P, _F, _I, _I, _P, _I, _L, _P),
     "rms_norm_heads": (_P, _I, _L, _P, _F, _I, _I, _I, _P),
@@ -454,6 +486,7 @@ _SIZES: dict[str, tuple[object, ...]] = {
     "quant_linear_workspace": (_I, _I),
     "trellis_inputs_bytes": (_I, _I, _I),
     "trellis_linear_workspace": (_I, _I),
+    "trellis_experts_workspace": (POINTER(TrellisExperts),),
     "nearest_rings_workspace": (_I, _I),
     "attention_workspace": (_I, _I),
     "recurrence_workspace": (_I, _I, _I, _I, _I),
@@ -517,12 +550,13 @@ class CudaLibrary:
 
     def call(self, name: str, *operands: object) -> None:
         """Calls `exl_cuda_<name>`. Structs are passed by reference. Raises CudaError on failure."""
-        passed = [byref(one) if isinstance(one, Structure) else one for one in operands]
-        self._check(name, getattr(self._library, f"exl_cuda_{name}")(*passed))
+        function = getattr(self._library, f"exl_cuda_{name}")
+        self._check(name, function(*_by_reference(operands)))
 
-    def size(self, name: str, *operands: int) -> int:
-        """Calls `exl_cuda_<name>`, which returns a size in bytes."""
-        return int(getattr(self._library, f"exl_cuda_{name}")(*operands))
+    def size(self, name: str, *operands: object) -> int:
+        """Calls `exl_cuda_<name>`, which returns a size in bytes. Structs are passed by
+        reference."""
+        return int(getattr(self._library, f"exl_cuda_{name}")(*_by_reference(operands)))
 
     def _declare(self, name: str, result: object, operands: tuple[object, ...]) -> None:
         function = getattr(self._library, f"exl_cuda_{name}")
@@ -537,6 +571,10 @@ class CudaLibrary:
                 library.exl_cuda_error_name(code).decode(),
                 library.exl_cuda_error_text(code).decode(),
             )
+
+
+def _by_reference(operands: Iterable[object]) -> list[object]:
+    return [byref(one) if isinstance(one, Structure) else one for one in operands]
 
 
 def prepared_halves(rows: int, num_blocks: int, least_rows: int = 1) -> int:

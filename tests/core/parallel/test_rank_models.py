@@ -22,7 +22,7 @@ from support.families import FAMILIES, save_family
 from support.gguf_latent import write_latent
 from support.gguf_models import write_gguf
 from support.mxfp4 import save_as_mxfp4
-from support.quantized_models import METHODS, quantized_llama
+from support.quantized_models import METHODS, SIZES, TIED, quantize, quantized_llama
 from support.thread_ranks import logits_on_one, logits_on_ranks, mean_kl
 
 OTHERS = {
@@ -86,6 +86,21 @@ def test_every_quantized_checkpoint(method: str, count: int, tmp_path: Path) -> 
         expected, found = logits_on_one(path, options), logits_on_ranks(path, count, options)
         assert mean_kl(expected[0], found[0]) < prefill_bound
         assert mean_kl(expected[1], found[1]) < decode_bound
+
+
+@pytest.mark.parametrize("method", ["exl2", "exl3", "gptq"])
+def test_experts_of_a_quantized_checkpoint(method: str, tmp_path: Path) -> None:
+    """Every token uses all experts, so that rounding does not change a choice."""
+    experts = {"num_experts": 6, "num_experts_per_tok": 6, "moe_intermediate_size": 96}
+    model = tiny.tiny_qwen3_moe(**SIZES, **experts, tie_word_embeddings=method in TIED)
+    path = tiny.save(model, tmp_path / "model")
+    quantize(path, *METHODS[method])
+    for options, prefill_bound, decode_bound in ((EXACT, 1e-7, 1e-7), (FAST, 1e-4, 1e-5)):
+        expected = logits_on_one(path, options)
+        for count in (2, 3):
+            found = logits_on_ranks(path, count, options)
+            assert mean_kl(expected[0], found[0]) < prefill_bound
+            assert mean_kl(expected[1], found[1]) < decode_bound
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q6_K"])

@@ -2,122 +2,21 @@
 // expert. Also the weighted sum of a row's experts.
 //
 // Contract   exl/cuda/moe.h (exl_cuda_expert_inputs, exl_cuda_expert_sum).
-// Mapping    Thread block 0 sorts the pairs (a counting sort: each warp counts the experts of a
-//            range of pairs). The other blocks convert rows, two numbers per thread.
+// Mapping    Thread block 0 sorts the pairs (moe/sort.cuh). The other blocks convert rows, two
+//            numbers per thread.
 // Floor      A launch, and two reads of the ids. With many rows: the bytes at memory bandwidth.
 #include <algorithm>
 
 #include "cuda/common/rows.cuh"
+#include "cuda/moe/sort.cuh"
 #include "exl/cuda/moe.h"
 
 namespace exl::cuda {
 
 namespace {
 
-constexpr int kWarps = 8;
-constexpr int kThreads = kWarps * kWarp;
+constexpr int kThreads = kSortThreads, kWarps = kSortWarps;
 constexpr int kSlice = 2 * kThreads;  // numbers that a thread block converts
-
-// ---- sorting -----------------------------------------------------------------------------------
-
-// Shared memory of the sort. counts[w][e] becomes the position of the next pair of expert e that
-// warp w finds, relative to the expert's first one.
-struct SortState {
-    int* counts;       // [kWarps][experts]
-    int* starts;       // [experts] position of the expert's first pair
-    int* item_starts;  // [experts] number of its first item
-    int* totals;       // [experts] its pairs
-};
-
-// Calls use(pair, expert, mask) for all pairs of this warp's range, 32 at a time. `mask` has the
-// lanes whose pairs have the same expert. Lanes without a pair get expert -1.
-template <class Use>
-__device__ __forceinline__ void for_own_pairs(
-    const ExlExpertInputs& args, int warp, int lane, const Use& use
-) {
-    const int pairs = args.m * args.top_k;
-    const int each = (pairs + kWarps * kWarp - 1) / (kWarps * kWarp) * kWarp;
-    const int end = min(pairs, (warp + 1) * each);
-    for (int first = warp * each; first < end; first += kWarp) {
-        const int pair = first + lane;
-        const int expert = pair < end ? args.ids[pair] : -1;
-        use(pair, expert, __match_any_sync(0xffffffffu, expert));
-    }
-}
-
-// Replaces counts by prefix sums over the warps, and numbers pairs and items over the experts.
-__device__ __forceinline__ void number_pairs(const ExlExpertInputs& args, const SortState& state) {
-    for (int e = threadIdx.x; e < args.experts; e += kThreads) {
-        int total = 0;
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) {
-            int& count = state.counts[w * args.experts + e];
-            const int own = count;
-            count = total;
-            total += own;
-        }
-        state.totals[e] = total;
-    }
-    __syncthreads();
-    if (threadIdx.x >= kWarp) return;
-    int pairs = 0, items = 0;
-    for (int first = 0; first < args.experts; first += kWarp) {
-        const int e = first + static_cast<int>(threadIdx.x);
-        const int total = e < args.experts ? state.totals[e] : 0;
-        const int own_items = (total + args.tile_rows - 1) / args.tile_rows;
-        int pair_sum = total, item_sum = own_items;
-#pragma unroll
-        for (int step = 1; step < kWarp; step *= 2) {
-            const int more_pairs = __shfl_up_sync(0xffffffffu, pair_sum, step);
-            const int more_items = __shfl_up_sync(0xffffffffu, item_sum, step);
-            if (static_cast<int>(threadIdx.x) >= step) {
-                pair_sum += more_pairs;
-                item_sum += more_items;
-            }
-        }
-        if (e < args.experts) {
-            state.starts[e] = pairs + pair_sum - total;
-            state.item_starts[e] = items + item_sum - own_items;
-        }
-        pairs += __shfl_sync(0xffffffffu, pair_sum, kWarp - 1);
-        items += __shfl_sync(0xffffffffu, item_sum, kWarp - 1);
-    }
-    if (threadIdx.x == 0) *args.num_items = items;
-}
-
-__device__ __forceinline__ void sort_pairs(const ExlExpertInputs& args, int* shared) {
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    const SortState state = {
-        shared, shared + kWarps * args.experts, shared + (kWarps + 1) * args.experts,
-        shared + (kWarps + 2) * args.experts
-    };
-    for (int i = threadIdx.x; i < kWarps * args.experts; i += kThreads) state.counts[i] = 0;
-    __syncthreads();
-    int* const own = state.counts + warp * args.experts;
-    for_own_pairs(args, warp, lane, [&](int, int expert, uint32_t mask) {
-        if (expert >= 0 && lane == __ffs(mask) - 1) own[expert] += __popc(mask);
-        __syncwarp();
-    });
-    __syncthreads();
-    number_pairs(args, state);
-    __syncthreads();
-    for_own_pairs(args, warp, lane, [&](int pair, int expert, uint32_t mask) {
-        const int position = expert < 0 ? 0 : state.starts[expert] + own[expert];
-        __syncwarp();
-        if (expert >= 0) {
-            args.pairs[position + __popc(mask & ((1u << lane) - 1))] = pair;
-            if (lane == __ffs(mask) - 1) own[expert] += __popc(mask);
-        }
-        __syncwarp();
-    });
-    for (int e = threadIdx.x; e < args.experts; e += kThreads) {
-        const int total = state.totals[e];
-        ExlExpertItem* to = args.items + state.item_starts[e];
-        for (int done = 0; done < total; done += args.tile_rows, ++to) {
-            *to = {e, state.starts[e] + done, min(args.tile_rows, total - done), 0};
-        }
-    }
-}
 
 // ---- conversion --------------------------------------------------------------------------------
 
@@ -169,7 +68,9 @@ __global__ void __launch_bounds__(kThreads) inputs_kernel(
     wait_for_inputs();
     const int sorts = args.num_items != nullptr;
     if (sorts && blockIdx.x == 0) {
-        sort_pairs(args, shared);
+        const PairSort sort = {args.ids,       args.m,     args.top_k, args.experts, args.tile_rows,
+                               args.num_items, args.items, args.pairs, nullptr};
+        sort_pairs(sort, shared);
         return;
     }
     convert<X>(args, blockIdx.x - sorts, slices);
@@ -265,7 +166,7 @@ extern "C" int exl_cuda_expert_inputs(const ExlExpertInputs* args, void* stream)
     const int64_t rows = (a.matrices != nullptr ? pairs : a.m) * a.count;
     const int64_t blocks = rows * slices + sorts;
     if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-    const size_t shared_bytes = sorts ? sizeof(int) * (kWarps + 3) * a.experts : 0;
+    const size_t shared_bytes = sorts ? sort_bytes(a.experts) : 0;
     return launch(
         a.x_dtype == kF32 ? inputs_kernel<float> : inputs_kernel<__half>,
         dim3(static_cast<unsigned>(blocks)), dim3(kThreads), shared_bytes, stream, a,

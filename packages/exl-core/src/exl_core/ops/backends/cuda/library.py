@@ -58,7 +58,7 @@ class Gpu:
         with torch.cuda.device(self.device):  # a kernel is launched on the current device
             self._library.call(name, *operands, stream)
 
-    def size(self, name: str, *operands: int) -> int:
+    def size(self, name: str, *operands: object) -> int:
         """Size in bytes that `exl_cuda_<name>` returns."""
         return self._library.size(name, *operands)
 

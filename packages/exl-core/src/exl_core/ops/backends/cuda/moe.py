@@ -1,8 +1,9 @@
 """Mixture of experts of one GPU, without synchronization: captured graphs may contain it.
 
 The host does not know which experts the rows use. Kernels of quantized and of float16 experts find
-out on the device, and read each expert in use once. Experts with other matrices are all computed
-for all rows, and the outputs of those that a row does not use are dropped.
+out on the device, and read each expert in use once (`experts.py`, `trellis_experts.py`). Experts
+with other matrices are all computed for all rows, and the outputs of those that a row does not use
+are dropped.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.composed import ComposedExpertOps
+from exl_core.ops.backends.cuda import trellis_experts
 from exl_core.ops.backends.cuda.elementwise import CudaElementwiseOps
 from exl_core.ops.backends.cuda.experts import CudaExperts, grouped
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.linear import CudaLinearOps
 from exl_core.ops.backends.cuda.matmul import CudaJoined, CudaLinear, PlainKind, parts_of
+from exl_core.ops.backends.cuda.trellis_experts import CudaTrellisExperts
 from exl_core.ops.backends.routing import StackedExperts, choose
 from exl_core.ops.elementwise import XIelu
 from exl_core.ops.linear import PackedLinear
@@ -49,8 +52,12 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
     def stack(self, experts: Sequence[PackedLinear]) -> PackedExperts:
         self._counters(1)  # made here, and not in a capture
         stacked = StackedExperts.of(experts)
-        quantized = grouped([parts_of(one) for one in experts])
-        return stacked if quantized is None else CudaExperts.of(quantized, self._gpu)
+        parts = [parts_of(one) for one in experts]
+        indexed = grouped(parts)
+        if indexed is not None:
+            return CudaExperts.of(indexed, self._gpu)
+        trellis = CudaTrellisExperts.of(parts, self._gpu)
+        return stacked if trellis is None else trellis
 
     def route(
         self, x: Tensor, w: PackedLinear, routing: Routing, bias: Tensor | None = None
@@ -130,6 +137,12 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         self, x: Tensor, routed: Routed, experts: ExpertMlp, y: Tensor, *, is_added: bool
     ) -> None:
         """Writes `expert_mlp` to y [m, d], or adds it."""
+        if isinstance(experts.gate_up, CudaTrellisExperts) and not isinstance(experts.kind, XIelu):
+            pair = trellis_experts.pair_of(experts.gate_up, experts.down, is_gated=experts.is_gated)
+            if pair is not None:
+                _, kind = _activation(experts)
+                trellis_experts.compute(self._gpu, x, routed, pair, y, gate=kind, is_added=is_added)
+                return
         found = _indexed(experts)
         if found is None:
             outputs = self._all_experts(x, routed, experts)
@@ -411,6 +424,6 @@ def _is_whole(x: Tensor) -> bool:
 
 
 def _each(experts: PackedExperts) -> Sequence[PackedLinear]:
-    if isinstance(experts, CudaExperts):
+    if isinstance(experts, CudaExperts | CudaTrellisExperts):
         return [parts[0] if len(parts) == 1 else CudaJoined(parts) for parts in experts.matrices]
     return cast(StackedExperts, experts).experts

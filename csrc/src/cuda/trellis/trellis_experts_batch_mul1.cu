@@ -1,0 +1,11 @@
+// The batch kernel of experts for every rate of the codebook MUL1. A file per codebook, to compile
+// them at the same time.
+#include "cuda/trellis/trellis_experts_batch.cuh"
+
+namespace exl::cuda::trellis {
+
+template cudaError_t launch_expert_batch<EXL_CODEBOOK_MUL1>(
+    int tile_words, const ExpertWork& work, int n_units, void* stream
+);
+
+}  // namespace exl::cuda::trellis
