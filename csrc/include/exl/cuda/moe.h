@@ -35,7 +35,8 @@ typedef struct {
     // `normed` [m, d] gets.
     const float* norm;
     float* normed;
-    int32_t* ids;    // [m, top_k], best first
+    // [m, top_k], best first. Null: only the logits are computed, and exl_cuda_expert_row chooses.
+    int32_t* ids;
     float* weights;  // [m, top_k]
     int32_t x_dtype;
     int32_t m;
@@ -187,16 +188,17 @@ EXL_CUDA_API int exl_cuda_expert_gather(
 
 #define EXL_CUDA_MAX_ROW_EXPERTS 32  // their sums fit into shared memory
 
-// exl_cuda_expert_linear for one row, whose experts are `ids` [top_k], at most
-// EXL_CUDA_MAX_ROW_EXPERTS. Items and pairs are not
-// needed, and the bits are the same. Epilogues:
+// exl_cuda_expert_linear for one row. Its experts are `ids` [top_k], at most
+// EXL_CUDA_MAX_ROW_EXPERTS; with `route` not null they are chosen from the logits of `route`, and
+// `ids` and `weights` are null. Items and pairs are not needed, and the bits are the same. Epilogues:
 //   gated, activated  as above; `weights` is null
 //   store             y [n] float32: the sum over the experts, as exl_cuda_expert_sum
 //   add               y [n] += that sum
-// An earlier kernel than the previous one wrote the ids, except for gated and activated products.
+// An earlier kernel than the previous one wrote the ids or logits, except for gated and activated
+// products.
 EXL_CUDA_API int exl_cuda_expert_row(
-    const ExlExpertLinear* args, const int32_t* ids, const float* weights, int32_t top_k,
-    void* stream
+    const ExlExpertLinear* args, const ExlRoute* route, const int32_t* ids, const float* weights,
+    int32_t top_k, void* stream
 );
 
 // y [m, n] float32, rows y_stride elements apart: y[row] = sum over j of weights[row, j] *

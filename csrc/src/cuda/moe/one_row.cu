@@ -2,17 +2,22 @@
 //
 // Contract   exl/cuda/moe.h (exl_cuda_expert_row).
 // Mapping    Pairs need no sorting: pair j is slot j of the row. `gate_up_kernel` has a thread block
-//            per pair and tile of column panels, as `experts.cu`. It rounds the row to float16 in
-//            shared memory while the first weights arrive. `down_kernel` has a thread block per
-//            column panel. Its warps take the pairs' slices, and the block adds up the weighted
-//            outputs, in the order of the slots.
+//            per pair and tile of column panels, as `experts.cu`. Its first warps choose the experts,
+//            in every thread block again, while the other ones round the row to float16 in shared
+//            memory. `down_kernel` has a cluster of thread blocks per column panel. Their warps take
+//            the pairs' slices, and the first block adds up the weighted outputs, in the order of
+//            the slots.
 // Accuracy   The sums of `experts.cu` and of exl_cuda_expert_sum, in the same order: the same bits.
 // Overlap    `gate_up_kernel` lets the next kernel begin only after its own wait. All kernels before
-//            it have ended then, so that `down_kernel` may read the ids before its wait, and loads
-//            its first weights while those of gate and up are multiplied.
-// Floor      The bytes of top_k experts, at memory bandwidth. Latency dominates: the ids, the table
-//            of matrices, and the first loads are read one after another.
+//            it have ended then, so that `down_kernel` may read the ids or logits before its wait,
+//            and loads its first weights while those of gate and up are multiplied. Registers and
+//            shared memory are limited so that thread blocks of both kernels fit on a
+//            multiprocessor.
+// Floor      The bytes of top_k experts, at memory bandwidth. Latency dominates: the logits, the
+//            table of matrices, and the first loads are read one after another.
+#include "cuda/common/hopper.cuh"
 #include "cuda/common/rows.cuh"
+#include "cuda/moe/choice.cuh"
 #include "cuda/moe/experts.cuh"
 
 namespace exl::cuda {
@@ -23,17 +28,54 @@ template <int source>
 using Shape = ExpertShape<1, true, source>;
 
 constexpr int kThreads = kWarps * kWarp;
-constexpr int kDownWarps = 16;  // most warps of a thread block of `down_kernel`
+constexpr int kMaxDownBlocks = 4;  // of a cluster of `down_kernel`
+// Three thread blocks fit on a multiprocessor of 9.0.
+constexpr int kThirdOfShared = 75 << 10;
 
 extern __shared__ __align__(128) uint8_t shared[];
 
+// Experts of the row, in shared memory.
+struct RowExperts {
+    int32_t* ids;    // [top_k]
+    float* weights;  // [top_k]
+    Scratch scratch;
+
+    __host__ __device__ static int bytes(const ExlRoute& route, int top_k) {
+        const int choice =
+            route.logits == nullptr ? 0 : static_cast<int>(Scratch::bytes(route.experts));
+        return choice + 8 * ((top_k + 1) / 2 * 2);
+    }
+    __device__ __forceinline__ RowExperts(uint8_t* memory, const ExlRoute& route, int top_k)
+        : ids(reinterpret_cast<int32_t*>(memory)),
+          weights(reinterpret_cast<float*>(ids + top_k)),
+          scratch(reinterpret_cast<float*>(memory) + 2 * ((top_k + 1) / 2 * 2), route.experts) {}
+
+    // Reads or chooses the ids and, unless `from_weights` and `has_weights` say otherwise, weights.
+    // Only the first kChoiceThreads threads may call this.
+    __device__ __forceinline__ void load(
+        const ExlRoute& route, const int32_t* from_ids, const float* from_weights, int top_k,
+        bool has_weights
+    ) {
+        if (route.logits != nullptr) {
+            choose_ids(route, route.logits, ids, scratch);
+            if (has_weights) weigh(route, weights, scratch);
+            return;
+        }
+        const int slot = threadIdx.x;
+        if (slot >= top_k) return;
+        ids[slot] = __ldcg(from_ids + slot);
+        if (has_weights) weights[slot] = __ldcg(from_weights + slot);
+    }
+};
+
 // ---- gate and up -------------------------------------------------------------------------------
 
-// Copies a row to shared memory as float16.
+// Copies a row to shared memory as float16, by the threads that do not choose.
 template <class X>
 __device__ __forceinline__ void copy_row(__half* to, const void* x, int k) {
+    constexpr int kCopying = kThreads - kChoiceThreads;
     const X* const from = static_cast<const X*>(x);
-    for (int i = threadIdx.x * kVector; i < k; i += kThreads * kVector) {
+    for (int i = (threadIdx.x - kChoiceThreads) * kVector; i < k; i += kCopying * kVector) {
         float values[kVector];
         load_floats(from + i, kVector, true, values);
         store_vector(to + i, kVector, true, values);
@@ -41,32 +83,39 @@ __device__ __forceinline__ void copy_row(__half* to, const void* x, int k) {
 }
 
 template <class X, int source>
-__global__ void __launch_bounds__(kThreads, 2) gate_up_kernel(
-    const __grid_constant__ ExpertArgs args, const int32_t* const ids
+__global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2) gate_up_kernel(
+    const __grid_constant__ ExpertArgs args, const __grid_constant__ ExlRoute route,
+    const int32_t* const ids, const int top_k
 ) {
     using Shape = Shape<source>;
     const ExlExpertLinear& call = args.call;
     auto* const barriers = reinterpret_cast<WarpBarriers*>(shared + args.ring_bytes);
     auto* const rows = reinterpret_cast<__half*>(barriers + kWarps);
-    wait_for_inputs();
-    let_next_begin();
+    const bool has_two = call.x[1] != call.x[0];  // each part has its own order
+    RowExperts experts(reinterpret_cast<uint8_t*>(rows + (has_two ? 2 : 1) * call.k), route, top_k);
     const int pair = static_cast<int>(blockIdx.y);
-    const ExlExpertItem item = {static_cast<int32_t>(uniform(__ldcg(ids + pair))), pair, 1, 0};
     const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
     const WarpWork work = WarpWork::of(args, blockIdx.x, warp);
-    const ExlExpertMatrix w = matrix_of(call, item.expert, work.part);
-    const int first = work.first(w), last = work.panel * 32 < call.n ? work.last(w) : first;
     Ring ring(
         shared + warp * args.num_stages * args.stage_bytes, barriers + warp, args.num_stages,
         args.stage_bytes, lane
     );
+    wait_for_inputs();
+    let_next_begin();
+    if (warp < kChoiceWarps) {
+        experts.load(route, ids, nullptr, top_k, false);
+    } else {
+        const int64_t row = static_cast<int64_t>(pair / call.pairs_per_row) * call.x_stride;
+        copy_row<X>(rows, static_cast<const X*>(call.x[0]) + row, call.k);
+        if (has_two) copy_row<X>(rows + call.k, static_cast<const X*>(call.x[1]) + row, call.k);
+    }
+    __syncthreads();
+    const ExlExpertItem item = {static_cast<int32_t>(uniform(experts.ids[pair])), pair, 1, 0};
+    const ExlExpertMatrix w = matrix_of(call, item.expert, work.part);
+    const int first = work.first(w), last = work.panel * 32 < call.n ? work.last(w) : first;
     const uint8_t* const bytes = w.tiles + work.panel * w.panel_bytes;
     if constexpr (!Shape::kIsDense) fill_ring(args, w, ring, bytes, first, last);
-    const int64_t row = static_cast<int64_t>(pair / call.pairs_per_row) * call.x_stride;
-    copy_row<X>(rows, static_cast<const X*>(call.x[0]) + row, call.k);
-    const bool has_two = call.x[1] != call.x[0];  // each part has its own order
-    if (has_two) copy_row<X>(rows + call.k, static_cast<const X*>(call.x[1]) + row, call.k);
-    __syncthreads();
+    const TileOutputs outputs(args, item);
     PanelSums<Shape> total = {};
     const SharedRow own(rows + (has_two ? work.part * call.k : 0), lane);
     if constexpr (Shape::kIsDense) {
@@ -78,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, 2) gate_up_kernel(
     auto* const sums = reinterpret_cast<float*>(shared);
     store_sums<Shape>(total, sums + warp * kPitch, 1, lane);
     __syncthreads();
-    store_tile(args, item, sums, kPitch);
+    store_tile(args, item, outputs, sums, kPitch);
 }
 
 // ---- down --------------------------------------------------------------------------------------
@@ -88,70 +137,136 @@ struct UnitSums {
     float columns[32];
 };
 
+// This block's place in its cluster, and the number of blocks of the cluster.
+struct Cluster {
+    int rank = 0, size = 1;
+
+    __device__ __forceinline__ Cluster() {
+#if EXL_IS_HOPPER
+        uint32_t blocks;
+        asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+        rank = static_cast<int>(cluster_rank()), size = static_cast<int>(uniform(blocks));
+        if (size > 1) cluster_arrive();  // this block has started
+#endif
+    }
+    // Stores a number in the first block's shared memory, at the offset that `to` has in this block.
+    __device__ __forceinline__ static void store_in_first(float* to, float value) {
+#if EXL_IS_HOPPER
+        asm volatile(
+            "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, 0;\n"
+            " st.shared::cluster.f32 [there], %1;\n}" ::"r"(shared_offset(to)),
+            "f"(value)
+            : "memory"
+        );
+#endif
+    }
+    // Waits until all blocks have started.
+    __device__ __forceinline__ void wait_for_start() const {
+#if EXL_IS_HOPPER
+        if (size > 1) cluster_wait();
+#endif
+    }
+    // Waits for all blocks; what they have stored is visible afterwards.
+    __device__ __forceinline__ void sync() const {
+#if EXL_IS_HOPPER
+        if (size > 1) {
+            asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+            asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+            return;
+        }
+#endif
+        __syncthreads();
+    }
+};
+
 template <int source>
-__global__ void __launch_bounds__(kDownWarps* kWarp, 1) down_kernel(
-    const __grid_constant__ ExpertArgs args, const int32_t* const ids, const float* const weights,
-    const int top_k
+__global__ void __launch_bounds__(kThreads, 2) down_kernel(
+    const __grid_constant__ ExpertArgs args, const __grid_constant__ ExlRoute route,
+    const int32_t* const ids, const float* const weights, const int top_k
 ) {
     using Shape = Shape<source>;
     const ExlExpertLinear& call = args.call;
-    const int num_warps = blockDim.x / kWarp, slices = kWarps >> args.unit_bits;
-    auto* const sums = reinterpret_cast<UnitSums*>(shared + args.ring_bytes);
-    auto* const biases = sums + top_k * slices;
-    auto* const barriers = reinterpret_cast<WarpBarriers*>(biases + top_k);
     let_next_begin();
+    const Cluster cluster;
+    const int slices = kWarps >> args.unit_bits, units = top_k * slices;
+    auto* const sums = reinterpret_cast<UnitSums*>(shared + args.ring_bytes);
+    auto* const biases = sums + units;
+    auto* const barriers = reinterpret_cast<WarpBarriers*>(biases + top_k);
+    RowExperts experts(reinterpret_cast<uint8_t*>(barriers + kWarps), route, top_k);
     const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
-    const int panel = static_cast<int>(blockIdx.x), column = 32 * panel + lane;
+    const int panel = static_cast<int>(blockIdx.x) / cluster.size, column = 32 * panel + lane;
     Ring ring(
         shared + warp * args.num_stages * args.stage_bytes, barriers + warp, args.num_stages,
         args.stage_bytes, lane
     );
-    for (int unit = warp; unit < top_k * slices; unit += num_warps) {
-        const int pair = unit / slices, slice = unit % slices;
-        const int expert = static_cast<int>(uniform(__ldcg(ids + pair)));
-        const ExlExpertItem item = {expert, pair, 1, 0};
+    if (warp < kChoiceWarps) experts.load(route, ids, weights, top_k, true);
+    __syncthreads();
+    const auto start = [&](int unit) {
+        const int expert = static_cast<int>(uniform(experts.ids[unit / slices]));
         const ExlExpertMatrix w = matrix_of(call, expert, 0);
-        const WarpWork work = {0, panel, slice, slices};
-        const int first = work.first(w), last = work.last(w);
+        const WarpWork work = {0, panel, unit % slices, slices};
         const uint8_t* const bytes = w.tiles + panel * w.panel_bytes;
-        if constexpr (!Shape::kIsDense) fill_ring(args, w, ring, bytes, first, last);
-        if (unit == warp) wait_for_inputs();  // every warp has a first unit
+        if constexpr (!Shape::kIsDense) {
+            fill_ring(args, w, ring, bytes, work.first(w), work.last(w));
+        }
+        return w;
+    };
+    const int first_unit = cluster.rank * kWarps + warp;
+    ExlExpertMatrix w = {};
+    if (first_unit < units) w = start(first_unit);
+    for (int pair = warp; cluster.rank == 0 && pair < top_k; pair += kWarps) {
+        const float* const bias = matrix_of(call, experts.ids[pair], 0).bias;
+        const bool has_bias = bias != nullptr && column < call.n;
+        biases[pair].columns[lane] = has_bias ? bias[column] : 0.0f;
+    }
+    cluster.wait_for_start();
+    wait_for_inputs();
+    float* const to = static_cast<float*>(call.y) + column;
+    const bool stores = cluster.rank == 0 && warp == 0 && column < call.n;
+    const float before = stores && call.epilogue == EXL_EPILOGUE_ADD ? __ldcg(to) : 0.0f;
+    for (int unit = first_unit; unit < units; unit += cluster.size * kWarps) {
+        if (unit != first_unit) w = start(unit);
+        const int pair = unit / slices;
+        const ExlExpertItem item = {0, pair, 1, 0};
+        const WarpWork work = {0, panel, unit % slices, slices};
+        const int first = work.first(w), last = work.last(w);
         const LaneRows<Shape> rows(call, item, call.x[0], lane);
         PanelSums<Shape> total = {};
         if constexpr (Shape::kIsDense) {
             sum_dense<Shape>(total, args, w, panel, first, last, rows, lane);
         } else {
+            const uint8_t* const bytes = w.tiles + panel * w.panel_bytes;
             sum_loads<Shape>(total, args, w, ring, bytes, first, last, rows, lane);
         }
-        store_sums<Shape>(total, sums[unit].columns, 1, lane);
-        if (slice == 0) {
-            const bool has_bias = w.bias != nullptr && column < call.n;
-            biases[pair].columns[lane] = has_bias ? w.bias[column] : 0.0f;
-        }
+        float* const own = sums[unit].columns;
+        store_sums<Shape>(total, own, 1, lane);
+        if (cluster.rank == 0) continue;
+        __syncwarp();
+        Cluster::store_in_first(own + lane, own[lane]);
     }
-    __syncthreads();
-    if (warp != 0 || column >= call.n) return;
+    cluster.sync();
+    if (!stores) return;
     float y = 0.0f;
     for (int pair = 0; pair < top_k; ++pair) {
         const float* from = sums[pair * slices].columns + lane;
         float one = add_slices(from, slices, 0, 32);
         one += biases[pair].columns[lane];
-        y = fmaf(__ldcg(weights + pair), one, y);
+        y = fmaf(experts.weights[pair], one, y);
     }
-    float* const to = static_cast<float*>(call.y) + column;
-    *to = call.epilogue == EXL_EPILOGUE_ADD ? *to + y : y;
+    *to = call.epilogue == EXL_EPILOGUE_ADD ? before + y : y;
 }
 
-// Stages of a warp's ring, and the bytes of the rings of `warps` warps that fit beside `rest` bytes.
-bool size_rings(ExpertArgs& args, int warps, int rest, int most) {
+// Stages of the warps' rings, and their bytes, beside `rest` bytes.
+bool size_rings(ExpertArgs& args, int rest, int most) {
     const int slices = kWarps >> args.unit_bits;
     const int warp_loads = static_cast<int>(ceil_div(args.call.num_loads, slices));
     args.stage_bytes = static_cast<int>(ceil_div(args.call.load_bytes, 128) * 128);
-    args.num_stages = std::min(
-        {kMaxRingStages, (most - rest) / (warps * args.stage_bytes), std::max(warp_loads, 1)}
-    );
+    const auto stages_in = [&](int bytes) { return (bytes - rest) / (kWarps * args.stage_bytes); };
+    // Fewer stages let more thread blocks fit, and two are enough to hide latency.
+    const int stages = stages_in(kThirdOfShared) >= 2 ? stages_in(kThirdOfShared) : stages_in(most);
+    args.num_stages = std::min({kMaxRingStages, stages, std::max(warp_loads, 1)});
     const int sums_bytes = kWarps * kPitch * static_cast<int>(sizeof(float));
-    args.ring_bytes = std::max(warps * args.num_stages * args.stage_bytes, sums_bytes);
+    args.ring_bytes = std::max(kWarps * args.num_stages * args.stage_bytes, sums_bytes);
     return args.num_stages >= 1;
 }
 
@@ -171,51 +286,80 @@ auto down_kernel_for(int source) {
     }
 }
 
+cudaError_t launch_first(
+    ExpertArgs& args, const ExlRoute& route, const int32_t* ids, int top_k, const DeviceInfo& info,
+    void* stream
+) {
+    const ExlExpertLinear& call = args.call;
+    const int row_bytes = (call.x[0] != call.x[1] ? 4 : 2) * call.k;
+    const int rest = kWarps * static_cast<int>(sizeof(WarpBarriers)) + row_bytes +
+                     RowExperts::bytes(route, top_k);
+    const int most = std::min(kMaxSharedBytes, info.shared_per_block);
+    if (!size_rings(args, rest, most)) return cudaErrorInvalidValue;
+    const dim3 grid(
+        static_cast<unsigned>(ceil_div(ceil_div(call.n, 32), 1 << args.part_bits())),
+        static_cast<unsigned>(top_k)
+    );
+    const auto kernel = call.x_dtype == kF32 ? gate_up_kernel_for<float>(call.source)
+                                             : gate_up_kernel_for<__half>(call.source);
+    if (cudaError_t error = prefer_shared_memory(kernel); error != cudaSuccess) return error;
+    const size_t bytes = args.ring_bytes + rest;
+    return launch(kernel, grid, dim3(kThreads), bytes, stream, args, route, ids, top_k);
+}
+
+cudaError_t launch_down(
+    ExpertArgs& args, const ExlRoute& route, const int32_t* ids, const float* weights, int top_k,
+    const DeviceInfo& info, void* stream
+) {
+    const int units = top_k * (kWarps >> args.unit_bits);
+    const int rest = static_cast<int>(
+        (units + top_k) * sizeof(UnitSums) + kWarps * sizeof(WarpBarriers) +
+        RowExperts::bytes(route, top_k)
+    );
+    const int most = std::min(kMaxSharedBytes, info.shared_per_block);
+    if (!size_rings(args, rest, most)) return cudaErrorInvalidValue;
+    int blocks = 1;
+    while (info.capability == 90 && blocks < kMaxDownBlocks && blocks * kWarps < units) blocks *= 2;
+    const dim3 grid(static_cast<unsigned>(ceil_div(args.call.n, 32) * blocks));
+    const auto kernel = down_kernel_for(args.call.source);
+    if (cudaError_t error = prefer_shared_memory(kernel); error != cudaSuccess) return error;
+    const size_t bytes = args.ring_bytes + rest;
+    return launch_clusters(
+        kernel, grid, dim3(kThreads), blocks, bytes, stream, args, route, ids, weights, top_k
+    );
+}
+
 }  // namespace
 
 }  // namespace exl::cuda
 
 extern "C" int exl_cuda_expert_row(
-    const ExlExpertLinear* call, const int32_t* ids, const float* weights, int32_t top_k,
-    void* stream
+    const ExlExpertLinear* call, const ExlRoute* route, const int32_t* ids, const float* weights,
+    int32_t top_k, void* stream
 ) {
     using namespace exl::cuda;
     const bool is_gated = call->epilogue == EXL_EPILOGUE_GATED;
     const bool is_first = is_gated || call->epilogue == EXL_EPILOGUE_ACTIVATED;
     const bool is_last = call->epilogue == EXL_EPILOGUE_STORE || call->epilogue == EXL_EPILOGUE_ADD;
-    const bool fits = call->parts == (is_gated ? 2 : 1) && is_first == (weights == nullptr) &&
-                      (is_first || is_last) && call->n >= 1 && call->num_loads >= 1 &&
-                      call->load_bytes >= 16 && call->pairs_per_row >= 1 &&
-                      call->x_stride % 8 == 0 && call->k >= 32 && call->k % 32 == 0 && top_k >= 1 &&
-                      top_k <= EXL_CUDA_MAX_ROW_EXPERTS && call->pairs == nullptr &&
+    const bool chooses = route != nullptr;
+    const bool has_experts = chooses ? ids == nullptr && weights == nullptr &&
+                                           route->logits != nullptr && route->m == 1 &&
+                                           route->top_k == top_k && top_k <= route->experts &&
+                                           route->experts <= EXL_CUDA_MAX_EXPERTS
+                                     : ids != nullptr && is_first == (weights == nullptr);
+    const bool fits = call->parts == (is_gated ? 2 : 1) && has_experts && (is_first || is_last) &&
+                      call->n >= 1 && call->num_loads >= 1 && call->load_bytes >= 16 &&
+                      call->pairs_per_row >= 1 && call->x_stride % 8 == 0 && call->k >= 32 &&
+                      call->k % 32 == 0 && top_k >= 1 && top_k <= EXL_CUDA_MAX_ROW_EXPERTS &&
+                      call->pairs == nullptr &&
                       (call->x_dtype == kF16 || (is_first && call->x_dtype == kF32));
     if (!fits) return cudaErrorInvalidValue;
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
+    const ExlRoute choice = chooses ? *route : ExlRoute{};
     ExpertArgs args = {};
     args.call = *call;
     args.unit_bits = unit_bits_for(*call);
-    if (is_first) {
-        const int rest = kWarps * static_cast<int>(sizeof(WarpBarriers)) + 4 * call->k;
-        const int most = std::min(kMaxSharedBytes, info.shared_per_block);
-        if (!size_rings(args, kWarps, rest, most)) return cudaErrorInvalidValue;
-        const dim3 grid(
-            static_cast<unsigned>(ceil_div(ceil_div(call->n, 32), 1 << args.part_bits())),
-            static_cast<unsigned>(top_k)
-        );
-        const auto kernel = call->x_dtype == kF32 ? gate_up_kernel_for<float>(call->source)
-                                                  : gate_up_kernel_for<__half>(call->source);
-        const size_t bytes = args.ring_bytes + rest;
-        return launch(kernel, grid, dim3(kThreads), bytes, stream, args, ids);
-    }
-    const int units = top_k * (kWarps >> args.unit_bits), warps = std::min(units, kDownWarps);
-    const int rest =
-        static_cast<int>((units + top_k) * sizeof(UnitSums) + kDownWarps * sizeof(WarpBarriers));
-    if (!size_rings(args, warps, rest, info.shared_per_block)) return cudaErrorInvalidValue;
-    const dim3 grid(static_cast<unsigned>(ceil_div(call->n, 32)));
-    const size_t bytes = args.ring_bytes + rest;
-    return launch(
-        down_kernel_for(call->source), grid, dim3(warps * kWarp), bytes, stream, args, ids, weights,
-        top_k
-    );
+    return is_first ? launch_first(args, choice, ids, top_k, info, stream)
+                    : launch_down(args, choice, ids, weights, top_k, info, stream);
 }

@@ -122,6 +122,14 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         args, routed = self._new_route(logits, layer.routing, layer.bias)
         args.norm, args.norm_eps = layer.norm.weight.data_ptr(), layer.norm.eps
         args.normed = h.data_ptr()
+        matrices = _indexed(layer.experts)
+        if len(x) == 1 and matrices is not None and _choose_themselves(routed, matrices):
+            args.ids = args.weights = None
+            self._call_router(args, x, cast(CudaLinear, layer.router))
+            self._experts_of_one_row(
+                h, routed, matrices, layer.experts, x, is_added=True, route=args
+            )
+            return x
         self._call_router(args, x, cast(CudaLinear, layer.router))
         self._write_experts(h, routed, layer.experts, x, is_added=True)
         return x
@@ -226,8 +234,13 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         y: Tensor,
         *,
         is_added: bool,
+        route: cuda.Route | None = None,
     ) -> None:
-        """`_indexed_experts` of one row, with the same bits: its pairs need no sorting."""
+        """`_indexed_experts` of one row, with the same bits: its pairs need no sorting.
+
+        With `route`, whose logits are known, the kernels choose the experts themselves, and
+        `routed` is not read.
+        """
         gpu, top_k, (gate_up, down) = self._gpu, routed.ids.shape[1], matrices
         inner = self._new_inner(top_k, down)
         # The kernel rounds the row itself where the experts take it in the order of the features.
@@ -237,11 +250,13 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
             inputs = self._expert_inputs(x, routed.ids, gate_up, None)
         args = _product(gate_up, inputs, inner)
         _store_inner(args, experts, down)
-        ids, weights = routed.ids.data_ptr(), routed.weights.data_ptr()
-        gpu.call("expert_row", args, ids, None, top_k)
+        ids = weights = None
+        if route is None:
+            ids, weights = routed.ids.data_ptr(), routed.weights.data_ptr()
+        gpu.call("expert_row", args, route, ids, None, top_k)
         args = _product(down, self._inner_inputs(inner, routed.ids, down), y)
         args.epilogue = cuda.ADD if is_added else cuda.STORE
-        gpu.call("expert_row", args, ids, weights, top_k)
+        gpu.call("expert_row", args, route, ids, weights, top_k)
 
     def _new_inner(self, pairs: int, down: CudaExperts) -> Tensor:
         """Memory for the inputs of `down`: in the order of its rows, unless some are padding."""
@@ -385,6 +400,13 @@ def _indexed(experts: ExpertMlp) -> tuple[CudaExperts, CudaExperts] | None:
         gate_up = gate_up.halves
     has_parts = gate_up.parts == (2 if experts.is_gated else 1) and down.parts == 1
     return (gate_up, down) if has_parts and not isinstance(experts.kind, XIelu) else None
+
+
+def _choose_themselves(routed: Routed, matrices: tuple[CudaExperts, CudaExperts]) -> bool:
+    """Whether the kernels of one row can choose its experts: no other kernel needs their ids."""
+    gate_up, down = matrices
+    has_few = routed.ids.shape[1] <= cuda.MAX_ROW_EXPERTS
+    return has_few and gate_up.has_common_order and down.has_inverses
 
 
 def _are_small(matrices: Sequence[CudaExperts]) -> bool:
