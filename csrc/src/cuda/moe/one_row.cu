@@ -2,7 +2,7 @@
 //
 // Contract   exl/cuda/moe.h (exl_cuda_expert_row).
 // Mapping    Pairs need no sorting: pair j is slot j of the row. `gate_up_kernel` has a thread block
-//            per pair and tile of column panels, as `experts.cu`. Its first warps choose the experts,
+//            per pair and tile of column panels, as `experts.cu`. Its first warp chooses the experts,
 //            in every thread block again, while the other ones round the row to float16 in shared
 //            memory. `down_kernel` has a cluster of thread blocks per column panel. Their warps take
 //            the pairs' slices, and the first block adds up the weighted outputs, in the order of
@@ -41,41 +41,41 @@ struct RowExperts {
     Scratch scratch;
 
     __host__ __device__ static int bytes(const ExlRoute& route, int top_k) {
-        const int choice =
-            route.logits == nullptr ? 0 : static_cast<int>(Scratch::bytes(route.experts));
-        return choice + 8 * ((top_k + 1) / 2 * 2);
+        const bool chooses = route.logits != nullptr;
+        const size_t choice = chooses ? Scratch::bytes(route.experts) : 0;
+        return 2 * padded(top_k) * static_cast<int>(sizeof(float)) + static_cast<int>(choice);
     }
     __device__ __forceinline__ RowExperts(uint8_t* memory, const ExlRoute& route, int top_k)
         : ids(reinterpret_cast<int32_t*>(memory)),
-          weights(reinterpret_cast<float*>(ids + top_k)),
-          scratch(reinterpret_cast<float*>(memory) + 2 * ((top_k + 1) / 2 * 2), route.experts) {}
+          weights(reinterpret_cast<float*>(ids + padded(top_k))),
+          scratch(weights + padded(top_k), route.experts) {}
 
-    // Reads or chooses the ids and, unless `from_weights` and `has_weights` say otherwise, weights.
-    // Only the first kChoiceThreads threads may call this.
+    // Reads or chooses the first `count` ids and, with `has_weights`, all weights. For one warp.
     __device__ __forceinline__ void load(
-        const ExlRoute& route, const int32_t* from_ids, const float* from_weights, int top_k,
-        bool has_weights
+        const ExlRoute& route, const int32_t* from_ids, const float* from_weights, int count,
+        bool has_weights, int lane
     ) {
         if (route.logits != nullptr) {
-            choose_ids(route, route.logits, ids, scratch);
-            if (has_weights) weigh(route, weights, scratch);
-            return;
+            float* const to = has_weights ? weights : nullptr;
+            choose_experts(route, route.logits, count, ids, to, scratch, lane);
+        } else if (lane < count) {
+            ids[lane] = __ldcg(from_ids + lane);
+            if (has_weights) weights[lane] = __ldcg(from_weights + lane);
         }
-        const int slot = threadIdx.x;
-        if (slot >= top_k) return;
-        ids[slot] = __ldcg(from_ids + slot);
-        if (has_weights) weights[slot] = __ldcg(from_weights + slot);
     }
+
+  private:
+    __host__ __device__ static int padded(int top_k) { return (top_k + 3) / 4 * 4; }
 };
 
 // ---- gate and up -------------------------------------------------------------------------------
 
-// Copies a row to shared memory as float16, by the threads that do not choose.
+// Copies a row to shared memory as float16, by all warps except the first one, which chooses.
 template <class X>
 __device__ __forceinline__ void copy_row(__half* to, const void* x, int k) {
-    constexpr int kCopying = kThreads - kChoiceThreads;
+    constexpr int kCopying = kThreads - kWarp;
     const X* const from = static_cast<const X*>(x);
-    for (int i = (threadIdx.x - kChoiceThreads) * kVector; i < k; i += kCopying * kVector) {
+    for (int i = (threadIdx.x - kWarp) * kVector; i < k; i += kCopying * kVector) {
         float values[kVector];
         load_floats(from + i, kVector, true, values);
         store_vector(to + i, kVector, true, values);
@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
     );
     wait_for_inputs();
     let_next_begin();
-    if (warp < kChoiceWarps) {
-        experts.load(route, ids, nullptr, top_k, false);
+    if (warp == 0) {
+        experts.load(route, ids, nullptr, pair + 1, false, lane);
     } else {
         const int64_t row = static_cast<int64_t>(pair / call.pairs_per_row) * call.x_stride;
         copy_row<X>(rows, static_cast<const X*>(call.x[0]) + row, call.k);
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kThreads, 2) down_kernel(
         shared + warp * args.num_stages * args.stage_bytes, barriers + warp, args.num_stages,
         args.stage_bytes, lane
     );
-    if (warp < kChoiceWarps) experts.load(route, ids, weights, top_k, true);
+    if (warp == 0) experts.load(route, ids, weights, top_k, true, lane);
     __syncthreads();
     const auto start = [&](int unit) {
         const int expert = static_cast<int>(uniform(experts.ids[unit / slices]));

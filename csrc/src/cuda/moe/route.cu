@@ -4,13 +4,13 @@
 // Mapping    One launch, with the norm of the rows before it if there is one: the norm's factor of a
 //            row multiplies its logits, and every warp sums the squares beside its products. A warp
 //            computes the logits of one expert for a chunk of 1 to 8 rows. The thread block that
-//            finishes a chunk last chooses the experts of its rows, one row after another
+//            finishes a chunk last chooses the experts of its rows, with a warp per row
 //            (choice.cuh). Without ids there is no choice: the next kernel makes it.
 // Accuracy   float32 sums, in an order that depends on d and the number of experts alone.
 // Overlap    The first weights, and with one row those of the norm, are loaded before the wait for
 //            the previous kernel. The remaining ones are prefetched into the L2 cache.
 // Floor      The router's weights, 2 * experts * d bytes, and a launch. Latency dominates: one read
-//            of all inputs, one atomic, and about ten barriers per row of a chunk.
+//            of all inputs, and with a choice one atomic and the choice.
 #include "cuda/common/rows.cuh"
 #include "cuda/moe/choice.cuh"
 
@@ -18,28 +18,31 @@ namespace exl::cuda {
 
 namespace {
 
-constexpr int kWarps = kChoiceWarps;
-constexpr int kThreads = kChoiceThreads;
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * kWarp;
 constexpr int kMaxRows = 8;   // of a chunk
 constexpr int kInFlight = 8;  // vectors of weights that a lane loads before the wait
 
 // ---- kernels -----------------------------------------------------------------------------------
 
-extern __shared__ __align__(16) float shared[];
+extern __shared__ __align__(16) uint8_t shared[];
 
-// Chooses the experts of one row, with all threads of the block.
-__device__ __forceinline__ void choose(const ExlRoute& args, int row) {
-    const Scratch scratch(shared, args.experts);
-    const int64_t first = static_cast<int64_t>(row) * args.top_k;
-    const float* const logits = args.logits + static_cast<int64_t>(row) * args.experts;
-    choose_ids(args, logits, args.ids + first, scratch);
-    weigh(args, args.weights + first, scratch);
+// Chooses the experts of one row, with one warp.
+__device__ __forceinline__ void choose(const ExlRoute& args, int64_t row) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const Scratch scratch(shared + warp * Scratch::bytes(args.experts), args.experts);
+    const int64_t first = row * args.top_k;
+    choose_experts(
+        args, args.logits + row * args.experts, args.top_k, args.ids + first, args.weights + first,
+        scratch, lane
+    );
 }
 
 __global__ void __launch_bounds__(kThreads) choose_kernel(const ExlRoute args) {
     let_next_begin();
     wait_for_inputs();
-    choose(args, blockIdx.x);
+    const int row = blockIdx.x * kWarps + threadIdx.x / kWarp;
+    if (row < args.m) choose(args, row);
 }
 
 // Weights of one expert: vectors of a lane, `kStep` numbers apart.
@@ -193,7 +196,8 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const ExlRoute args
     }
     __syncthreads();
     if (!is_last) return;
-    for (int r = 0; r < count; ++r) choose(args, first_row + r);
+#pragma unroll 1
+    for (int r = warp; r < count; r += kWarps) choose(args, first_row + r);
 }
 
 // ---- host --------------------------------------------------------------------------------------
@@ -232,9 +236,9 @@ extern "C" int exl_cuda_route(const ExlRoute* args, void* stream) {
                       (a.ids != nullptr ? a.weights != nullptr : a.x != nullptr);
     if (!fits) return cudaErrorInvalidValue;
     if (a.m == 0) return cudaSuccess;
-    const size_t scratch_bytes = Scratch::bytes(a.experts);
+    const size_t scratch_bytes = a.ids == nullptr ? 0 : kWarps * Scratch::bytes(a.experts);
     if (a.x == nullptr) {
-        const dim3 grid(static_cast<unsigned>(a.m));
+        const dim3 grid(static_cast<unsigned>(ceil_div(a.m, kWarps)));
         return launch(choose_kernel, grid, dim3(kThreads), scratch_bytes, stream, a);
     }
     const int64_t x_bytes = a.x_dtype == kF32 ? 4 : 2;
