@@ -24,7 +24,8 @@ struct ExpertArgs {
     int32_t unit_bits;   // log2 of the panels of a tile, those of both parts of a gated pair
     int32_t num_stages;  // of a warp's ring
     int32_t stage_bytes;
-    int32_t ring_bytes;  // shared memory of all rings, or of the sums that overwrite them
+    int32_t ring_bytes;   // shared memory of all rings, or of the sums that overwrite them
+    int32_t warp_inputs;  // `down_kernel` (one_row.cu): numbers of a row that a warp needs, at most
 
     __host__ __device__ bool is_gated() const { return call.epilogue == EXL_EPILOGUE_GATED; }
     __host__ __device__ bool has_activation() const { return call.epilogue >= EXL_EPILOGUE_GATED; }
@@ -39,6 +40,9 @@ struct WarpBarriers {
 template <int num_row_tiles, bool is_one_row, int source>
 struct ExpertShape : RowShape<num_row_tiles, is_one_row, source == EXL_EXPERTS_SMALL_GROUPS> {
     static constexpr bool kIsDense = source == EXL_EXPERTS_DENSE;
+    // One row is in shared memory. Its loop over blocks is not unrolled: the code would be fetched
+    // once, which takes longer than executing it.
+    static constexpr bool kPrefetchesInputs = !is_one_row && num_row_tiles == 1;
 };
 
 // Which loads of which column panel a warp adds up.
@@ -211,12 +215,12 @@ struct LaneRows {
     }
 };
 
-// The one row of a pass, float16 in shared memory.
+// The one row of a pass, float16 in shared memory, from block `first_block` on.
 struct SharedRow {
-    uint32_t at;  // address of the lane's inputs
+    uint32_t at;  // address of the lane's inputs of block 0
 
-    __device__ __forceinline__ SharedRow(const __half* x, int lane)
-        : at(shared_address(x) + 16 * (lane % 4)) {}
+    __device__ __forceinline__ SharedRow(const __half* x, int first_block, int lane)
+        : at(shared_address(x) + 16 * (lane % 4) - 64 * first_block) {}
     __device__ __forceinline__ void load(InputFragments<1>& to, int block) const {
         uint4& four = to.row_tiles[0];
         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -265,17 +269,19 @@ __device__ __forceinline__ void add_small_load(
 ) {
     SmallGroupSums<kForm, Shape> sums;
     const uint8_t* const blocks = bytes + w.header_bytes;
-#pragma unroll
+#pragma unroll(Shape::kPrefetchesInputs ? kStageBlocks : 1)
     for (int i = 0; i < kStageBlocks; ++i) {
+        InputFragments<Shape::kRowTiles>& x = inputs[Shape::kPrefetchesInputs ? i : 0];
         if (i < own.blocks()) {
+            if constexpr (!Shape::kPrefetchesInputs) rows.load(x, own.first_block() + i);
             BlockCodes<kForm> codes;
             codes.load(blocks + i * 128 * width_of(kForm), lane);
             SmallMultipliers<2> multipliers;
             multipliers.load(blocks - kPanelColumns * kSmallGroups, lane / 4, 2 * i);
-            sums.template add_step<0>(codes, multipliers, inputs[i].row_tiles[0]);
-            sums.template add_step<1>(codes, multipliers, inputs[i].row_tiles[0]);
+            sums.template add_step<0>(codes, multipliers, x.row_tiles[0]);
+            sums.template add_step<1>(codes, multipliers, x.row_tiles[0]);
         }
-        if (i < next.blocks()) rows.load(inputs[i], next.first_block() + i);
+        if (Shape::kPrefetchesInputs && i < next.blocks()) rows.load(x, next.first_block() + i);
     }
     sums.scale_into(total, bytes, lane);
 }

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
     if constexpr (!Shape::kIsDense) fill_ring(args, w, ring, bytes, first, last);
     const TileOutputs outputs(args, item);
     PanelSums<Shape> total = {};
-    const SharedRow own(rows + (has_two ? work.part * call.k : 0), lane);
+    const SharedRow own(rows + (has_two ? work.part * call.k : 0), 0, lane);
     if constexpr (Shape::kIsDense) {
         sum_dense<Shape>(total, args, w, work.panel, first, last, own, lane);
     } else {
@@ -179,6 +179,32 @@ struct Cluster {
     }
 };
 
+// Blocks of k that some consecutive loads of a matrix have.
+struct Blocks {
+    int first, end;
+};
+
+template <bool is_dense>
+__device__ __forceinline__ Blocks blocks_of(const ExlExpertMatrix& w, int first, int last) {
+    if (is_dense || first >= last) return {first, last};
+    const Load last_one = Load::at(w.loads, last - 1);
+    return {Load::at(w.loads, first).first_block(), last_one.first_block() + last_one.blocks()};
+}
+
+// Copies those blocks of a row to shared memory, by one warp. The previous kernel or other thread
+// blocks of this one have written the row.
+__device__ __forceinline__ void copy_inputs(
+    __half* to, const __half* row, const Blocks& blocks, int lane
+) {
+    const auto* const from = reinterpret_cast<const uint4*>(row + 32 * blocks.first);
+    __syncwarp();  // all have read the inputs of the last unit
+#pragma unroll 2
+    for (int i = lane; i < 4 * (blocks.end - blocks.first); i += kWarp) {
+        reinterpret_cast<uint4*>(to)[i] = __ldcg(from + i);
+    }
+    __syncwarp();
+}
+
 template <int source>
 __global__ void __launch_bounds__(kThreads, 2) down_kernel(
     const __grid_constant__ ExpertArgs args, const __grid_constant__ ExlRoute route,
@@ -192,8 +218,11 @@ __global__ void __launch_bounds__(kThreads, 2) down_kernel(
     auto* const sums = reinterpret_cast<UnitSums*>(shared + args.ring_bytes);
     auto* const biases = sums + units;
     auto* const barriers = reinterpret_cast<WarpBarriers*>(biases + top_k);
-    RowExperts experts(reinterpret_cast<uint8_t*>(barriers + kWarps), route, top_k);
     const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
+    auto* const inputs = reinterpret_cast<__half*>(barriers + kWarps) + warp * args.warp_inputs;
+    RowExperts experts(
+        reinterpret_cast<uint8_t*>(barriers + kWarps) + 2 * kWarps * args.warp_inputs, route, top_k
+    );
     const int panel = static_cast<int>(blockIdx.x) / cluster.size, column = 32 * panel + lane;
     Ring ring(
         shared + warp * args.num_stages * args.stage_bytes, barriers + warp, args.num_stages,
@@ -227,10 +256,12 @@ __global__ void __launch_bounds__(kThreads, 2) down_kernel(
     for (int unit = first_unit; unit < units; unit += cluster.size * kWarps) {
         if (unit != first_unit) w = start(unit);
         const int pair = unit / slices;
-        const ExlExpertItem item = {0, pair, 1, 0};
         const WarpWork work = {0, panel, unit % slices, slices};
         const int first = work.first(w), last = work.last(w);
-        const LaneRows<Shape> rows(call, item, call.x[0], lane);
+        const Blocks blocks = blocks_of<Shape::kIsDense>(w, first, last);
+        const int64_t row = static_cast<int64_t>(pair / call.pairs_per_row) * call.x_stride;
+        copy_inputs(inputs, static_cast<const __half*>(call.x[0]) + row, blocks, lane);
+        const SharedRow rows(inputs, blocks.first, lane);
         PanelSums<Shape> total = {};
         if constexpr (Shape::kIsDense) {
             sum_dense<Shape>(total, args, w, panel, first, last, rows, lane);
@@ -312,9 +343,14 @@ cudaError_t launch_down(
     const DeviceInfo& info, void* stream
 ) {
     const int units = top_k * (kWarps >> args.unit_bits);
+    // A slice has at most this many loads, of up to kStageBlocks blocks, or blocks of a dense matrix.
+    const int warp_loads =
+        static_cast<int>(ceil_div(args.call.num_loads, kWarps >> args.unit_bits));
+    const bool is_dense = args.call.source == EXL_EXPERTS_DENSE;
+    args.warp_inputs = 32 * (is_dense ? 1 : kStageBlocks) * warp_loads;
     const int rest = static_cast<int>(
         (units + top_k) * sizeof(UnitSums) + kWarps * sizeof(WarpBarriers) +
-        RowExperts::bytes(route, top_k)
+        2 * kWarps * args.warp_inputs + RowExperts::bytes(route, top_k)
     );
     const int most = std::min(kMaxSharedBytes, info.shared_per_block);
     if (!size_rings(args, rest, most)) return cudaErrorInvalidValue;
