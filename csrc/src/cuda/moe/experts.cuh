@@ -25,7 +25,7 @@ struct ExpertArgs {
     int32_t num_stages;  // of a warp's ring
     int32_t stage_bytes;
     int32_t ring_bytes;   // shared memory of all rings, or of the sums that overwrite them
-    int32_t warp_inputs;  // `down_kernel` (one_row.cu): numbers of a row that a warp needs, at most
+    int32_t warp_inputs;  // down of one row (one_row.cu): numbers of a row that a warp needs
 
     __host__ __device__ bool is_gated() const { return call.epilogue == EXL_EPILOGUE_GATED; }
     __host__ __device__ bool has_activation() const { return call.epilogue >= EXL_EPILOGUE_GATED; }
@@ -492,15 +492,14 @@ struct TileOutputs {
 
 // Adds the slices, and stores the tile's outputs. `sums` holds [warp][row][kPitch].
 __device__ __forceinline__ void store_tile(
-    const ExpertArgs& args, const ExlExpertItem& item, const TileOutputs& outputs,
+    const ExpertArgs& args, const ExlExpertItem& item, const TileOutputs& outputs, int tile,
     const float* sums, int warp_floats
 ) {
     const ExlExpertLinear& call = args.call;
     const int slices = kWarps >> args.unit_bits, panels = 1 << args.part_bits();
     for (int i = threadIdx.x; i < 32 * item.count * panels; i += kWarps * kWarp) {
         const int row = i / 32 % item.count, panel = i / 32 / item.count;
-        const int column =
-            32 * ((static_cast<int>(blockIdx.x) << args.part_bits()) + panel) + i % 32;
+        const int column = 32 * ((tile << args.part_bits()) + panel) + i % 32;
         if (column >= call.n) continue;
         const float* from = sums + panel * warp_floats + row * kPitch + i % 32;
         float y = add_slices(from, slices, args.unit_bits, warp_floats);

@@ -47,7 +47,7 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
     _gpu: Gpu
 
     def stack(self, experts: Sequence[PackedLinear]) -> PackedExperts:
-        self._counters(1)  # made here, and not in a capture
+        self._counters(1), self._row_counters()  # made here, and not in a capture
         stacked = StackedExperts.of(experts)
         quantized = grouped([parts_of(one) for one in experts])
         return stacked if quantized is None else CudaExperts.of(quantized, self._gpu)
@@ -248,15 +248,21 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         inputs = _Inputs([x], top_k)
         if not is_raw:
             inputs = self._expert_inputs(x, routed.ids, gate_up, None)
-        args = _product(gate_up, inputs, inner)
-        _store_inner(args, experts, down)
+        first = _product(gate_up, inputs, inner)
+        _store_inner(first, experts, down)
         ids = weights = None
         if route is None:
             ids, weights = routed.ids.data_ptr(), routed.weights.data_ptr()
-        gpu.call("expert_row", args, route, ids, None, top_k)
-        args = _product(down, self._inner_inputs(inner, routed.ids, down), y)
-        args.epilogue = cuda.ADD if is_added else cuda.STORE
-        gpu.call("expert_row", args, route, ids, weights, top_k)
+        chosen = route, ids, weights, top_k, self._row_counters().data_ptr()
+        is_one_call = down.has_inverses and (gate_up.source == "dense") == (down.source == "dense")
+        if not is_one_call:
+            gpu.call("expert_row", first, None, *chosen)
+        last = _product(down, self._inner_inputs(inner, routed.ids, down), y)
+        last.epilogue = cuda.ADD if is_added else cuda.STORE
+        gpu.call("expert_row", first if is_one_call else None, last, *chosen)
+
+    def _row_counters(self) -> Tensor:
+        return self._gpu.buffer("expert_row", 8)
 
     def _new_inner(self, pairs: int, down: CudaExperts) -> Tensor:
         """Memory for the inputs of `down`: in the order of its rows, unless some are padding."""
