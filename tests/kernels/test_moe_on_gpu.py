@@ -389,6 +389,42 @@ def test_a_fused_norm_and_router_choose_the_same_for_a_row_in_every_batch(
         assert torch.equal(table.add_experts_(x[first:last].clone(), layer), whole[first:last])
 
 
+ROUTINGS = {
+    "softmax": (16, Routing(4)),
+    "one-of-three": (3, Routing(1, normalizes=False)),
+    "all": (5, Routing(5)),
+    "sigmoid": (128, Routing(8, "sigmoid", eps=1e-20, factor=1.5)),
+    "groups": (160, Routing(6, groups=8, kept_groups=3)),
+    "more-than-threads": (257, Routing(9, "sigmoid", factor=2.5)),
+    "most": (70, Routing(32)),
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("form", ["groups-of-32", "mxfp4", "permuted"])
+def test_kernels_of_one_row_choose_as_the_router_does(
+    gpu_table: OpTable, rng: torch.Generator, name: str, form: str
+) -> None:
+    """With one row, each thread block chooses for itself; with more, the router does."""
+    count, routing = ROUTINGS[name]
+    experts = Experts(gpu_table, rng, FORMS[form], count)
+    table = cast(Any, gpu_table).on_device
+    w = packed(gpu_table, normal(rng, count, experts.d) / experts.d**0.5, normal(rng, count))
+    bias = normal(rng, count).to(table.device) if routing.scores == "sigmoid" else None
+    gains = 1 + 0.2 * normal(rng, experts.d)
+    norm = RmsNorm(gains.to(table.device), 1e-5)
+    layer = ExpertLayer(norm, w, routing, bias, experts.mlp())
+    x = 3 * normal(rng, 3, experts.d)
+    whole = table.add_experts_(x.to(table.device), layer).cpu()
+    for row in range(3):
+        one = x[row : row + 1]
+        got = table.add_experts_(one.to(table.device), layer).cpu()
+        assert torch.equal(got, whole[row : row + 1])
+        h = (one.double() * (one.double().square().mean() + 1e-5).rsqrt() * gains.double()).float()
+        routed = gpu_table.route(h, w, routing, None if bias is None else bias.cpu())
+        assert_norm_within(got - one, experts.outputs(h, routed), BOUND)
+
+
 @pytest.mark.parametrize("rows", [7, 8, 31, 32, 33, 100])
 def test_all_rows_with_the_last_expert(gpu_table: OpTable, rng: torch.Generator, rows: int) -> None:
     experts = Experts(gpu_table, rng, FORMS["permuted"], 9)

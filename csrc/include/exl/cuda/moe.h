@@ -3,7 +3,7 @@
 //
 // A pair is a row with one of its experts: pair top_k * row + slot. One MLP of experts takes four
 // calls: exl_cuda_expert_inputs, exl_cuda_expert_linear for gate and up, exl_cuda_expert_linear for
-// down, exl_cuda_expert_sum. One row takes two calls of exl_cuda_expert_row. The host never knows
+// down, exl_cuda_expert_sum. One row takes one call of exl_cuda_expert_row. The host never knows
 // which experts the rows use: launches are sized for the worst case, and surplus thread blocks end
 // at once.
 #pragma once
@@ -35,7 +35,8 @@ typedef struct {
     // `normed` [m, d] gets.
     const float* norm;
     float* normed;
-    int32_t* ids;    // [m, top_k], best first
+    // [m, top_k], best first. Null: only the logits are computed, and exl_cuda_expert_row chooses.
+    int32_t* ids;
     float* weights;  // [m, top_k]
     int32_t x_dtype;
     int32_t m;
@@ -187,16 +188,19 @@ EXL_CUDA_API int exl_cuda_expert_gather(
 
 #define EXL_CUDA_MAX_ROW_EXPERTS 32  // their sums fit into shared memory
 
-// exl_cuda_expert_linear for one row, whose experts are `ids` [top_k], at most
-// EXL_CUDA_MAX_ROW_EXPERTS. Items and pairs are not
-// needed, and the bits are the same. Epilogues:
-//   gated, activated  as above; `weights` is null
-//   store             y [n] float32: the sum over the experts, as exl_cuda_expert_sum
-//   add               y [n] += that sum
-// An earlier kernel than the previous one wrote the ids, except for gated and activated products.
+// exl_cuda_expert_linear for one row, with the same bits: `first` is gated or activated, `down` one of
+//
+//   store   y [n] float32: the sum over the experts, as exl_cuda_expert_sum
+//   add     y [n] += that sum
+//
+// Either may be null; with both, `down` reads what `first` stores, and both are dense or both are
+// not. The experts are `ids` [top_k], at most EXL_CUDA_MAX_ROW_EXPERTS, with `weights`; with `route`
+// not null they are chosen from its logits instead. Without `first`, an earlier kernel than the
+// previous one wrote the ids, weights or logits. `counters` are zero, and left zero. Items and pairs
+// are not needed.
 EXL_CUDA_API int exl_cuda_expert_row(
-    const ExlExpertLinear* args, const int32_t* ids, const float* weights, int32_t top_k,
-    void* stream
+    const ExlExpertLinear* first, const ExlExpertLinear* down, const ExlRoute* route,
+    const int32_t* ids, const float* weights, int32_t top_k, uint32_t* counters, void* stream
 );
 
 // y [m, n] float32, rows y_stride elements apart: y[row] = sum over j of weights[row, j] *

@@ -52,7 +52,7 @@ __device__ __forceinline__ void multiply_item(
     constexpr int kWarpFloats = Shape::kRows * kPitch;
     store_sums<Shape>(total, sums + warp * kWarpFloats, item.count, lane);
     __syncthreads();
-    store_tile(args, item, sums, kWarpFloats);
+    store_tile(args, item, TileOutputs(args, item), blockIdx.x, sums, kWarpFloats);
 }
 
 // kTileRows: most rows of an item, 8 or 32.

@@ -24,7 +24,8 @@ struct ExpertArgs {
     int32_t unit_bits;   // log2 of the panels of a tile, those of both parts of a gated pair
     int32_t num_stages;  // of a warp's ring
     int32_t stage_bytes;
-    int32_t ring_bytes;  // shared memory of all rings, or of the sums that overwrite them
+    int32_t ring_bytes;   // shared memory of all rings, or of the sums that overwrite them
+    int32_t warp_inputs;  // down of one row (one_row.cu): numbers of a row that a warp needs
 
     __host__ __device__ bool is_gated() const { return call.epilogue == EXL_EPILOGUE_GATED; }
     __host__ __device__ bool has_activation() const { return call.epilogue >= EXL_EPILOGUE_GATED; }
@@ -39,6 +40,9 @@ struct WarpBarriers {
 template <int num_row_tiles, bool is_one_row, int source>
 struct ExpertShape : RowShape<num_row_tiles, is_one_row, source == EXL_EXPERTS_SMALL_GROUPS> {
     static constexpr bool kIsDense = source == EXL_EXPERTS_DENSE;
+    // One row is in shared memory. Its loop over blocks is not unrolled: the code would be fetched
+    // once, which takes longer than executing it.
+    static constexpr bool kPrefetchesInputs = !is_one_row && num_row_tiles == 1;
 };
 
 // Which loads of which column panel a warp adds up.
@@ -114,16 +118,10 @@ class Ring {
     __device__ __forceinline__ const uint8_t* data() const {
         return buffers_ + stage_ * stage_bytes_;
     }
-    // Starts the copy of a load to a stage whose bytes have all been read.
+    // Starts the copy of a load to a stage whose bytes have all been read. All lanes call it.
     __device__ __forceinline__ void issue(int stage, const uint8_t* source, int bytes) {
 #if __CUDA_ARCH__ >= 900
-        if (lane_ == 0) {
-            const uint32_t barrier = shared_address(&barriers_->stages[stage]);
-            asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier),
-                         "r"(bytes)
-                         : "memory");
-            copy_weights(shared_address(buffers_ + stage * stage_bytes_), source, bytes, barrier);
-        }
+        if (lane_ == 0) issue_alone(stage, source, bytes);
 #else
         for (int byte = 16 * lane_; byte < bytes; byte += 16 * kWarp) {
             copy_async_16(buffers_ + stage * stage_bytes_ + byte, source + byte);
@@ -131,6 +129,15 @@ class Ring {
         commit_copies();
 #endif
     }
+#if __CUDA_ARCH__ >= 900
+    // The same by one lane.
+    __device__ __forceinline__ void issue_alone(int stage, const uint8_t* source, int bytes) {
+        const uint32_t barrier = shared_address(&barriers_->stages[stage]);
+        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                     : "memory");
+        copy_weights(shared_address(buffers_ + stage * stage_bytes_), source, bytes, barrier);
+    }
+#endif
     // Waits until the bytes of the current stage have arrived.
     __device__ __forceinline__ void wait() const {
 #if __CUDA_ARCH__ >= 900
@@ -208,12 +215,12 @@ struct LaneRows {
     }
 };
 
-// The one row of a pass, float16 in shared memory.
+// The one row of a pass, float16 in shared memory, from block `first_block` on.
 struct SharedRow {
-    uint32_t at;  // address of the lane's inputs
+    uint32_t at;  // address of the lane's inputs of block 0
 
-    __device__ __forceinline__ SharedRow(const __half* x, int lane)
-        : at(shared_address(x) + 16 * (lane % 4)) {}
+    __device__ __forceinline__ SharedRow(const __half* x, int first_block, int lane)
+        : at(shared_address(x) + 16 * (lane % 4) - 64 * first_block) {}
     __device__ __forceinline__ void load(InputFragments<1>& to, int block) const {
         uint4& four = to.row_tiles[0];
         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -262,17 +269,19 @@ __device__ __forceinline__ void add_small_load(
 ) {
     SmallGroupSums<kForm, Shape> sums;
     const uint8_t* const blocks = bytes + w.header_bytes;
-#pragma unroll
+#pragma unroll(Shape::kPrefetchesInputs ? kStageBlocks : 1)
     for (int i = 0; i < kStageBlocks; ++i) {
+        InputFragments<Shape::kRowTiles>& x = inputs[Shape::kPrefetchesInputs ? i : 0];
         if (i < own.blocks()) {
+            if constexpr (!Shape::kPrefetchesInputs) rows.load(x, own.first_block() + i);
             BlockCodes<kForm> codes;
             codes.load(blocks + i * 128 * width_of(kForm), lane);
             SmallMultipliers<2> multipliers;
             multipliers.load(blocks - kPanelColumns * kSmallGroups, lane / 4, 2 * i);
-            sums.template add_step<0>(codes, multipliers, inputs[i].row_tiles[0]);
-            sums.template add_step<1>(codes, multipliers, inputs[i].row_tiles[0]);
+            sums.template add_step<0>(codes, multipliers, x.row_tiles[0]);
+            sums.template add_step<1>(codes, multipliers, x.row_tiles[0]);
         }
-        if (i < next.blocks()) rows.load(inputs[i], next.first_block() + i);
+        if (Shape::kPrefetchesInputs && i < next.blocks()) rows.load(x, next.first_block() + i);
     }
     sums.scale_into(total, bytes, lane);
 }
@@ -283,10 +292,20 @@ __device__ __forceinline__ void fill_ring(
     const ExpertArgs& args, const ExlExpertMatrix& w, Ring& ring, const uint8_t* panel, int first,
     int last
 ) {
-    for (int n = 0; n < args.num_stages && first + n < last; ++n) {
+    const int count = min(args.num_stages, last - first);
+#if __CUDA_ARCH__ >= 900
+    const int n = threadIdx.x % kWarp;  // each lane starts one copy
+    if (n < count) {
+        const Load load = Load::at(w.loads, first + n);
+        ring.issue_alone(ring.stage_after(n), panel + load.offset, load.bytes());
+    }
+    __syncwarp();
+#else
+    for (int n = 0; n < count; ++n) {
         const Load load = Load::at(w.loads, first + n);
         ring.issue(ring.stage_after(n), panel + load.offset, load.bytes());
     }
+#endif
 }
 
 // Sum over the loads first .. last - 1 of a column panel, after `fill_ring`.
@@ -457,25 +476,34 @@ __device__ __forceinline__ float add_slices(
     return sum;
 }
 
+// Addresses that `store_tile` needs. They are read early, because the table is in global memory.
+struct TileOutputs {
+    const float *bias, *up_bias;
+    const int32_t* places;  // of the columns; null: in order
+
+    __device__ __forceinline__ TileOutputs(const ExpertArgs& args, const ExlExpertItem& item) {
+        const ExlExpertLinear& call = args.call;
+        const ExlExpertMatrix* own = call.matrices + static_cast<int64_t>(item.expert) * call.parts;
+        bias = own->bias;
+        up_bias = args.is_gated() ? own[1].bias : nullptr;
+        places = call.next == nullptr ? nullptr : call.next[item.expert].inverse_permutation;
+    }
+};
+
 // Adds the slices, and stores the tile's outputs. `sums` holds [warp][row][kPitch].
 __device__ __forceinline__ void store_tile(
-    const ExpertArgs& args, const ExlExpertItem& item, const float* sums, int warp_floats
+    const ExpertArgs& args, const ExlExpertItem& item, const TileOutputs& outputs, int tile,
+    const float* sums, int warp_floats
 ) {
     const ExlExpertLinear& call = args.call;
-    const ExlExpertMatrix* own = call.matrices + static_cast<int64_t>(item.expert) * call.parts;
-    const float* bias = own->bias;
-    const float* up_bias = args.is_gated() ? own[1].bias : nullptr;
-    const int32_t* places =
-        call.next == nullptr ? nullptr : call.next[item.expert].inverse_permutation;
     const int slices = kWarps >> args.unit_bits, panels = 1 << args.part_bits();
     for (int i = threadIdx.x; i < 32 * item.count * panels; i += kWarps * kWarp) {
         const int row = i / 32 % item.count, panel = i / 32 / item.count;
-        const int column =
-            32 * ((static_cast<int>(blockIdx.x) << args.part_bits()) + panel) + i % 32;
+        const int column = 32 * ((tile << args.part_bits()) + panel) + i % 32;
         if (column >= call.n) continue;
         const float* from = sums + panel * warp_floats + row * kPitch + i % 32;
         float y = add_slices(from, slices, args.unit_bits, warp_floats);
-        if (bias != nullptr) y += bias[column];
+        if (outputs.bias != nullptr) y += outputs.bias[column];
         const int64_t to = static_cast<int64_t>(pair_of(call, item, row)) * call.y_stride;
         if (!args.has_activation()) {
             static_cast<float*>(call.y)[to + column] = y;
@@ -484,9 +512,9 @@ __device__ __forceinline__ void store_tile(
         float up = 1.0f;
         if (args.is_gated()) {
             up = add_slices(from + panels * warp_floats, slices, args.unit_bits, warp_floats);
-            if (up_bias != nullptr) up += up_bias[column];
+            if (outputs.up_bias != nullptr) up += outputs.up_bias[column];
         }
-        const int place = places == nullptr ? column : places[column];
+        const int place = outputs.places == nullptr ? column : outputs.places[column];
         static_cast<__half*>(call.y)[to + place] = from_float<__half>(gated(call.gate, y, up));
     }
 }

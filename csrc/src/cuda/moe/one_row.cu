@@ -1,18 +1,23 @@
 // Products of one row with the matrices of its experts.
 //
 // Contract   exl/cuda/moe.h (exl_cuda_expert_row).
-// Mapping    Pairs need no sorting: pair j is slot j of the row. `gate_up_kernel` has a thread block
-//            per pair and tile of column panels, as `experts.cu`. It rounds the row to float16 in
-//            shared memory while the first weights arrive. `down_kernel` has a thread block per
-//            column panel. Its warps take the pairs' slices, and the block adds up the weighted
-//            outputs, in the order of the slots.
+// Mapping    One launch. Pairs need no sorting: pair j is slot j of the row. The first thread blocks
+//            compute gate and up: each takes a pair and a tile of column panels, as `experts.cu`. The
+//            last ones compute down: a cluster takes a column panel of all pairs, and its warps take
+//            slices of pairs. The cluster's first block adds up the weighted outputs, in the order of
+//            the slots. In every block the first warp chooses the experts again.
 // Accuracy   The sums of `experts.cu` and of exl_cuda_expert_sum, in the same order: the same bits.
-// Overlap    `gate_up_kernel` lets the next kernel begin only after its own wait. All kernels before
-//            it have ended then, so that `down_kernel` may read the ids before its wait, and loads
-//            its first weights while those of gate and up are multiplied.
-// Floor      The bytes of top_k experts, at memory bandwidth. Latency dominates: the ids, the table
-//            of matrices, and the first loads are read one after another.
+// Order      The blocks of down start the copies of their weights, and then wait until a counter says
+//            that all tiles of gate and up are stored. Blocks start in the order of their numbers, so
+//            that all blocks that are waited for have started before.
+// Overlap    Registers and shared memory are limited so that three thread blocks fit on a
+//            multiprocessor: those of down copy while those of gate and up multiply.
+// Floor      The bytes of top_k experts, at memory bandwidth. Latency dominates: the logits, the
+//            table of matrices, and the first loads are read one after another. Code is fetched
+//            before it is executed, and both parts share it.
+#include "cuda/common/hopper.cuh"
 #include "cuda/common/rows.cuh"
+#include "cuda/moe/choice.cuh"
 #include "cuda/moe/experts.cuh"
 
 namespace exl::cuda {
@@ -23,152 +28,390 @@ template <int source>
 using Shape = ExpertShape<1, true, source>;
 
 constexpr int kThreads = kWarps * kWarp;
-constexpr int kDownWarps = 16;  // most warps of a thread block of `down_kernel`
+constexpr int kClusterBlocks = 2;
+// Three thread blocks fit on a multiprocessor of 9.0.
+constexpr int kThirdOfShared = 75 << 10;
 
 extern __shared__ __align__(128) uint8_t shared[];
 
-// ---- gate and up -------------------------------------------------------------------------------
-
-// Copies a row to shared memory as float16.
-template <class X>
-__device__ __forceinline__ void copy_row(__half* to, const void* x, int k) {
-    const X* const from = static_cast<const X*>(x);
-    for (int i = threadIdx.x * kVector; i < k; i += kThreads * kVector) {
-        float values[kVector];
-        load_floats(from + i, kVector, true, values);
-        store_vector(to + i, kVector, true, values);
-    }
-}
-
-template <class X, int source>
-__global__ void __launch_bounds__(kThreads, 2) gate_up_kernel(
-    const __grid_constant__ ExpertArgs args, const int32_t* const ids
-) {
-    using Shape = Shape<source>;
-    const ExlExpertLinear& call = args.call;
-    auto* const barriers = reinterpret_cast<WarpBarriers*>(shared + args.ring_bytes);
-    auto* const rows = reinterpret_cast<__half*>(barriers + kWarps);
-    wait_for_inputs();
-    let_next_begin();
-    const int pair = static_cast<int>(blockIdx.y);
-    const ExlExpertItem item = {static_cast<int32_t>(uniform(__ldcg(ids + pair))), pair, 1, 0};
-    const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
-    const WarpWork work = WarpWork::of(args, blockIdx.x, warp);
-    const ExlExpertMatrix w = matrix_of(call, item.expert, work.part);
-    const int first = work.first(w), last = work.panel * 32 < call.n ? work.last(w) : first;
-    Ring ring(
-        shared + warp * args.num_stages * args.stage_bytes, barriers + warp, args.num_stages,
-        args.stage_bytes, lane
-    );
-    const uint8_t* const bytes = w.tiles + work.panel * w.panel_bytes;
-    if constexpr (!Shape::kIsDense) fill_ring(args, w, ring, bytes, first, last);
-    const int64_t row = static_cast<int64_t>(pair / call.pairs_per_row) * call.x_stride;
-    copy_row<X>(rows, static_cast<const X*>(call.x[0]) + row, call.k);
-    const bool has_two = call.x[1] != call.x[0];  // each part has its own order
-    if (has_two) copy_row<X>(rows + call.k, static_cast<const X*>(call.x[1]) + row, call.k);
-    __syncthreads();
-    PanelSums<Shape> total = {};
-    const SharedRow own(rows + (has_two ? work.part * call.k : 0), lane);
-    if constexpr (Shape::kIsDense) {
-        sum_dense<Shape>(total, args, w, work.panel, first, last, own, lane);
-    } else {
-        sum_loads<Shape>(total, args, w, ring, bytes, first, last, own, lane);
-    }
-    __syncthreads();  // the sums overwrite the stages
-    auto* const sums = reinterpret_cast<float*>(shared);
-    store_sums<Shape>(total, sums + warp * kPitch, 1, lane);
-    __syncthreads();
-    store_tile(args, item, sums, kPitch);
-}
-
-// ---- down --------------------------------------------------------------------------------------
+// The products of a launch. Blocks 0 .. num_tiles * top_k - 1 of the grid, which `first_blocks` rounds
+// up to whole clusters, compute gate and up, the others down.
+struct RowArgs {
+    ExpertArgs parts[2];  // gate and up; down
+    const int32_t* ids;
+    const float* weights;
+    uint32_t*
+        counters;  // [2] stored tiles, and blocks that have seen all of them; null: nobody waits
+    int32_t top_k;
+    int32_t num_tiles;  // of a pair
+    int32_t first_blocks;
+    int32_t is_early;  // down alone: its weights are copied before the previous kernel has ended
+    int32_t sums_offset, rows_offset, experts_offset;  // in shared memory, in bytes
+};
 
 // Sums of one unit, a slice of a pair, for the 32 columns of a panel.
 struct UnitSums {
     float columns[32];
 };
 
-template <int source>
-__global__ void __launch_bounds__(kDownWarps* kWarp, 1) down_kernel(
-    const __grid_constant__ ExpertArgs args, const int32_t* const ids, const float* const weights,
-    const int top_k
+// Experts of the row, in shared memory.
+struct RowExperts {
+    int32_t* ids;    // [top_k]
+    float* weights;  // [top_k]
+    Scratch scratch;
+
+    __host__ __device__ static int bytes(const ExlRoute& route, int top_k) {
+        const bool chooses = route.logits != nullptr;
+        const size_t choice = chooses ? Scratch::bytes(route.experts) : 0;
+        return 2 * padded(top_k) * static_cast<int>(sizeof(float)) + static_cast<int>(choice);
+    }
+    __device__ __forceinline__ RowExperts(uint8_t* memory, const ExlRoute& route, int top_k)
+        : ids(reinterpret_cast<int32_t*>(memory)),
+          weights(reinterpret_cast<float*>(ids + padded(top_k))),
+          scratch(weights + padded(top_k), route.experts) {}
+
+    // Reads or chooses the first `count` ids and, with `has_weights`, all weights. For one warp.
+    __device__ __forceinline__ void load(
+        const ExlRoute& route, const int32_t* from_ids, const float* from_weights, int count,
+        bool has_weights, int lane
+    ) {
+        if (route.logits != nullptr) {
+            float* const to = has_weights ? weights : nullptr;
+            choose_experts(route, route.logits, count, ids, to, scratch, lane);
+        } else if (lane < count) {
+            ids[lane] = __ldcg(from_ids + lane);
+            if (has_weights) weights[lane] = __ldcg(from_weights + lane);
+        }
+    }
+
+  private:
+    __host__ __device__ static int padded(int top_k) { return (top_k + 3) / 4 * 4; }
+};
+
+// ---- the kernel --------------------------------------------------------------------------------
+
+// Copies a row to shared memory as float16, by all warps except the first one, which chooses.
+template <class X>
+__device__ __forceinline__ void copy_row(__half* to, const void* x, int64_t offset, int k) {
+    constexpr int kCopying = kThreads - kWarp;
+    const X* const from = static_cast<const X*>(x) + offset;
+    for (int i = (threadIdx.x - kWarp) * kVector; i < k; i += kCopying * kVector) {
+        float values[kVector];
+        load_floats(from + i, kVector, true, values);
+        store_vector(to + i, kVector, true, values);
+    }
+}
+
+// This block's place in its cluster, and the number of blocks of the cluster.
+struct Cluster {
+    int rank = 0, size = 1;
+
+    __device__ __forceinline__ Cluster() {
+#if EXL_IS_HOPPER
+        uint32_t blocks;
+        asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+        rank = static_cast<int>(cluster_rank()), size = static_cast<int>(uniform(blocks));
+        if (size > 1) cluster_arrive();  // this block has started
+#endif
+    }
+    // Stores a number in the first block's shared memory, at the offset that `to` has in this block.
+    __device__ __forceinline__ static void store_in_first(float* to, float value) {
+#if EXL_IS_HOPPER
+        asm volatile(
+            "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, 0;\n"
+            " st.shared::cluster.f32 [there], %1;\n}" ::"r"(shared_offset(to)),
+            "f"(value)
+            : "memory"
+        );
+#endif
+    }
+    // Waits until all blocks have started.
+    __device__ __forceinline__ void wait_for_start() const {
+#if EXL_IS_HOPPER
+        if (size > 1) cluster_wait();
+#endif
+    }
+    // Waits for all blocks; what they have stored is visible afterwards.
+    __device__ __forceinline__ void sync() const {
+#if EXL_IS_HOPPER
+        if (size > 1) {
+            asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+            asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+            return;
+        }
+#endif
+        __syncthreads();
+    }
+};
+
+// Blocks of k that some consecutive loads of a matrix have.
+struct Blocks {
+    int first, end;
+};
+
+template <bool is_dense>
+__device__ __forceinline__ Blocks blocks_of(const ExlExpertMatrix& w, int first, int last) {
+    if (is_dense || first >= last) return {first, last};
+    const Load last_one = Load::at(w.loads, last - 1);
+    return {Load::at(w.loads, first).first_block(), last_one.first_block() + last_one.blocks()};
+}
+
+// Copies those blocks of a row to shared memory, by one warp. The previous kernel or other thread
+// blocks of this one have written the row.
+__device__ __forceinline__ void copy_inputs(
+    __half* to, const __half* row, const Blocks& blocks, int lane
 ) {
-    using Shape = Shape<source>;
-    const ExlExpertLinear& call = args.call;
-    const int num_warps = blockDim.x / kWarp, slices = kWarps >> args.unit_bits;
-    auto* const sums = reinterpret_cast<UnitSums*>(shared + args.ring_bytes);
-    auto* const biases = sums + top_k * slices;
-    auto* const barriers = reinterpret_cast<WarpBarriers*>(biases + top_k);
-    let_next_begin();
-    const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
-    const int panel = static_cast<int>(blockIdx.x), column = 32 * panel + lane;
-    Ring ring(
-        shared + warp * args.num_stages * args.stage_bytes, barriers + warp, args.num_stages,
-        args.stage_bytes, lane
-    );
-    for (int unit = warp; unit < top_k * slices; unit += num_warps) {
-        const int pair = unit / slices, slice = unit % slices;
-        const int expert = static_cast<int>(uniform(__ldcg(ids + pair)));
-        const ExlExpertItem item = {expert, pair, 1, 0};
-        const ExlExpertMatrix w = matrix_of(call, expert, 0);
-        const WarpWork work = {0, panel, slice, slices};
-        const int first = work.first(w), last = work.last(w);
-        const uint8_t* const bytes = w.tiles + panel * w.panel_bytes;
-        if constexpr (!Shape::kIsDense) fill_ring(args, w, ring, bytes, first, last);
-        if (unit == warp) wait_for_inputs();  // every warp has a first unit
-        const LaneRows<Shape> rows(call, item, call.x[0], lane);
-        PanelSums<Shape> total = {};
-        if constexpr (Shape::kIsDense) {
-            sum_dense<Shape>(total, args, w, panel, first, last, rows, lane);
-        } else {
-            sum_loads<Shape>(total, args, w, ring, bytes, first, last, rows, lane);
+    const auto* const from = reinterpret_cast<const uint4*>(row + 32 * blocks.first);
+    __syncwarp();  // all have read the inputs of the last unit
+#pragma unroll 2
+    for (int i = lane; i < 4 * (blocks.end - blocks.first); i += kWarp) {
+        reinterpret_cast<uint4*>(to)[i] = __ldcg(from + i);
+    }
+    __syncwarp();
+}
+
+// A warp's unit of work: a slice of the k of a column panel, for one pair.
+struct Unit {
+    int pair;
+    WarpWork work;
+    ExlExpertMatrix w;
+    int first, last;  // loads
+};
+
+// Counts the tiles that are stored.
+__device__ __forceinline__ void add_stored_tile(uint32_t* counters) {
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    __threadfence();
+    atomicAdd(counters, 1);
+}
+// Waits until `count` tiles are stored. The last one of `blocks` thread blocks resets the counters.
+__device__ __forceinline__ void wait_for_tiles(
+    uint32_t* counters, uint32_t count, uint32_t blocks
+) {
+    if (threadIdx.x == 0) {
+        while (*static_cast<volatile uint32_t*>(counters) != count) {
         }
-        store_sums<Shape>(total, sums[unit].columns, 1, lane);
-        if (slice == 0) {
-            const bool has_bias = w.bias != nullptr && column < call.n;
-            biases[pair].columns[lane] = has_bias ? w.bias[column] : 0.0f;
-        }
+        __threadfence();
+        if (atomicInc(counters + 1, blocks - 1) == blocks - 1) *counters = 0;
     }
     __syncthreads();
-    if (warp != 0 || column >= call.n) return;
-    float y = 0.0f;
-    for (int pair = 0; pair < top_k; ++pair) {
-        const float* from = sums[pair * slices].columns + lane;
-        float one = add_slices(from, slices, 0, 32);
-        one += biases[pair].columns[lane];
-        y = fmaf(__ldcg(weights + pair), one, y);
-    }
-    float* const to = static_cast<float*>(call.y) + column;
-    *to = call.epilogue == EXL_EPILOGUE_ADD ? *to + y : y;
 }
 
-// Stages of a warp's ring, and the bytes of the rings of `warps` warps that fit beside `rest` bytes.
-bool size_rings(ExpertArgs& args, int warps, int rest, int most) {
-    const int slices = kWarps >> args.unit_bits;
-    const int warp_loads = static_cast<int>(ceil_div(args.call.num_loads, slices));
-    args.stage_bytes = static_cast<int>(ceil_div(args.call.load_bytes, 128) * 128);
-    args.num_stages = std::min(
-        {kMaxRingStages, (most - rest) / (warps * args.stage_bytes), std::max(warp_loads, 1)}
-    );
-    const int sums_bytes = kWarps * kPitch * static_cast<int>(sizeof(float));
-    args.ring_bytes = std::max(warps * args.num_stages * args.stage_bytes, sums_bytes);
-    return args.num_stages >= 1;
+// Stores the weighted sums of a panel, with one warp.
+__device__ __forceinline__ void store_panel(
+    const RowArgs& args, const RowExperts& experts, const UnitSums* sums, float before, int column,
+    int lane
+) {
+    const ExpertArgs& own = args.parts[1];
+    const int slices = kWarps >> own.unit_bits;
+    const UnitSums* const biases = sums + args.top_k * slices;
+    float y = 0.0f;
+#pragma unroll 1
+    for (int pair = 0; pair < args.top_k; ++pair) {
+        float one = add_slices(sums[pair * slices].columns + lane, slices, 0, 32);
+        one += biases[pair].columns[lane];
+        y = fmaf(experts.weights[pair], one, y);
+    }
+    static_cast<float*>(own.call.y)[column] = before + y;
 }
+
+template <class X, int source>
+__global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2) row_kernel(
+    const __grid_constant__ RowArgs args, const __grid_constant__ ExlRoute route
+) {
+    using Shape = Shape<source>;
+    const Cluster cluster;
+    const int block = static_cast<int>(blockIdx.x);
+    const bool is_down = block >= args.first_blocks;
+    const ExpertArgs& own = args.parts[is_down];
+    const ExlExpertLinear& call = own.call;
+    auto* const barriers = reinterpret_cast<WarpBarriers*>(shared + args.sums_offset) - kWarps;
+    auto* const sums = reinterpret_cast<UnitSums*>(shared + args.sums_offset);
+    auto* const rows = reinterpret_cast<__half*>(shared + args.rows_offset);
+    RowExperts experts(shared + args.experts_offset, route, args.top_k);
+    const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
+    Ring ring(
+        shared + warp * own.num_stages * own.stage_bytes, barriers + warp, own.num_stages,
+        own.stage_bytes, lane
+    );
+    const bool has_two = !is_down && call.x[1] != call.x[0];  // each part has its own order
+    const int tile_pair = is_down ? 0 : block / args.num_tiles;
+    const int tile =
+        is_down ? (block - args.first_blocks) / cluster.size : block - tile_pair * args.num_tiles;
+    const int slices = kWarps >> own.unit_bits;
+    const bool has_tile = is_down || tile_pair < args.top_k;
+    const int num_units = is_down ? args.top_k * slices : has_tile ? kWarps : 0;
+    const int first_unit = is_down ? cluster.rank * kWarps + warp : warp;
+    cluster.wait_for_start();
+    if (!args.is_early) wait_for_inputs();
+    let_next_begin();
+    if (warp == 0) {
+        const int count = is_down ? args.top_k : min(tile_pair + 1, args.top_k);
+        experts.load(route, args.ids, args.weights, count, is_down, lane);
+    } else if (!is_down && has_tile) {
+        const int64_t row = static_cast<int64_t>(tile_pair / call.pairs_per_row) * call.x_stride;
+        copy_row<X>(rows, call.x[0], row, call.k);
+        if (has_two) copy_row<X>(rows + call.k, call.x[1], row, call.k);
+    }
+    __syncthreads();
+    const auto start = [&](int number) {
+        Unit unit = {tile_pair, WarpWork::of(own, tile, warp), {}, 0, 0};
+        if (is_down) unit.pair = number / slices, unit.work = {0, tile, number % slices, slices};
+        const int expert = static_cast<int>(uniform(experts.ids[unit.pair]));
+        unit.w = matrix_of(call, expert, unit.work.part);
+        unit.first = unit.work.first(unit.w);
+        unit.last = unit.work.panel * 32 < call.n ? unit.work.last(unit.w) : unit.first;
+        const uint8_t* const bytes = unit.w.tiles + unit.work.panel * unit.w.panel_bytes;
+        if constexpr (!Shape::kIsDense) {
+            fill_ring(own, unit.w, ring, bytes, unit.first, unit.last);
+        }
+        return unit;
+    };
+    Unit unit = {};
+    if (first_unit < num_units) unit = start(first_unit);
+    // What the ends of the tile or panel need is read while the weights arrive.
+    const int column = 32 * tile + lane;
+    const bool adds_up = is_down && cluster.rank == 0;
+    const bool stores = adds_up && warp == 0 && column < call.n;
+    const ExlExpertItem item = {has_tile ? experts.ids[tile_pair] : 0, tile_pair, 1, 0};
+    const TileOutputs outputs(own, item);
+    for (int pair = warp; adds_up && pair < args.top_k; pair += kWarps) {
+        const float* const bias = matrix_of(call, experts.ids[pair], 0).bias;
+        const bool has_bias = bias != nullptr && column < call.n;
+        sums[args.top_k * slices + pair].columns[lane] = has_bias ? bias[column] : 0.0f;
+    }
+    if (args.is_early) wait_for_inputs();
+    float before = 0.0f;
+    if (stores && call.epilogue == EXL_EPILOGUE_ADD) before = static_cast<float*>(call.y)[column];
+    if (is_down && args.counters != nullptr) {
+        const int tiles = args.num_tiles * args.top_k;
+        wait_for_tiles(args.counters, tiles, gridDim.x - args.first_blocks);
+    }
+#pragma unroll 1
+    for (int number = first_unit; number < num_units; number += cluster.size * kWarps) {
+        if (number != first_unit) unit = start(number);
+        Blocks blocks = {};
+        __half* inputs = rows + (has_two ? unit.work.part * call.k : 0);
+        if (is_down) {
+            inputs = rows + warp * own.warp_inputs;
+            blocks = blocks_of<Shape::kIsDense>(unit.w, unit.first, unit.last);
+            const int64_t row = static_cast<int64_t>(unit.pair / call.pairs_per_row);
+            const auto* const x = static_cast<const __half*>(call.x[0]);
+            copy_inputs(inputs, x + row * call.x_stride, blocks, lane);
+        }
+        const SharedRow x(inputs, blocks.first, lane);
+        PanelSums<Shape> total = {};
+        if constexpr (Shape::kIsDense) {
+            sum_dense<Shape>(total, own, unit.w, unit.work.panel, unit.first, unit.last, x, lane);
+        } else {
+            const uint8_t* const bytes = unit.w.tiles + unit.work.panel * unit.w.panel_bytes;
+            sum_loads<Shape>(total, own, unit.w, ring, bytes, unit.first, unit.last, x, lane);
+        }
+        float* const to = sums[number].columns;
+        store_sums<Shape>(total, to, 1, lane);
+        if (!is_down || cluster.rank == 0) continue;
+        __syncwarp();
+        Cluster::store_in_first(to + lane, to[lane]);
+    }
+    if (is_down) {
+        cluster.sync();
+        if (stores) store_panel(args, experts, sums, before, column, lane);
+        return;
+    }
+    __syncthreads();
+    if (!has_tile) return;
+    store_tile(own, item, outputs, tile, sums->columns, 32);
+    if (args.counters != nullptr) add_stored_tile(args.counters);
+}
+
+// ---- host --------------------------------------------------------------------------------------
 
 template <class X>
-auto gate_up_kernel_for(int source) {
+auto kernel_for(int source) {
     switch (source) {
-        case EXL_EXPERTS_DENSE: return gate_up_kernel<X, EXL_EXPERTS_DENSE>;
-        case EXL_EXPERTS_SMALL_GROUPS: return gate_up_kernel<X, EXL_EXPERTS_SMALL_GROUPS>;
-        default: return gate_up_kernel<X, EXL_EXPERTS_CODES>;
+        case EXL_EXPERTS_DENSE: return row_kernel<X, EXL_EXPERTS_DENSE>;
+        case EXL_EXPERTS_SMALL_GROUPS: return row_kernel<X, EXL_EXPERTS_SMALL_GROUPS>;
+        default: return row_kernel<X, EXL_EXPERTS_CODES>;
     }
 }
-auto down_kernel_for(int source) {
-    switch (source) {
-        case EXL_EXPERTS_DENSE: return down_kernel<EXL_EXPERTS_DENSE>;
-        case EXL_EXPERTS_SMALL_GROUPS: return down_kernel<EXL_EXPERTS_SMALL_GROUPS>;
-        default: return down_kernel<EXL_EXPERTS_CODES>;
+
+int max_warp_loads(const ExpertArgs& args) {
+    return static_cast<int>(ceil_div(args.call.num_loads, kWarps >> args.unit_bits));
+}
+
+// Sets the number of stages beside `rest` bytes. Returns the bytes of the rings; 0 if none fit.
+int size_rings(ExpertArgs& args, int rest, int most) {
+    args.stage_bytes = static_cast<int>(ceil_div(args.call.load_bytes, 128) * 128);
+    const auto stages_in = [&](int bytes) { return (bytes - rest) / (kWarps * args.stage_bytes); };
+    // Fewer stages let more thread blocks fit, and two are enough to hide latency.
+    const int stages = stages_in(kThirdOfShared) >= 2 ? stages_in(kThirdOfShared) : stages_in(most);
+    args.num_stages = std::min({kMaxRingStages, stages, std::max(max_warp_loads(args), 1)});
+    return std::max(args.num_stages, 0) * kWarps * args.stage_bytes;
+}
+
+bool is_valid(const ExlExpertLinear& call, bool is_down) {
+    const bool is_gated = call.epilogue == EXL_EPILOGUE_GATED;
+    const bool has_epilogue =
+        is_down ? call.epilogue == EXL_EPILOGUE_STORE || call.epilogue == EXL_EPILOGUE_ADD
+                : is_gated || call.epilogue == EXL_EPILOGUE_ACTIVATED;
+    return has_epilogue && call.parts == (is_gated ? 2 : 1) && call.n >= 1 && call.num_loads >= 1 &&
+           call.load_bytes >= 16 && call.pairs_per_row >= 1 && call.x_stride % 8 == 0 &&
+           call.k >= 32 && call.k % 32 == 0 && call.pairs == nullptr &&
+           (call.x_dtype == kF16 || (!is_down && call.x_dtype == kF32));
+}
+
+// Source of both products: kernels of small groups know all codes. -1 if there is none.
+int common_source(const ExlExpertLinear* first, const ExlExpertLinear* down) {
+    if (first == nullptr || down == nullptr) return (first == nullptr ? down : first)->source;
+    const bool is_dense = first->source == EXL_EXPERTS_DENSE;
+    if (is_dense != (down->source == EXL_EXPERTS_DENSE)) return -1;
+    return std::max(first->source, down->source);
+}
+
+cudaError_t launch_row(
+    RowArgs& args, bool has_first, bool has_down, int source, const ExlRoute& route,
+    const DeviceInfo& info, void* stream
+) {
+    const int most = std::min(kMaxSharedBytes, info.shared_per_block), top_k = args.top_k;
+    const int cluster = info.capability == 90 ? kClusterBlocks : 1;
+    int row_bytes = 0, num_sums = kWarps, blocks = 0;
+    if (has_first) {
+        const ExlExpertLinear& call = args.parts[0].call;
+        const int64_t panels = ceil_div(call.n, 32);
+        row_bytes = (call.x[0] != call.x[1] ? 4 : 2) * call.k;
+        args.num_tiles = static_cast<int>(ceil_div(panels, 1 << args.parts[0].part_bits()));
+        args.first_blocks = static_cast<int>(ceil_div(args.num_tiles * top_k, cluster) * cluster);
+        blocks = args.first_blocks;
     }
+    if (has_down) {
+        ExpertArgs& down = args.parts[1];
+        const int load_blocks = source == EXL_EXPERTS_DENSE ? 1 : kStageBlocks;
+        down.warp_inputs = 32 * load_blocks * max_warp_loads(down);
+        row_bytes = std::max(row_bytes, 2 * kWarps * down.warp_inputs);
+        num_sums = std::max(num_sums, top_k * ((kWarps >> down.unit_bits) + 1));
+        blocks += static_cast<int>(ceil_div(down.call.n, 32) * cluster);
+    }
+    row_bytes = static_cast<int>(ceil_div(row_bytes, 16) * 16);
+    const int barrier_bytes = kWarps * static_cast<int>(sizeof(WarpBarriers));
+    const int sums_bytes = num_sums * static_cast<int>(sizeof(UnitSums));
+    const int rest = barrier_bytes + sums_bytes + row_bytes + RowExperts::bytes(route, top_k);
+    int ring_bytes = 0;
+    for (int i = has_first ? 0 : 1; i < (has_down ? 2 : 1); ++i) {
+        const int bytes = size_rings(args.parts[i], rest, most);
+        if (bytes == 0) return cudaErrorInvalidValue;
+        ring_bytes = std::max(ring_bytes, bytes);
+    }
+    args.sums_offset = ring_bytes + barrier_bytes;
+    args.rows_offset = args.sums_offset + sums_bytes;
+    args.experts_offset = args.rows_offset + row_bytes;
+    const bool is_float = has_first && args.parts[0].call.x_dtype == kF32;
+    const auto kernel = is_float ? kernel_for<float>(source) : kernel_for<__half>(source);
+    if (cudaError_t error = prefer_shared_memory(kernel); error != cudaSuccess) return error;
+    return launch_clusters(
+        kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), cluster, ring_bytes + rest,
+        stream, args, route
+    );
 }
 
 }  // namespace
@@ -176,46 +419,36 @@ auto down_kernel_for(int source) {
 }  // namespace exl::cuda
 
 extern "C" int exl_cuda_expert_row(
-    const ExlExpertLinear* call, const int32_t* ids, const float* weights, int32_t top_k,
-    void* stream
+    const ExlExpertLinear* first, const ExlExpertLinear* down, const ExlRoute* route,
+    const int32_t* ids, const float* weights, int32_t top_k, uint32_t* counters, void* stream
 ) {
     using namespace exl::cuda;
-    const bool is_gated = call->epilogue == EXL_EPILOGUE_GATED;
-    const bool is_first = is_gated || call->epilogue == EXL_EPILOGUE_ACTIVATED;
-    const bool is_last = call->epilogue == EXL_EPILOGUE_STORE || call->epilogue == EXL_EPILOGUE_ADD;
-    const bool fits = call->parts == (is_gated ? 2 : 1) && is_first == (weights == nullptr) &&
-                      (is_first || is_last) && call->n >= 1 && call->num_loads >= 1 &&
-                      call->load_bytes >= 16 && call->pairs_per_row >= 1 &&
-                      call->x_stride % 8 == 0 && call->k >= 32 && call->k % 32 == 0 && top_k >= 1 &&
-                      top_k <= EXL_CUDA_MAX_ROW_EXPERTS && call->pairs == nullptr &&
-                      (call->x_dtype == kF16 || (is_first && call->x_dtype == kF32));
+    const bool has_first = first != nullptr, has_down = down != nullptr;
+    const bool has_experts =
+        route == nullptr ? ids != nullptr && (weights != nullptr || !has_down)
+                         : route->logits != nullptr && route->m == 1 && route->top_k == top_k &&
+                               top_k <= route->experts && route->experts <= EXL_CUDA_MAX_EXPERTS;
+    const bool fits =
+        (has_first || has_down) && has_experts && (!has_first || is_valid(*first, false)) &&
+        (!has_down || is_valid(*down, true)) && top_k >= 1 && top_k <= EXL_CUDA_MAX_ROW_EXPERTS &&
+        (counters != nullptr || !(has_first && has_down));
     if (!fits) return cudaErrorInvalidValue;
+    const int source = common_source(first, down);
+    if (source < 0) return cudaErrorInvalidValue;
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
-    ExpertArgs args = {};
-    args.call = *call;
-    args.unit_bits = unit_bits_for(*call);
-    if (is_first) {
-        const int rest = kWarps * static_cast<int>(sizeof(WarpBarriers)) + 4 * call->k;
-        const int most = std::min(kMaxSharedBytes, info.shared_per_block);
-        if (!size_rings(args, kWarps, rest, most)) return cudaErrorInvalidValue;
-        const dim3 grid(
-            static_cast<unsigned>(ceil_div(ceil_div(call->n, 32), 1 << args.part_bits())),
-            static_cast<unsigned>(top_k)
-        );
-        const auto kernel = call->x_dtype == kF32 ? gate_up_kernel_for<float>(call->source)
-                                                  : gate_up_kernel_for<__half>(call->source);
-        const size_t bytes = args.ring_bytes + rest;
-        return launch(kernel, grid, dim3(kThreads), bytes, stream, args, ids);
+    RowArgs args = {};
+    for (int i = 0; i < 2; ++i) {
+        const ExlExpertLinear* const call = i == 0 ? first : down;
+        if (call == nullptr) continue;
+        args.parts[i].call = *call;
+        args.parts[i].unit_bits = unit_bits_for(*call);
     }
-    const int units = top_k * (kWarps >> args.unit_bits), warps = std::min(units, kDownWarps);
-    const int rest =
-        static_cast<int>((units + top_k) * sizeof(UnitSums) + kDownWarps * sizeof(WarpBarriers));
-    if (!size_rings(args, warps, rest, info.shared_per_block)) return cudaErrorInvalidValue;
-    const dim3 grid(static_cast<unsigned>(ceil_div(call->n, 32)));
-    const size_t bytes = args.ring_bytes + rest;
-    return launch(
-        down_kernel_for(call->source), grid, dim3(warps * kWarp), bytes, stream, args, ids, weights,
-        top_k
-    );
+    args.ids = ids;
+    args.weights = weights;
+    args.counters = has_first && has_down ? counters : nullptr;
+    args.top_k = top_k;
+    args.is_early = !has_first;
+    const ExlRoute choice = route == nullptr ? ExlRoute{} : *route;
+    return launch_row(args, has_first, has_down, source, choice, info, stream);
 }

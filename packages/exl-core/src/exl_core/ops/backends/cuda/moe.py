@@ -50,7 +50,7 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
     _gpu: Gpu
 
     def stack(self, experts: Sequence[PackedLinear]) -> PackedExperts:
-        self._counters(1)  # made here, and not in a capture
+        self._counters(1), self._row_counters()  # made here, and not in a capture
         stacked = StackedExperts.of(experts)
         parts = [parts_of(one) for one in experts]
         indexed = grouped(parts)
@@ -129,6 +129,14 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         args, routed = self._new_route(logits, layer.routing, layer.bias)
         args.norm, args.norm_eps = layer.norm.weight.data_ptr(), layer.norm.eps
         args.normed = h.data_ptr()
+        matrices = _indexed(layer.experts)
+        if len(x) == 1 and matrices is not None and _choose_themselves(routed, matrices):
+            args.ids = args.weights = None
+            self._call_router(args, x, cast(CudaLinear, layer.router))
+            self._experts_of_one_row(
+                h, routed, matrices, layer.experts, x, is_added=True, route=args
+            )
+            return x
         self._call_router(args, x, cast(CudaLinear, layer.router))
         self._write_experts(h, routed, layer.experts, x, is_added=True)
         return x
@@ -239,8 +247,13 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         y: Tensor,
         *,
         is_added: bool,
+        route: cuda.Route | None = None,
     ) -> None:
-        """`_indexed_experts` of one row, with the same bits: its pairs need no sorting."""
+        """`_indexed_experts` of one row, with the same bits: its pairs need no sorting.
+
+        With `route`, whose logits are known, the kernels choose the experts themselves, and
+        `routed` is not read.
+        """
         gpu, top_k, (gate_up, down) = self._gpu, routed.ids.shape[1], matrices
         inner = self._new_inner(top_k, down)
         # The kernel rounds the row itself where the experts take it in the order of the features.
@@ -248,13 +261,21 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         inputs = _Inputs([x], top_k)
         if not is_raw:
             inputs = self._expert_inputs(x, routed.ids, gate_up, None)
-        args = _product(gate_up, inputs, inner)
-        _store_inner(args, experts, down)
-        ids, weights = routed.ids.data_ptr(), routed.weights.data_ptr()
-        gpu.call("expert_row", args, ids, None, top_k)
-        args = _product(down, self._inner_inputs(inner, routed.ids, down), y)
-        args.epilogue = cuda.ADD if is_added else cuda.STORE
-        gpu.call("expert_row", args, ids, weights, top_k)
+        first = _product(gate_up, inputs, inner)
+        _store_inner(first, experts, down)
+        ids = weights = None
+        if route is None:
+            ids, weights = routed.ids.data_ptr(), routed.weights.data_ptr()
+        chosen = route, ids, weights, top_k, self._row_counters().data_ptr()
+        is_one_call = down.has_inverses and (gate_up.source == "dense") == (down.source == "dense")
+        if not is_one_call:
+            gpu.call("expert_row", first, None, *chosen)
+        last = _product(down, self._inner_inputs(inner, routed.ids, down), y)
+        last.epilogue = cuda.ADD if is_added else cuda.STORE
+        gpu.call("expert_row", first if is_one_call else None, last, *chosen)
+
+    def _row_counters(self) -> Tensor:
+        return self._gpu.buffer("expert_row", 8)
 
     def _new_inner(self, pairs: int, down: CudaExperts) -> Tensor:
         """Memory for the inputs of `down`: in the order of its rows, unless some are padding."""
@@ -398,6 +419,13 @@ def _indexed(experts: ExpertMlp) -> tuple[CudaExperts, CudaExperts] | None:
         gate_up = gate_up.halves
     has_parts = gate_up.parts == (2 if experts.is_gated else 1) and down.parts == 1
     return (gate_up, down) if has_parts and not isinstance(experts.kind, XIelu) else None
+
+
+def _choose_themselves(routed: Routed, matrices: tuple[CudaExperts, CudaExperts]) -> bool:
+    """Whether the kernels of one row can choose its experts: no other kernel needs their ids."""
+    gate_up, down = matrices
+    has_few = routed.ids.shape[1] <= cuda.MAX_ROW_EXPERTS
+    return has_few and gate_up.has_common_order and down.has_inverses
 
 
 def _are_small(matrices: Sequence[CudaExperts]) -> bool:
