@@ -27,8 +27,8 @@ __device__ __forceinline__ void load_sums(
     }
     const Division& division = sums.division;
     const uint32_t group = sums.first_group + first / sums.columns;
-    const uint32_t last = division.block_of((group + 1) * division.k_units - 1);
-    uint32_t block = division.block_of(group * division.k_units);
+    const uint32_t last = division.block_of((group + 1) * division.group_items - 1);
+    uint32_t block = division.block_of(group * division.group_items);
     const int64_t size = static_cast<int64_t>(sums.rows) * sums.columns;
     const float* from = static_cast<const float*>(sums.from) + division.slot(group, block) * size +
                         row * sums.columns + first % sums.columns;
@@ -55,12 +55,22 @@ struct Factors {
     }
 };
 
-// Results of a block: outputs first .. first + 3 of a part.
+// Results of a block: outputs first .. first + 3 of a part. `row`: of the chunk.
 __device__ __forceinline__ void finish_block(
-    const FinishPart& part, const Factors& factors, int row, int first, int lane,
-    float (&v)[kValues]
+    const FinishArgs& args, const FinishPart& part, const Factors& factors, int row, int first,
+    int lane, float (&v)[kValues]
 ) {
+    float inputs = 0.0f;
+    if (part.input_sums != nullptr) {
+        const float* of_row = part.input_sums + (args.first_row + row) * part.k_blocks;
+        for (int i = lane; i < part.k_blocks; i += kWarp) inputs += of_row[i];
+    }
     load_sums(part.sums, row, first, part.n, v);
+    if (part.input_sums != nullptr) {
+        inputs = warp_sum(inputs);
+#pragma unroll
+        for (float& one : v) one = kAlpha * fmaf(-kRawZero, inputs, one);
+    }
     transform(v, lane);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
@@ -122,11 +132,11 @@ __global__ void __launch_bounds__(kWarps* kWarp) finish_kernel(
     wait_for_inputs();
     if (!exists) return;
     float v[kValues];
-    finish_block(part, factors, row, first, lane, v);
+    finish_block(args, part, factors, row, first, lane, v);
     const int output = first - part.first_out;
     if constexpr (is_gated) {
         float up[kValues];
-        finish_block(args.parts[1], of_up, row, first, lane, up);
+        finish_block(args, args.parts[1], of_up, row, first, lane, up);
 #pragma unroll
         for (int j = 0; j < kValues; ++j) v[j] = gated(args.gate, v[j], up[j]);
         if (args.has_next) {

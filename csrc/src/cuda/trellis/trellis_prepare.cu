@@ -94,7 +94,7 @@ extern "C" int64_t exl_cuda_trellis_inputs_bytes(int32_t form, int32_t rows, int
         return ceil_div(rows, kSetRows) * blocks * (1024 + kSetRows * sizeof(float2));
     }
     if (form == EXL_TRELLIS_HALVES) {
-        return ceil_div(rows, 32) * blocks * kSteps * row_tiles(rows) * 512;
+        return halves_bytes(rows, k) + rows * blocks * static_cast<int64_t>(sizeof(float));
     }
     return 2ll * rows * k;
 }
