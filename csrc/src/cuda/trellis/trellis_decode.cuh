@@ -171,40 +171,54 @@ __device__ __forceinline__ void add_halves(
     }
 }
 
-// Copies of one warp from device memory to its stages.
+// Copies of one warp from device memory to its stages: where its next item is.
 template <class Shape>
 struct DecodeStream {
     const WorkArgs& args;
-    int lane;
+    const int lane;
+    uint32_t item, k_item, part_end;  // items of the launch, of the column group; the part's end
+    const uint8_t *codes, *inputs;    // codes of the item, inputs of the part: the lane's bytes
 
-    __device__ __forceinline__ void copy_codes(const Place& place, uint8_t* stage) const {
-        const WorkPart& part = args.part_of(place.group);
-        const uint32_t number = place.item - part.first_group * args.division.group_items;
-        const uint8_t* from = part.words + static_cast<int64_t>(number) * Shape::kCodeBytes;
-#pragma unroll
-        for (int i = 16 * lane; i < Shape::kCodeBytes; i += 16 * kWarp) {
-            copy_async_16(stage + i, from + i);
-        }
+    __device__ __forceinline__ DecodeStream(const WorkArgs& work, const Place& first, int of_lane)
+        : args(work), lane(of_lane), item(first.item), k_item(first.item - first.start) {
+        enter_part();
     }
-    // Copies the inputs of existing rows. The others may be anything: each has its own sums.
-    __device__ __forceinline__ void copy_inputs(const Place& place, uint8_t* stage) const {
-        const uint8_t* from = args.part_of(place.group).inputs +
-                              static_cast<int64_t>(place.item - place.start) * Shape::kInputBytes;
-        constexpr int kVectors = Shape::kInputBytes / 16;
-        // Vectors of 16 bytes of a step: two lanes with integers, one with halves.
-        constexpr int kOfStep = kVectors / kItemSteps, kOfRow = 4;
+    __device__ __forceinline__ void enter_part() {
+        const uint32_t group_items = args.division.group_items;
+        const int i = item < args.parts[0].last_group * group_items   ? 0
+                      : item < args.parts[1].last_group * group_items ? 1
+                                                                      : 2;
+        const WorkPart& part = args.parts[i];
+        const uint32_t of_part = item - part.first_group * group_items;
+        codes = part.words + static_cast<int64_t>(of_part) * Shape::kCodeBytes + 16 * lane;
+        inputs = part.inputs + 16 * lane;
+        part_end = part.last_group * group_items;
+    }
+    __device__ __forceinline__ void advance(uint32_t count) {
+        item += count, k_item += count;
+        codes += count * Shape::kCodeBytes;
+        while (k_item >= args.division.group_items) k_item -= args.division.group_items;
+        if (item >= part_end) enter_part();
+    }
+    __device__ __forceinline__ void copy_codes(uint8_t* stage) const {
 #pragma unroll
-        for (int i = lane; i < kVectors; i += kWarp) {
-            if (i % kOfStep / kOfRow < args.m) {
-                copy_async_16(stage + Shape::kCodeBytes + i * 16, from + i * 16);
+        for (int i = 0; i < Shape::kCodeBytes; i += 16 * kWarp) {
+            // A half rate's last vectors are those of half a warp.
+            if (i + 16 * kWarp <= Shape::kCodeBytes || lane < kWarp / 2) {
+                copy_async_16(stage + i + 16 * lane, codes + i);
             }
         }
     }
-    // The scale of an item, and what to subtract, which is for the whole block of 128.
-    __device__ __forceinline__ float2 load_scale(uint32_t group, uint32_t k_item) const {
-        float2 scale = args.part_of(group).scales[k_item / 2 * 4 + lane % 4];
-        if (k_item % 2 != 0) scale.y = 0.0f;
-        return scale;
+    // Copies the inputs of existing rows. The others may be anything: each has its own sums.
+    __device__ __forceinline__ void copy_inputs(uint8_t* stage) const {
+        // Vectors of 16 bytes of a step: two lanes with integers, one with halves.
+        constexpr int kOfStep = Shape::kInputBytes / 16 / kItemSteps, kOfRow = 4;
+        if (lane % kOfStep / kOfRow >= args.m) return;
+        const uint8_t* from = inputs + k_item * Shape::kInputBytes;
+#pragma unroll
+        for (int i = 0; i < Shape::kInputBytes; i += 16 * kWarp) {
+            copy_async_16(stage + Shape::kCodeBytes + i + 16 * lane, from + i);
+        }
     }
 };
 
@@ -277,17 +291,17 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
     if (threadIdx.x == 0) counts = {};
     __syncthreads();
 
-    const DecodeStream<Shape> stream{args, lane};
     const uint32_t group_items = args.division.group_items;
     const uint32_t last = args.division.first_item(blockIdx.x + 1);
-    Place at = args.division.first_place(blockIdx.x), ahead = at;
+    Place at = args.division.first_place(blockIdx.x);
     const uint32_t first_group = at.group;
+    DecodeStream<Shape> ahead(args, at, lane);
+    ahead.advance(warp);
     at.item += warp;  // the group remains that of the block
-    ahead.advance(warp, group_items);
-    Place early = ahead;
+    DecodeStream<Shape> early = ahead;
 #pragma unroll 1
-    for (int i = 0; i < kEarlyStages; ++i, early.advance(warps, group_items)) {
-        if (early.item < last) stream.copy_codes(early, stages + i * Shape::kStageBytes);
+    for (int i = 0; i < kEarlyStages; ++i, early.advance(warps)) {
+        if (early.item < last) early.copy_codes(stages + i * Shape::kStageBytes);
     }
     int stage = 0;
     bool is_real = false;  // false: the warm-up pass, of one step
@@ -296,11 +310,15 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
         WarpSums<Shape> sums;
         sums.clear();
         const uint32_t end = is_real ? min(last, at.start + group_items) : at.item + 1;
+        const float2* scales = args.part_of(at.group).scales + lane % 4;
         for (uint32_t item = at.item; item < end; item += warps) {
             float2 scale = {};
             if (is_real) {
                 if constexpr (Shape::kHasIntegers) {
-                    scale = stream.load_scale(at.group, item - at.start);
+                    // The offset is that of the whole block of 128.
+                    const uint32_t k_item = item - at.start;
+                    scale = scales[k_item / 2 * 4];
+                    if (k_item % 2 != 0) scale.y = 0.0f;
                 }
                 wait_copies<kStages - 1>();
                 __syncwarp();
@@ -315,11 +333,11 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
             if (!is_real) break;
             __syncwarp();
             if (ahead.item < last) {
-                stream.copy_codes(ahead, data);
-                stream.copy_inputs(ahead, data);
+                ahead.copy_codes(data);
+                ahead.copy_inputs(data);
             }
             commit_copies();
-            ahead.advance(warps, group_items);
+            ahead.advance(warps);
             stage = stage + 1 == kStages ? 0 : stage + 1;
             at.item = item + warps;
         }
@@ -337,11 +355,11 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
         is_real = true;
         wait_for_inputs();
 #pragma unroll 1
-        for (int i = 0; i < kStages; ++i, ahead.advance(warps, group_items)) {
+        for (int i = 0; i < kStages; ++i, ahead.advance(warps)) {
             uint8_t* data = stages + i * Shape::kStageBytes;
             if (ahead.item < last) {
-                if (i >= kEarlyStages) stream.copy_codes(ahead, data);
-                stream.copy_inputs(ahead, data);
+                if (i >= kEarlyStages) ahead.copy_codes(data);
+                ahead.copy_inputs(data);
             }
             commit_copies();
         }
