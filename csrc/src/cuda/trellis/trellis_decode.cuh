@@ -93,10 +93,11 @@ struct WarpSums {
     }
 };
 
-// Adds the products of an item, in a stage of shared memory.
+// Adds the products of an item, in a stage of shared memory. `scale`: of the item's block of 128, and
+// what to subtract for the whole block, which only its first item does.
 template <class Shape>
 __device__ __forceinline__ void add_integers(
-    const uint8_t* stage, int steps, float2 scale, int lane, WarpSums<Shape>& sums
+    const uint8_t* stage, int steps, float2 scale, bool is_first, int lane, WarpSums<Shape>& sums
 ) {
     int products[kUnitTiles][4] = {};
     const uint8_t* inputs = stage + Shape::kCodeBytes + 8 * lane;
@@ -121,7 +122,7 @@ __device__ __forceinline__ void add_integers(
             }
         }
     }
-    sums.offset = fmaf(scale.x, scale.y, sums.offset);
+    if (is_first) sums.offset = fmaf(scale.x, scale.y, sums.offset);
 #pragma unroll
     for (int tile = 0; tile < kUnitTiles; ++tile) {
 #pragma unroll
@@ -312,21 +313,18 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
         const uint32_t end = is_real ? min(last, at.start + group_items) : at.item + 1;
         const float2* scales = args.part_of(at.group).scales + lane % 4;
         for (uint32_t item = at.item; item < end; item += warps) {
+            const uint32_t k_item = item - at.start;
             float2 scale = {};
             if (is_real) {
-                if constexpr (Shape::kHasIntegers) {
-                    // The offset is that of the whole block of 128.
-                    const uint32_t k_item = item - at.start;
-                    scale = scales[k_item / 2 * 4];
-                    if (k_item % 2 != 0) scale.y = 0.0f;
-                }
+                // Not used before the item has ended, so that nothing waits for it.
+                if constexpr (Shape::kHasIntegers) scale = scales[k_item / 2 * 4];
                 wait_copies<kStages - 1>();
                 __syncwarp();
             }
             uint8_t* data = stages + stage * Shape::kStageBytes;
             const int steps = is_real ? kItemSteps : 1;
             if constexpr (Shape::kHasIntegers) {
-                add_integers<Shape>(data, steps, scale, lane, sums);
+                add_integers<Shape>(data, steps, scale, k_item % 2 == 0, lane, sums);
             } else {
                 add_halves<Shape>(data, steps, lane, sums);
             }
