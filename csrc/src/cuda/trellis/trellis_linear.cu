@@ -32,7 +32,7 @@ int64_t slot_floats(int64_t n, int parts, bool batch, int multiprocessors) {
         const int64_t groups = ceil_div(n, kBatchColumns) + parts;
         return (groups + multiprocessors) * kBatchRows * kBatchColumns;
     }
-    return (n / kUnitColumns + kDecodeBlocks * multiprocessors) * kDecodeRows * kUnitColumns;
+    return (n / kUnitColumns + kMostDecodeBlocks * multiprocessors) * kDecodeRows * kUnitColumns;
 }
 
 template <int kCodebook>
@@ -148,7 +148,9 @@ class Products {
             };
         }
         const uint32_t group_items = batch ? k_units : 2 * k_units, items = groups * group_items;
-        const int per = batch ? 1 : kDecodeBlocks;
+        const ExlTrellisInputs& one = args_.parts[first];
+        const int per =
+            batch ? 1 : decode_blocks(one.matrix->tile_words, one.form == EXL_TRELLIS_INTEGERS);
         const uint32_t blocks = std::min(items, static_cast<uint32_t>(per * info_.multiprocessors));
         if (static_cast<uint64_t>(groups) * group_items >= (1ull << 31)) {
             return cudaErrorInvalidValue;
