@@ -1,6 +1,7 @@
 """Linears with trellis codes on the GPU, against float64: rates, codebooks, rows, joined parts.
 
-Up to 8 rows there is the decode kernel, whose inputs are integers (mul1) or float16 numbers. Up to
+Up to 8 rows there is the decode kernel, whose inputs are integers (mul1, up to 4 rows) or float16
+numbers. Up to
 `trellis_max_rows` rows there is the small-batch kernel. Beyond that, torch multiplies with decoded
 matrices.
 """
@@ -35,7 +36,7 @@ BOUND = 6e-4
 of the value, or less. The codebook's own rounding to float16, 2.3e-4 of the RMS of the weights, may
 be left out. Products of many rows are rounded to float16 before their transform."""
 
-ROWS = (1, 2, 4, 5, 8, 9, 31, 33, 96, 97)
+ROWS = (1, 2, 4, 5, 6, 8, 9, 16, 31, 33, 64, 70, 96, 97)
 
 
 def packed(
@@ -72,6 +73,27 @@ def test_shapes_that_divide_unequally(
     for rows in (1, 3, 7, 20, 130):
         x = normal(rng, rows, k)
         assert_norm_within(gpu_table.linear(x, w), x.double() @ weights, BOUND)
+
+
+@pytest.mark.parametrize(("book", "rate"), [("mul1", 1.5), ("mul1", 4), ("mcg", 2)])
+@pytest.mark.parametrize(("k", "n"), [(128, 57344), (384, 25600)])
+def test_thread_blocks_with_several_column_groups(
+    *, gpu_table: OpTable, rng: torch.Generator, book: Codebook, rate: float, k: int, n: int
+) -> None:
+    """Short columns: a thread block has more column groups than buffers of sums."""
+    w, weights = packed(gpu_table, random_exl3(k, rate, book, rows=k, columns=n))
+    for rows in (1, 6, 9):
+        x = normal(rng, rows, k)
+        assert_norm_within(gpu_table.linear(x, w), x.double() @ weights, BOUND)
+
+
+@pytest.mark.parametrize("rows", [3, 8, 40])
+def test_inputs_with_a_large_mean(gpu_table: OpTable, rng: torch.Generator, rows: int) -> None:
+    """Sums of mul1 begin with an offset, the sum of the inputs times a constant."""
+    w, weights = packed(gpu_table, random_exl3(8, 4, rows=2048, columns=256))
+    x = normal(rng, rows, 2048) + 30
+    x[0] *= -1
+    assert_norm_within(gpu_table.linear(x, w), x.double() @ weights, BOUND)
 
 
 @pytest.mark.parametrize("book", ["mul1", "3inst"])

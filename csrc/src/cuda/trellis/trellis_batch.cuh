@@ -7,8 +7,11 @@
 //            operands, and multiplies them with all rows of the batch. The 4 warps of a step share
 //            their inputs, and are synchronized by a named barrier once per item. Sums of the 4
 //            steps are added in shared memory, in their order.
-// Accuracy   Exact values of the codes, inputs in float16, sums in float32.
-// Overlap    Codes fill the stages before the previous kernel has ended.
+// Accuracy   Values of the codes, inputs in float16, sums in float32. MUL1's products are those of
+//            raw_fragment_of, which leave out its rounding to float16 (2.1e-4 of the weights' RMS).
+//            The finish kernel subtracts the offset and scales.
+// Overlap    Codes fill the stages before the previous kernel has ended. Meanwhile one warp of each
+//            scheduler runs the code of a step, which takes longer to fetch than to run.
 #pragma once
 
 #include "cuda/trellis/trellis_rates.cuh"
@@ -52,19 +55,14 @@ struct BatchStream {
         return shared + stage * Shape::kStageBytes + kBatchWarps * Shape::kStepBytes +
                step * kRowTiles * 512;
     }
-    __device__ __forceinline__ const WorkPart& part_of(uint32_t group) const {
-        const auto& parts = args.parts;
-        return parts[group < parts[0].last_group ? 0 : group < parts[1].last_group ? 1 : 2];
-    }
     // Columns past the end of a matrix have no codes; their sums are never read.
-    __device__ __forceinline__ void copy_codes(uint32_t item, int stage) const {
-        const uint32_t k_units = args.division.k_units, group = item / k_units;
-        const WorkPart& part = part_of(group);
-        const uint32_t before = part.last_group - (part.n_units + kColumnWarps - 1) / kColumnWarps;
-        const uint32_t column = (group - before) * kColumnWarps + column_warp;
+    __device__ __forceinline__ void copy_codes(const Place& place, int stage) const {
+        const WorkPart& part = args.part_of(place.group);
+        const uint32_t column = (place.group - part.first_group) * kColumnWarps + column_warp;
         if (column >= part.n_units) return;
-        const int64_t unit = static_cast<int64_t>(column) * k_units + (item - group * k_units);
-        const uint8_t* from = part.words + (unit * kSteps + step) * Shape::kStepBytes;
+        const uint32_t unit = column * args.division.group_items + (place.item - place.start);
+        const uint8_t* from =
+            part.words + static_cast<int64_t>(unit * kSteps + step) * Shape::kStepBytes;
         uint8_t* to = codes(stage);
 #pragma unroll
         for (int i = 0; i < Shape::kTileWords; i += kWarp) {
@@ -73,11 +71,11 @@ struct BatchStream {
             }
         }
     }
-    __device__ __forceinline__ void copy_inputs(uint32_t item, int stage) const {
-        const uint32_t k_units = args.division.k_units, group = item / k_units;
-        const int64_t unit = item - group * k_units;
+    __device__ __forceinline__ void copy_inputs(const Place& place, int stage) const {
+        const uint32_t unit = place.item - place.start;
         const int at = column_warp * 512 + lane * 16;
-        const uint8_t* from = part_of(group).inputs + (unit * kSteps + step) * kRowTiles * 512 + at;
+        const uint8_t* from =
+            args.part_of(place.group).inputs + (unit * kSteps + step) * (kRowTiles * 512) + at;
         copy_async_16(inputs(stage) + at, from);
     }
 };
@@ -100,7 +98,7 @@ __device__ __forceinline__ void add_step(
         for (int tile = 0; tile < kUnitTiles; ++tile) {
             uint32_t states[kPositions], a[4];
             words.states(4 * row + tile, states);
-            fragment_of<Shape::kCodebook>(states, a);
+            raw_fragment_of<Shape::kCodebook>(states, a);
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
                 mma_16816(sums[tile][i], a, row == 0 ? x[i].x : x[i].z, row == 0 ? x[i].y : x[i].w);
@@ -136,6 +134,22 @@ __device__ __forceinline__ void add_steps(
     }
 }
 
+// Stores the sums of a column group to a block's slot, in the warps that have them.
+__device__ __forceinline__ void store_slot(
+    float* slot, int m, int column_warp, int lane, const BatchSums& sums
+) {
+    float* to = slot + column_warp * kUnitColumns + lane / 4;
+#pragma unroll
+    for (int tile = 0; tile < kUnitTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < kRowTiles * 4; ++i) {
+            const int row = i / 4 * 8 + lane % 4 * 2 + i % 2;
+            const int column = tile * 16 + i / 2 % 2 * 8;
+            if (row < m) to[row * kBatchColumns + column] = sums[tile][i / 4][i % 4];
+        }
+    }
+}
+
 template <class Shape>
 __global__ void __launch_bounds__(kBatchWarps* kWarp, 1) batch_kernel(
     const __grid_constant__ WorkArgs args
@@ -148,55 +162,60 @@ __global__ void __launch_bounds__(kBatchWarps* kWarp, 1) batch_kernel(
     let_next_begin();
 
     const BatchStream<Shape> stream{args, shared, column_warp, step, lane};
-    const Division& division = args.division;
-    uint32_t item = division.first_item(blockIdx.x);
-    const uint32_t last = division.first_item(blockIdx.x + 1);
-#pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) {
-        if (item + i < last) stream.copy_codes(item + i, i);
-    }
-    wait_for_inputs();
-#pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) {
-        if (item + i < last) stream.copy_inputs(item + i, i);
-        commit_copies();
+    const uint32_t group_items = args.division.group_items;
+    const uint32_t last = args.division.first_item(blockIdx.x + 1);
+    Place at = args.division.first_place(blockIdx.x), ahead = at, early = at;
+#pragma unroll 1
+    for (int i = 0; i < kStages - 1; ++i, early.advance(1, group_items)) {
+        if (early.item < last) stream.copy_codes(early, i);
     }
     int stage = 0;
-    while (item < last) {
-        const uint32_t group = item / division.k_units;
-        const uint32_t end = min(last, (group + 1) * division.k_units);
+    bool is_real = false;  // false: the warm-up pass
+#pragma unroll 1
+    while (true) {
+        const uint32_t end = min(last, at.start + group_items);
         BatchSums sums = {};
 #pragma unroll 1
-        for (; item < end; ++item) {
-            wait_copies<kStages - 2>();
-            // The inputs that the other warps of the step have copied are visible afterwards, and
-            // these warps have read the stage that is filled next.
-            asm volatile("bar.sync %0, 128;" ::"r"(step + 1) : "memory");
-            const uint32_t next = item + kStages - 1;
-            const int free_stage = stage == 0 ? kStages - 1 : stage - 1;
-            if (next < last) {
-                stream.copy_codes(next, free_stage);
-                stream.copy_inputs(next, free_stage);
+        while (at.item < end) {
+            if (is_real) {
+                wait_copies<kStages - 2>();
+                // The inputs that the other warps of the step have copied are visible afterwards,
+                // and these warps have read the stage that is filled next.
+                asm volatile("bar.sync %0, 128;" ::"r"(step + 1) : "memory");
+                const int free_stage = stage == 0 ? kStages - 1 : stage - 1;
+                if (ahead.item < last) {
+                    stream.copy_codes(ahead, free_stage);
+                    stream.copy_inputs(ahead, free_stage);
+                }
+                commit_copies();
+                ahead.advance(1, group_items);
             }
-            commit_copies();
-            add_step<Shape>(stream.codes(stage), stream.inputs(stage), lane, sums);
+            if (is_real || step == 0) {
+                add_step<Shape>(stream.codes(stage), stream.inputs(stage), lane, sums);
+            }
+            if (!is_real) break;
             stage = stage == kStages - 1 ? 0 : stage + 1;
+            ++at.item;
+        }
+        if (!is_real) {
+            is_real = true;
+            wait_for_inputs();
+#pragma unroll 1
+            for (int i = 0; i < kStages - 1; ++i, ahead.advance(1, group_items)) {
+                if (ahead.item < last) stream.copy_inputs(ahead, i);
+                commit_copies();
+            }
+            continue;
         }
         add_steps(buffers, column_warp, step, lane, sums);
-        if (step != 0) continue;
-        float* to =
-            args.sums +
-            static_cast<int64_t>(division.slot(group, blockIdx.x)) * (kBatchRows * kBatchColumns) +
-            column_warp * kUnitColumns + lane / 4;
-#pragma unroll
-        for (int tile = 0; tile < kUnitTiles; ++tile) {
-#pragma unroll
-            for (int i = 0; i < kRowTiles * 4; ++i) {
-                const int row = i / 4 * 8 + lane % 4 * 2 + i % 2;
-                const int column = tile * 16 + i / 2 % 2 * 8;
-                if (row < args.m) to[row * kBatchColumns + column] = sums[tile][i / 4][i % 4];
-            }
+        if (step == 0) {
+            const int64_t slot = args.division.slot(at.group, blockIdx.x);
+            store_slot(
+                args.sums + slot * (kBatchRows * kBatchColumns), args.m, column_warp, lane, sums
+            );
         }
+        if (end == last) break;
+        at.start += group_items, ++at.group;
     }
 }
 

@@ -6,14 +6,22 @@
 // weight is moved between lanes.
 //
 // Contract   exl_cuda_trellis_linear, m <= 8. Writes slots of sums (trellis_work.cuh).
-// Mapping    8 warps of a block take successive items in turn. Each streams its units through two
-//            stages of shared memory of its own. Sums of a column group are added in shared memory
-//            in the order of the warps.
-// Accuracy   Inputs as integers of 16 bits per block of 128 (MUL1): their sums are exact, and are
-//            rounded to float32 once per block. The codebook's rounding to float16 is left out:
-//            2.1e-4 of the weights' RMS, 2.3e-4 for other codebooks, whose inputs are float16.
-// Overlap    Codes fill the stages before the previous kernel has ended.
+// Mapping    8 warps of a block take successive items in turn: half units, so that the warps end at
+//            about the same time. Each streams its items through stages of shared memory of its
+//            own. Warps do not wait for one another: the last one to store its sums of a column
+//            group adds those of all warps, in the order of the warps.
+// MUL1       Up to 4 rows are integers, whose bytes the MMAs multiply with those of the products. Each
+//            row takes two of the 8 columns of an MMA. With 5 to 8 rows it is faster to sum the
+//            bytes first: 1024 + t is a float16 number (raw_fragment_of).
+// Accuracy   Integers have 16 bits per block of 128: the sums of an item are exact, and are rounded
+//            to float32 once. Other inputs are float16. The codebook's rounding to float16 is left
+//            out: 2.1e-4 of the weights' RMS for MUL1, 2.3e-4 for other codebooks.
+// Overlap    Codes of the first stages are copied before the previous kernel has ended. Meanwhile a
+//            warm-up pass runs the code of an item and of the sums, which would take longer to
+//            fetch than to run.
 #pragma once
+
+#include <algorithm>
 
 #include "cuda/trellis/trellis_rates.cuh"
 #include "cuda/trellis/trellis_values.cuh"
@@ -22,40 +30,53 @@
 namespace exl::cuda::trellis {
 
 constexpr int kDecodeWarps = 8;  // of a block; fewer where it has less shared memory
-constexpr int kStages = 2;
+constexpr int kItemSteps = 2;    // of an item, half a unit
+constexpr int kSumBuffers = 2;   // of column groups whose sums are not all there yet
+constexpr int kEarlyStages = 2;  // filled with codes before the previous kernel has ended
+
+// Shared memory of each of `blocks` thread blocks that share the 228 KiB of a multiprocessor, with 1
+// KiB reserved and less than 1 KiB of static memory. Smaller ones would let another block in, and
+// leave another multiprocessor with one less.
+__host__ __device__ constexpr int decode_bytes(int blocks) { return (228 << 10) / blocks - 2048; }
 
 // Index of a warp's sum. Eight columns of four rows are in different banks.
 __device__ __forceinline__ int sum_at(int row, int column) {
     return row * kUnitColumns + (column ^ row % 4 * 8);
 }
 
-// Shape of one instance. A set has 4 rows of integers, or 8 of float16 numbers.
-template <int kWordsOfTile, int kBook, int kSetsOfRows>
+// Shape of one instance: up to 4 rows of integers (MUL1), or up to 8 of float16 numbers.
+template <int kWordsOfTile, int kBook, bool has_integers>
 struct DecodeShape {
-    static constexpr int kTileWords = kWordsOfTile, kCodebook = kBook, kSets = kSetsOfRows;
-    static constexpr bool kHasIntegers = kCodebook == EXL_CODEBOOK_MUL1;
-    static constexpr int kInputBytes = kHasIntegers ? 1024 : 2048;  // of a unit and set
-    static constexpr int kStageBytes = unit_bytes(kTileWords) + kSets * kInputBytes;
-    static constexpr int kRows = kHasIntegers ? 4 * kSets : 8;
-    static constexpr int kWarpBytes = kStages * kStageBytes + kRows * kUnitColumns * 4;
-    // Two blocks per multiprocessor if their shared memory fits in 228 KiB, with 1 KiB reserved.
-    static constexpr int kBlocks = 2 * (kDecodeWarps * kWarpBytes + 1024) <= (228 << 10) ? 2 : 1;
+    static constexpr int kTileWords = kWordsOfTile, kCodebook = kBook;
+    static constexpr bool kHasIntegers = has_integers;
+    static constexpr int kCodeBytes = kItemSteps * step_bytes(kTileWords);  // of an item
+    static constexpr int kInputBytes = kItemSteps * (kHasIntegers ? 256 : 512);
+    static constexpr int kStageBytes = kCodeBytes + kInputBytes;
+    static constexpr int kRows = kHasIntegers ? 4 : 8;
+    static constexpr int kSums = kRows * kUnitColumns;
+    static constexpr int kSumBytes = kSumBuffers * kSums * 4;
+    // As many stages as fit in the shared memory of a block, but no more than hide the latency.
+    static constexpr int kBlocks = decode_blocks(kTileWords, kHasIntegers);
+    static constexpr int kMostBytes = decode_bytes(kBlocks) / kDecodeWarps;
+    static constexpr int kFitting = (kMostBytes - kSumBytes) / kStageBytes;
+    static constexpr int kStages = kFitting < 4 ? kFitting : 4;
+    static constexpr int kWarpBytes = kStages * kStageBytes + kSumBytes;
+    static_assert(kStages >= kEarlyStages);
 };
 
 // Sums of a warp: [row][column] of its column group, in the layout of the MMA's results.
 template <class Shape>
 struct WarpSums {
     static constexpr int kPerTile = Shape::kHasIntegers ? 2 : 4;
-    float of[Shape::kSets][kUnitTiles][kPerTile];
+    float of[kUnitTiles][kPerTile];
+    float offset;  // of integers: to subtract from all columns of the lane's row
 
     __device__ __forceinline__ void clear() {
+        offset = 0.0f;
 #pragma unroll
-        for (auto& set : of) {
+        for (auto& tile : of) {
 #pragma unroll
-            for (auto& tile : set) {
-#pragma unroll
-                for (float& sum : tile) sum = 0.0f;
-            }
+            for (float& sum : tile) sum = 0.0f;
         }
     }
 
@@ -63,82 +84,67 @@ struct WarpSums {
     __device__ __forceinline__ void store(float* to, int lane) const {
         const int g = lane / 4, q = lane % 4;
 #pragma unroll
-        for (int s = 0; s < Shape::kSets; ++s) {
+        for (int tile = 0; tile < kUnitTiles; ++tile) {
 #pragma unroll
-            for (int tile = 0; tile < kUnitTiles; ++tile) {
-#pragma unroll
-                for (int i = 0; i < kPerTile; ++i) {
-                    const int row = Shape::kHasIntegers ? 4 * s + q : 2 * q + i % 2;
-                    const int half = Shape::kHasIntegers ? i : i / 2;
-                    to[sum_at(row, 16 * tile + 8 * half + g)] = of[s][tile][i];
-                }
+            for (int i = 0; i < kPerTile; ++i) {
+                const int row = Shape::kHasIntegers ? q : 2 * q + i % 2;
+                const int half = Shape::kHasIntegers ? i : i / 2;
+                to[sum_at(row, 16 * tile + 8 * half + g)] = of[tile][i] - offset;
             }
         }
     }
 };
 
-// Adds the products of a unit, in a stage of shared memory.
+// Adds the products of an item, in a stage of shared memory. `scale`: of the item's block of 128, and
+// what to subtract for the whole block, which only its first item does.
 template <class Shape>
 __device__ __forceinline__ void add_integers(
-    const uint8_t* stage, const float2 (&scales)[Shape::kSets], int lane, WarpSums<Shape>& sums
+    const uint8_t* stage, int steps, float2 scale, bool is_first, int lane, WarpSums<Shape>& sums
 ) {
-    int products[Shape::kSets][kUnitTiles][4] = {};
-    const uint8_t* inputs = stage + unit_bytes(Shape::kTileWords) + 8 * lane;
+    int products[kUnitTiles][4] = {};
+    const uint8_t* inputs = stage + Shape::kCodeBytes + 8 * lane;
 #pragma unroll 1
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < steps; ++step) {
         StepWords<Shape::kTileWords> words;
         words.load(stage + step * step_bytes(Shape::kTileWords), lane);
-        uint2 x[Shape::kSets];
-#pragma unroll
-        for (int s = 0; s < Shape::kSets; ++s) {
-            x[s] = *reinterpret_cast<const uint2*>(inputs + s * Shape::kInputBytes + 256 * step);
-        }
+        const uint2 x = *reinterpret_cast<const uint2*>(inputs + 256 * step);
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
-            uint32_t b[Shape::kSets][4];
+            uint32_t b[4];
 #pragma unroll
-            for (int s = 0; s < Shape::kSets; ++s) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    b[s][i] = __byte_perm(row == 0 ? x[s].x : x[s].y, 0, 0x1111 * i);
-                }
-            }
+            for (int i = 0; i < 4; ++i) b[i] = __byte_perm(row == 0 ? x.x : x.y, 0, 0x1111 * i);
 #pragma unroll
             for (int tile = 0; tile < kUnitTiles; ++tile) {
                 uint32_t w[kPositions];
                 words.states(4 * row + tile, w);
 #pragma unroll
                 for (uint32_t& one : w) one = product_of<Shape::kCodebook>(one);
-#pragma unroll
-                for (int s = 0; s < Shape::kSets; ++s) {
-                    auto& c = products[s][tile];
-                    mma_16832(c, w[0], w[4], w[1], w[5], b[s][0], b[s][1]);
-                    mma_16832(c, w[2], w[6], w[3], w[7], b[s][2], b[s][3]);
-                }
+                mma_16832(products[tile], w[0], w[4], w[1], w[5], b[0], b[1]);
+                mma_16832(products[tile], w[2], w[6], w[3], w[7], b[2], b[3]);
             }
         }
     }
+    if (is_first) sums.offset = fmaf(scale.x, scale.y, sums.offset);
 #pragma unroll
-    for (int s = 0; s < Shape::kSets; ++s) {
+    for (int tile = 0; tile < kUnitTiles; ++tile) {
 #pragma unroll
-        for (int tile = 0; tile < kUnitTiles; ++tile) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                // Below 2^24: exact.
-                const float high = static_cast<float>(products[s][tile][2 * half]);
-                const float low = static_cast<float>(products[s][tile][2 * half + 1]);
-                const float sum = fmaf(high, 256.0f, low) - scales[s].y;
-                sums.of[s][tile][half] = fmaf(sum, scales[s].x, sums.of[s][tile][half]);
-            }
+        for (int half = 0; half < 2; ++half) {
+            // At most 64 * 1020 * (127 * 256 + 128) < 2^31.
+            const int sum = products[tile][2 * half] * 256 + products[tile][2 * half + 1];
+            sums.of[tile][half] = fmaf(static_cast<float>(sum), scale.x, sums.of[tile][half]);
         }
     }
 }
 
+// The same for inputs in float16. MUL1's products are those of raw_fragment_of: the finish kernel
+// subtracts the offset and scales.
 template <class Shape>
-__device__ __forceinline__ void add_halves(const uint8_t* stage, int lane, WarpSums<Shape>& sums) {
-    const uint8_t* inputs = stage + unit_bytes(Shape::kTileWords) + 16 * lane;
+__device__ __forceinline__ void add_halves(
+    const uint8_t* stage, int steps, int lane, WarpSums<Shape>& sums
+) {
+    const uint8_t* inputs = stage + Shape::kCodeBytes + 16 * lane;
 #pragma unroll 1
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < steps; ++step) {
         StepWords<Shape::kTileWords> words;
         words.load(stage + step * step_bytes(Shape::kTileWords), lane);
         const uint4 x = *reinterpret_cast<const uint4*>(inputs + 512 * step);
@@ -153,141 +159,210 @@ __device__ __forceinline__ void add_halves(const uint8_t* stage, int lane, WarpS
             for (int tile = 0; tile < kUnitTiles; ++tile) {
                 uint32_t w[kPositions];
                 words.states(4 * row + tile, w);
+                if constexpr (Shape::kCodebook == EXL_CODEBOOK_MUL1) {
+                    uint32_t a[4];
+                    raw_fragment_of<Shape::kCodebook>(w, a);
+                    mma_16816(sums.of[tile], a, first, second);
+                } else {
 #pragma unroll
-                for (uint32_t& one : w) one = product_of<Shape::kCodebook>(one);
-                mma_16816(sums.of[0][tile], {w[0], w[4], w[1], w[5]}, b[0], b[1]);
-                mma_16816(sums.of[0][tile], {w[2], w[6], w[3], w[7]}, b[2], b[3]);
+                    for (uint32_t& one : w) one = product_of<Shape::kCodebook>(one);
+                    mma_16816(sums.of[tile], {w[0], w[4], w[1], w[5]}, b[0], b[1]);
+                    mma_16816(sums.of[tile], {w[2], w[6], w[3], w[7]}, b[2], b[3]);
+                }
             }
         }
     }
 }
 
-// Copies of one warp from device memory to its stages.
+// Copies of one warp from device memory to its stages: where its next item is.
 template <class Shape>
 struct DecodeStream {
     const WorkArgs& args;
-    uint8_t* stages;
-    int lane;
+    const int lane;
+    uint32_t item, k_item, part_end;  // items of the launch, of the column group; the part's end
+    const uint8_t *codes, *inputs;    // codes of the item, inputs of the part: the lane's bytes
 
-    // Where an item is: part, and number of its unit in the part.
-    struct Place {
-        const WorkPart* part;
-        uint32_t unit, k_unit;
-    };
-    __device__ __forceinline__ Place place_of(uint32_t item) const {
-        const uint32_t group = item / args.division.k_units;
-        const int i = group < args.parts[0].last_group   ? 0
-                      : group < args.parts[1].last_group ? 1
-                                                         : 2;
-        const WorkPart* part = args.parts + i;
-        const uint32_t first = part->last_group - part->n_units;
-        return {part, item - first * args.division.k_units, item - group * args.division.k_units};
+    __device__ __forceinline__ DecodeStream(const WorkArgs& work, const Place& first, int of_lane)
+        : args(work), lane(of_lane), item(first.item), k_item(first.item - first.start) {
+        enter_part();
     }
-    __device__ __forceinline__ uint8_t* stage(int number) const {
-        return stages + number % kStages * Shape::kStageBytes;
+    __device__ __forceinline__ void enter_part() {
+        const uint32_t group_items = args.division.group_items;
+        const int i = item < args.parts[0].last_group * group_items   ? 0
+                      : item < args.parts[1].last_group * group_items ? 1
+                                                                      : 2;
+        const WorkPart& part = args.parts[i];
+        const uint32_t of_part = item - part.first_group * group_items;
+        codes = part.words + static_cast<int64_t>(of_part) * Shape::kCodeBytes + 16 * lane;
+        inputs = part.inputs + 16 * lane;
+        part_end = part.last_group * group_items;
     }
-    __device__ __forceinline__ void copy_codes(uint32_t item, int number) const {
-        constexpr int kBytes = unit_bytes(Shape::kTileWords);
-        const Place place = place_of(item);
-        const uint8_t* from = place.part->words + static_cast<int64_t>(place.unit) * kBytes;
-#pragma unroll
-        for (int i = 0; i < kBytes / 512; ++i) {
-            copy_async_16(stage(number) + i * 512 + lane * 16, from + i * 512 + lane * 16);
-        }
+    __device__ __forceinline__ void advance(uint32_t count) {
+        item += count, k_item += count;
+        codes += count * Shape::kCodeBytes;
+        while (k_item >= args.division.group_items) k_item -= args.division.group_items;
+        if (item >= part_end) enter_part();
     }
-    // Copies the inputs of existing rows. The others may be anything: each has its own sums.
-    __device__ __forceinline__ void copy_inputs(uint32_t item, int number) const {
-        const Place place = place_of(item);
-        uint8_t* to = stage(number) + unit_bytes(Shape::kTileWords);
-        constexpr int kVectors = Shape::kInputBytes / 16;
-        // Vectors of 16 bytes of a step: two lanes with integers, one with halves.
-        constexpr int kOfStep = kVectors / kSteps, kOfRow = 4;
+    __device__ __forceinline__ void copy_codes(uint8_t* stage) const {
 #pragma unroll
-        for (int s = 0; s < Shape::kSets; ++s) {
-            const uint8_t* from =
-                place.part->inputs +
-                static_cast<int64_t>(s * args.set_items + place.k_unit) * Shape::kInputBytes;
-#pragma unroll
-            for (int i = lane; i < kVectors; i += kWarp) {
-                if (i % kOfStep / kOfRow < args.m - 4 * s) {
-                    copy_async_16(to + s * Shape::kInputBytes + i * 16, from + i * 16);
-                }
+        for (int i = 0; i < Shape::kCodeBytes; i += 16 * kWarp) {
+            // A half rate's last vectors are those of half a warp.
+            if (i + 16 * kWarp <= Shape::kCodeBytes || lane < kWarp / 2) {
+                copy_async_16(stage + i + 16 * lane, codes + i);
             }
         }
     }
-    __device__ __forceinline__ void load_scales(uint32_t item, float2 (&to)[Shape::kSets]) const {
-        const Place place = place_of(item);
+    // Copies the inputs of existing rows. The others may be anything: each has its own sums.
+    __device__ __forceinline__ void copy_inputs(uint8_t* stage) const {
+        // Vectors of 16 bytes of a step: two lanes with integers, one with halves.
+        constexpr int kOfStep = Shape::kInputBytes / 16 / kItemSteps, kOfRow = 4;
+        if (lane % kOfStep / kOfRow >= args.m) return;
+        const uint8_t* from = inputs + k_item * Shape::kInputBytes;
 #pragma unroll
-        for (int s = 0; s < Shape::kSets; ++s) {
-            to[s] = place.part->scales[(s * args.set_items + place.k_unit) * 4 + lane % 4];
+        for (int i = 0; i < Shape::kInputBytes; i += 16 * kWarp) {
+            copy_async_16(stage + Shape::kCodeBytes + i + 16 * lane, from + i);
         }
     }
 };
+
+// How many times a buffer of sums was filled by a warp, and how many times all of it was added.
+struct SumCounts {
+    uint32_t stored[kSumBuffers], added[kSumBuffers];
+};
+
+// Adds the sums of all warps to a slot of the workspace, in the order of the warps. Stores nothing
+// if `to` is null.
+template <class Shape>
+__device__ __forceinline__ void add_warps(
+    const float* buffer, int warps, int m, int lane, float* to
+) {
+#pragma unroll 1
+    for (int i = 4 * lane; i < m * kUnitColumns; i += 4 * kWarp) {
+        const float* from = buffer + sum_at(i / kUnitColumns, i % kUnitColumns);
+        float4 sum = {};
+#pragma unroll 4
+        for (int w = 0; w < warps; ++w) {
+            const float4 one = *reinterpret_cast<const float4*>(from + w * Shape::kSums);
+            sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
+        }
+        if constexpr (Shape::kHasIntegers) {
+            sum.x *= kAlpha, sum.y *= kAlpha, sum.z *= kAlpha, sum.w *= kAlpha;
+        }
+        if (to != nullptr) *reinterpret_cast<float4*>(to + i) = sum;
+    }
+}
+
+// Stores a warp's sums of the block's column group `number`. The last warp adds those of all warps
+// to the slot `to`. With `to` null nothing is counted.
+template <class Shape>
+__device__ __forceinline__ void store_sums(
+    const WarpSums<Shape>& sums, float* buffers, SumCounts& counts, uint32_t number, int warp,
+    int warps, int lane, int m, float* to
+) {
+    const uint32_t place = number % kSumBuffers;
+    float* buffer = buffers + place * warps * Shape::kSums;
+    const auto* added = const_cast<const volatile uint32_t*>(counts.added + place);
+    while (*added < number / kSumBuffers) {
+    }
+    __threadfence_block();
+    sums.store(buffer + warp * Shape::kSums, lane);
+    __threadfence_block();
+    __syncwarp();
+    uint32_t stored = 0;
+    if (to != nullptr && lane == 0) stored = atomicAdd(counts.stored + place, 1) + 1;
+    stored = uniform(stored);
+    if (stored % warps != 0) return;
+    __threadfence_block();
+    add_warps<Shape>(buffer, warps, m, lane, to);
+    __threadfence_block();
+    __syncwarp();
+    if (to != nullptr && lane == 0) atomicAdd(counts.added + place, 1);
+}
 
 template <class Shape>
 __global__ void __launch_bounds__(kDecodeWarps* kWarp, Shape::kBlocks) decode_kernel(
     const __grid_constant__ WorkArgs args
 ) {
     extern __shared__ __align__(128) uint8_t shared[];
-    constexpr int kSums = Shape::kRows * kUnitColumns;
+    __shared__ SumCounts counts;
+    constexpr int kStages = Shape::kStages;
     const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
     const int warps = blockDim.x / kWarp;
-    auto* all_sums = reinterpret_cast<float*>(shared + warps * kStages * Shape::kStageBytes);
+    uint8_t* stages = shared + warp * kStages * Shape::kStageBytes;
+    auto* buffers = reinterpret_cast<float*>(shared + warps * kStages * Shape::kStageBytes);
     let_next_begin();
+    if (threadIdx.x == 0) counts = {};
+    __syncthreads();
 
-    const DecodeStream<Shape> stream{args, shared + warp * kStages * Shape::kStageBytes, lane};
-    const Division& division = args.division;
-    const uint32_t first = division.first_item(blockIdx.x);
-    const uint32_t last = division.first_item(blockIdx.x + 1);
-    uint32_t item = first + warp;
-#pragma unroll
-    for (int i = 0; i < kStages; ++i) {
-        if (item + i * warps < last) stream.copy_codes(item + i * warps, i);
+    const uint32_t group_items = args.division.group_items;
+    const uint32_t last = args.division.first_item(blockIdx.x + 1);
+    Place at = args.division.first_place(blockIdx.x);
+    const uint32_t first_group = at.group;
+    DecodeStream<Shape> ahead(args, at, lane);
+    ahead.advance(warp);
+    at.item += warp;  // the group remains that of the block
+    DecodeStream<Shape> early = ahead;
+#pragma unroll 1
+    for (int i = 0; i < kEarlyStages; ++i, early.advance(warps)) {
+        if (early.item < last) early.copy_codes(stages + i * Shape::kStageBytes);
     }
-    wait_for_inputs();
-#pragma unroll
-    for (int i = 0; i < kStages; ++i) {
-        if (item + i * warps < last) stream.copy_inputs(item + i * warps, i);
-        commit_copies();
-    }
-    int number = 0;
-    for (uint32_t start = first; start < last;) {
-        const uint32_t group = start / division.k_units;
-        const uint32_t end = min(last, (group + 1) * division.k_units);
+    int stage = 0;
+    bool is_real = false;  // false: the warm-up pass, of one step
+#pragma unroll 1
+    while (true) {
         WarpSums<Shape> sums;
         sums.clear();
-#pragma unroll 1
-        for (; item < end; item += warps, ++number) {
-            float2 scales[Shape::kSets];
-            if constexpr (Shape::kHasIntegers) stream.load_scales(item, scales);
-            wait_copies<kStages - 1>();
-            __syncwarp();
-            if constexpr (Shape::kHasIntegers) {
-                add_integers<Shape>(stream.stage(number), scales, lane, sums);
-            } else {
-                add_halves<Shape>(stream.stage(number), lane, sums);
+        const uint32_t end = is_real ? min(last, at.start + group_items) : at.item + 1;
+        const float2* scales = args.part_of(at.group).scales + lane % 4;
+        for (uint32_t item = at.item; item < end; item += warps) {
+            const uint32_t k_item = item - at.start;
+            float2 scale = {};
+            if (is_real) {
+                // Not used before the item has ended, so that nothing waits for it.
+                if constexpr (Shape::kHasIntegers) scale = scales[k_item / 2 * 4];
+                wait_copies<kStages - 1>();
+                __syncwarp();
             }
+            uint8_t* data = stages + stage * Shape::kStageBytes;
+            const int steps = is_real ? kItemSteps : 1;
+            if constexpr (Shape::kHasIntegers) {
+                add_integers<Shape>(data, steps, scale, k_item % 2 == 0, lane, sums);
+            } else {
+                add_halves<Shape>(data, steps, lane, sums);
+            }
+            if (!is_real) break;
             __syncwarp();
-            const uint32_t next = item + kStages * warps;
-            if (next < last) {
-                stream.copy_codes(next, number);
-                stream.copy_inputs(next, number);
+            if (ahead.item < last) {
+                ahead.copy_codes(data);
+                ahead.copy_inputs(data);
+            }
+            commit_copies();
+            ahead.advance(warps);
+            stage = stage + 1 == kStages ? 0 : stage + 1;
+            at.item = item + warps;
+        }
+        float* slot = args.sums + static_cast<int64_t>(args.division.slot(at.group, blockIdx.x)) *
+                                      (kDecodeRows * kUnitColumns);
+        store_sums<Shape>(
+            sums, buffers, counts, at.group - first_group, warp, warps, lane, args.m,
+            is_real ? slot : nullptr
+        );
+        if (is_real) {
+            if (end == last) break;
+            at.start += group_items, ++at.group;
+            continue;
+        }
+        is_real = true;
+        wait_for_inputs();
+#pragma unroll 1
+        for (int i = 0; i < kStages; ++i, ahead.advance(warps)) {
+            uint8_t* data = stages + i * Shape::kStageBytes;
+            if (ahead.item < last) {
+                if (i >= kEarlyStages) ahead.copy_codes(data);
+                ahead.copy_inputs(data);
             }
             commit_copies();
         }
-        sums.store(all_sums + warp * kSums, lane);
-        __syncthreads();
-        float* to = args.sums + static_cast<int64_t>(division.slot(group, blockIdx.x)) *
-                                    (kDecodeRows * kUnitColumns);
-        for (int i = threadIdx.x; i < args.m * kUnitColumns; i += warps * kWarp) {
-            const float* from = all_sums + sum_at(i / kUnitColumns, i % kUnitColumns);
-            float sum = 0.0f;
-#pragma unroll 4
-            for (int w = 0; w < warps; ++w) sum += from[w * kSums];
-            to[i] = Shape::kHasIntegers ? sum * kAlpha : sum;
-        }
-        __syncthreads();
-        start = end;
     }
 }
 
@@ -297,49 +372,31 @@ cudaError_t launch_shape(const WorkArgs& args, void* stream) {
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
     int warps = kDecodeWarps;
     while (warps > 1 && warps * Shape::kWarpBytes > info.shared_per_block) warps /= 2;
+    int bytes = warps * Shape::kWarpBytes;
+    constexpr int kLeast = decode_bytes(Shape::kBlocks + 1) + 2048;
+    if (info.shared_per_block >= decode_bytes(Shape::kBlocks)) bytes = std::max(bytes, kLeast);
     return launch(
-        decode_kernel<Shape>, dim3(args.division.blocks), dim3(warps * kWarp),
-        warps * Shape::kWarpBytes, stream, args
+        decode_kernel<Shape>, dim3(args.division.blocks), dim3(warps * kWarp), bytes, stream, args
     );
 }
 
-// Whether an instance with one set of rows takes the batch.
-template <int kCodebook>
-constexpr bool is_one_set(int rows) {
-    return rows <= 4 || kCodebook != EXL_CODEBOOK_MUL1;
-}
-
-struct DecodeBlocks {
-    template <int kTileWords, int kCodebook>
-    cudaError_t run(int rows, int* blocks) const {
-        *blocks = DecodeShape<kTileWords, kCodebook, 1>::kBlocks;
-        if (!is_one_set<kCodebook>(rows)) *blocks = DecodeShape<kTileWords, kCodebook, 2>::kBlocks;
-        return cudaSuccess;
-    }
-};
-
 struct DecodeLaunch {
     template <int kTileWords, int kCodebook>
-    cudaError_t run(const WorkArgs& args, void* stream) const {
+    cudaError_t run(bool has_integers, const WorkArgs& args, void* stream) const {
         if constexpr (kCodebook == EXL_CODEBOOK_MUL1) {
-            if (!is_one_set<kCodebook>(args.m)) {
-                return launch_shape<DecodeShape<kTileWords, kCodebook, 2>>(args, stream);
+            if (has_integers) {
+                return launch_shape<DecodeShape<kTileWords, kCodebook, true>>(args, stream);
             }
         }
-        return launch_shape<DecodeShape<kTileWords, kCodebook, 1>>(args, stream);
+        return launch_shape<DecodeShape<kTileWords, kCodebook, false>>(args, stream);
     }
 };
 
 template <int kCodebook>
-int decode_blocks(int tile_words, int rows) {
-    int blocks = 1;
-    for_rate<kCodebook>(tile_words, DecodeBlocks(), rows, &blocks);
-    return blocks;
-}
-
-template <int kCodebook>
-cudaError_t launch_decode(int tile_words, const WorkArgs& args, void* stream) {
-    return for_rate<kCodebook>(tile_words, DecodeLaunch(), args, stream);
+cudaError_t launch_decode(
+    int tile_words, bool has_integers, const WorkArgs& args, void* stream
+) {
+    return for_rate<kCodebook>(tile_words, DecodeLaunch(), has_integers, args, stream);
 }
 
 }  // namespace exl::cuda::trellis

@@ -4,9 +4,8 @@
 
 namespace exl::cuda::trellis {
 
-template int decode_blocks<EXL_CODEBOOK_3INST>(int tile_words, int rows);
 template cudaError_t launch_decode<EXL_CODEBOOK_3INST>(
-    int tile_words, const WorkArgs& args, void* stream
+    int tile_words, bool has_integers, const WorkArgs& args, void* stream
 );
 
 }  // namespace exl::cuda::trellis

@@ -4,7 +4,9 @@
 // Mapping    A warp has a block of 128 columns of one row. With a gate it has those of both parts,
 //            and may prepare the result for the next matrix.
 // Accuracy   float32, slots in the order of the thread blocks that wrote them.
-// Floor      With few rows: a launch, a read of some slots from the L2 cache, five shuffles in turn.
+// Overlap    Factors are loaded before the wait for the previous kernel. Slots, the inputs' sums and
+//            the results to add to are loaded together.
+// Floor      With few rows: a launch, a read from the L2 cache, five shuffles in turn.
 #include "cuda/elementwise/gate.cuh"
 #include "cuda/trellis/trellis_finish.cuh"
 #include "exl/cuda/linear.h"
@@ -15,30 +17,69 @@ namespace {
 
 constexpr int kWarps = 4;
 
-// Sums of columns first .. first + 3 of a row.
-__device__ __forceinline__ void load_sums(
-    const Sums& sums, int row, int first, int n, float (&v)[kValues]
-) {
-    if (sums.columns == 0) {
-        load_halves(
-            static_cast<const __half*>(sums.from) + static_cast<int64_t>(row) * n + first, v
-        );
-        return;
+// Slots with the sums of columns first .. first + 3 of a row, and the inputs' sums of the row.
+struct Slots {
+    const float* from;       // of the first slot
+    const float* of_inputs;  // [count of blocks], or null
+    int64_t size;            // floats of a slot
+    uint32_t count;
+
+    __device__ __forceinline__ Slots(
+        const FinishPart& part, int row, int first_row, int first
+    ) : from(nullptr), of_inputs(nullptr), size(0), count(0) {
+        const Sums& sums = part.sums;
+        if (sums.columns == 0) return;
+        const Division& division = sums.division;
+        const uint32_t group = sums.first_group + first / sums.columns;
+        const uint32_t block = division.block_of(group * division.group_items);
+        count = division.block_of((group + 1) * division.group_items - 1) - block + 1;
+        size = static_cast<int64_t>(sums.rows) * sums.columns;
+        from = static_cast<const float*>(sums.from) + division.slot(group, block) * size +
+               row * sums.columns + first % sums.columns;
+        if (part.input_sums != nullptr) {
+            of_inputs = part.input_sums + static_cast<int64_t>(first_row + row) * part.k_blocks;
+        }
     }
-    const Division& division = sums.division;
-    const uint32_t group = sums.first_group + first / sums.columns;
-    const uint32_t last = division.block_of((group + 1) * division.k_units - 1);
-    uint32_t block = division.block_of(group * division.k_units);
-    const int64_t size = static_cast<int64_t>(sums.rows) * sums.columns;
-    const float* from = static_cast<const float*>(sums.from) + division.slot(group, block) * size +
-                        row * sums.columns + first % sums.columns;
+};
+
+// Adds slots in the order of their blocks. Loads some together, so that their latencies overlap.
+__device__ __forceinline__ void add_slots(const Slots& slots, float (&v)[kValues]) {
+    constexpr int kTogether = 6;
 #pragma unroll
     for (float& one : v) one = 0.0f;
-#pragma unroll 4
-    for (; block <= last; ++block, from += size) {
-        const float4 slot = *reinterpret_cast<const float4*>(from);
-        v[0] += slot.x, v[1] += slot.y, v[2] += slot.z, v[3] += slot.w;
+    for (uint32_t first = 0; first < slots.count; first += kTogether) {
+        float4 some[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+            some[i] = {};
+            if (first + i < slots.count) {
+                some[i] = *reinterpret_cast<const float4*>(slots.from + (first + i) * slots.size);
+            }
+        }
+#pragma unroll
+        for (const float4& one : some) v[0] += one.x, v[1] += one.y, v[2] += one.z, v[3] += one.w;
     }
+}
+
+// Sums of columns first .. first + 3 of a row.
+__device__ __forceinline__ void load_sums(
+    const FinishPart& part, const Slots& slots, int row, int first, int lane, float (&v)[kValues]
+) {
+    if (part.sums.columns == 0) {
+        const auto* sums = static_cast<const __half*>(part.sums.from);
+        load_halves(sums + static_cast<int64_t>(row) * part.n + first, v);
+        return;
+    }
+    float inputs = 0.0f;
+    if (slots.of_inputs != nullptr) {
+#pragma unroll 4
+        for (int i = lane; i < part.k_blocks; i += kWarp) inputs += slots.of_inputs[i];
+    }
+    add_slots(slots, v);
+    if (slots.of_inputs == nullptr) return;
+    inputs = warp_sum(inputs);
+#pragma unroll
+    for (float& one : v) one = kAlpha * fmaf(-kRawZero, inputs, one);
 }
 
 struct Factors {
@@ -55,12 +96,10 @@ struct Factors {
     }
 };
 
-// Results of a block: outputs first .. first + 3 of a part.
+// Results of a block, from its sums.
 __device__ __forceinline__ void finish_block(
-    const FinishPart& part, const Factors& factors, int row, int first, int lane,
-    float (&v)[kValues]
+    const Factors& factors, int lane, float (&v)[kValues]
 ) {
-    load_sums(part.sums, row, first, part.n, v);
     transform(v, lane);
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
@@ -68,7 +107,7 @@ __device__ __forceinline__ void finish_block(
     }
 }
 
-template <class Y, bool is_added>
+template <class Y>
 __device__ __forceinline__ void store_values(
     Y* row, int first, int count, bool is_aligned, const float (&v)[kValues]
 ) {
@@ -77,20 +116,13 @@ __device__ __forceinline__ void store_values(
             *reinterpret_cast<uint2*>(row + first) =
                 make_uint2(half_pair(v[0], v[1]), half_pair(v[2], v[3]));
         } else {
-            auto* to = reinterpret_cast<float4*>(row + first);
-            float4 old = is_added ? *to : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            *to = make_float4(old.x + v[0], old.y + v[1], old.z + v[2], old.w + v[3]);
+            *reinterpret_cast<float4*>(row + first) = make_float4(v[0], v[1], v[2], v[3]);
         }
         return;
     }
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
-        if (first + i < 0 || first + i >= count) continue;
-        if constexpr (is_added) {
-            row[first + i] += v[i];
-        } else {
-            row[first + i] = from_float<Y>(v[i]);
-        }
+        if (first + i >= 0 && first + i < count) row[first + i] = from_float<Y>(v[i]);
     }
 }
 
@@ -112,6 +144,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) finish_kernel(
     const FinishPart& part = args.parts[i];
     const int block = task - part.first_block;
     const int first = EXL_TRELLIS_BLOCK * block + kValues * lane;
+    const int output = first - part.first_out;
     Factors factors, of_up;
     float suh[kValues] = {};
     if (exists) {
@@ -119,14 +152,21 @@ __global__ void __launch_bounds__(kWarps* kWarp) finish_kernel(
         if (is_gated) of_up.load(args.parts[1], first);
         if (is_gated && args.has_next) load_halves(args.next.suh + first, suh);
     }
+    const Slots slots(part, row, args.first_row, first);
+    const Slots slots_of_up(args.parts[is_gated ? 1 : i], row, args.first_row, first);
+    Y* y = static_cast<Y*>(args.y) + row * args.y_stride + part.y_column;
+    const bool is_aligned = reinterpret_cast<uintptr_t>(y + output) % (kValues * sizeof(Y)) == 0;
     wait_for_inputs();
     if (!exists) return;
-    float v[kValues];
-    finish_block(part, factors, row, first, lane, v);
-    const int output = first - part.first_out;
+    float v[kValues], up[kValues], old[kValues] = {};
+    load_sums(part, slots, row, first, lane, v);
+    if constexpr (is_gated) load_sums(args.parts[1], slots_of_up, row, first, lane, up);
+    if constexpr (epilogue == EXL_EPILOGUE_ADD) {
+        load_values(y, output, part.out_features, is_aligned, old);
+    }
+    finish_block(factors, lane, v);
     if constexpr (is_gated) {
-        float up[kValues];
-        finish_block(args.parts[1], of_up, row, first, lane, up);
+        finish_block(of_up, lane, up);
 #pragma unroll
         for (int j = 0; j < kValues; ++j) v[j] = gated(args.gate, v[j], up[j]);
         if (args.has_next) {
@@ -138,9 +178,9 @@ __global__ void __launch_bounds__(kWarps* kWarp) finish_kernel(
             return;
         }
     }
-    Y* y = static_cast<Y*>(args.y) + row * args.y_stride + part.y_column;
-    const bool is_aligned = reinterpret_cast<uintptr_t>(y + output) % (kValues * sizeof(Y)) == 0;
-    store_values<Y, epilogue == EXL_EPILOGUE_ADD>(y, output, part.out_features, is_aligned, v);
+#pragma unroll
+    for (int j = 0; j < kValues; ++j) v[j] += old[j];
+    store_values(y, output, part.out_features, is_aligned, v);
 }
 
 }  // namespace

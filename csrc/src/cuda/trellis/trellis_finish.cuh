@@ -19,6 +19,8 @@ struct FinishPart {
     Sums sums;
     const __half* svh;
     const float* bias;
+    const float* input_sums;  // [rows][k_blocks], if the product was with raw_fragment_of, or null
+    int k_blocks;
     int n, first_out, out_features;
     int first_block;  // of all parts
     int y_column;
@@ -31,7 +33,7 @@ struct FinishArgs {
     int y_dtype;
     int count;
     int m;
-    int first_row;  // of a chunk, in `next`
+    int first_row;  // of a chunk, in `next` and `input_sums`
     int epilogue, gate;
     int blocks;  // tasks per row
     bool has_next;

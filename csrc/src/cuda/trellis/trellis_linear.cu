@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kMaxRows = 96;
 constexpr int kBatchSharedBytes = 227 << 10;  // that the small-batch kernel may need
-constexpr int kDecodeBlocks = 2;              // most per multiprocessor
+constexpr int kIntegerRows = 4;               // most of the decode kernel
 
 bool has_batch_kernel(const DeviceInfo& info) { return info.shared_per_block >= kBatchSharedBytes; }
 
@@ -32,33 +32,23 @@ int64_t slot_floats(int64_t n, int parts, bool batch, int multiprocessors) {
         const int64_t groups = ceil_div(n, kBatchColumns) + parts;
         return (groups + multiprocessors) * kBatchRows * kBatchColumns;
     }
-    return (n / kUnitColumns + kDecodeBlocks * multiprocessors) * kDecodeRows * kUnitColumns;
-}
-
-int blocks_per_processor(const ExlTrellisMatrix& w, int rows) {
-    switch (w.codebook) {
-        case EXL_CODEBOOK_3INST: return decode_blocks<EXL_CODEBOOK_3INST>(w.tile_words, rows);
-        case EXL_CODEBOOK_MCG: return decode_blocks<EXL_CODEBOOK_MCG>(w.tile_words, rows);
-    }
-    return decode_blocks<EXL_CODEBOOK_MUL1>(w.tile_words, rows);
+    return (n / kUnitColumns + kMostDecodeBlocks * multiprocessors) * kDecodeRows * kUnitColumns;
 }
 
 template <int kCodebook>
-cudaError_t launch_codebook(int tile_words, bool batch, const WorkArgs& work, void* stream) {
-    return batch ? launch_batch<kCodebook>(tile_words, work, stream)
-                 : launch_decode<kCodebook>(tile_words, work, stream);
+cudaError_t launch_codebook(const ExlTrellisInputs& of, const WorkArgs& work, void* stream) {
+    const int tile_words = of.matrix->tile_words;
+    return is_batch(of) ? launch_batch<kCodebook>(tile_words, work, stream)
+                        : launch_decode<kCodebook>(
+                              tile_words, of.form == EXL_TRELLIS_INTEGERS, work, stream
+                          );
 }
 
-cudaError_t launch_product(
-    const ExlTrellisMatrix& w, bool batch, const WorkArgs& work, void* stream
-) {
-    switch (w.codebook) {
-        case EXL_CODEBOOK_3INST:
-            return launch_codebook<EXL_CODEBOOK_3INST>(w.tile_words, batch, work, stream);
-        case EXL_CODEBOOK_MCG:
-            return launch_codebook<EXL_CODEBOOK_MCG>(w.tile_words, batch, work, stream);
-        case EXL_CODEBOOK_MUL1:
-            return launch_codebook<EXL_CODEBOOK_MUL1>(w.tile_words, batch, work, stream);
+cudaError_t launch_product(const ExlTrellisInputs& of, const WorkArgs& work, void* stream) {
+    switch (of.matrix->codebook) {
+        case EXL_CODEBOOK_3INST: return launch_codebook<EXL_CODEBOOK_3INST>(of, work, stream);
+        case EXL_CODEBOOK_MCG: return launch_codebook<EXL_CODEBOOK_MCG>(of, work, stream);
+        case EXL_CODEBOOK_MUL1: return launch_codebook<EXL_CODEBOOK_MUL1>(of, work, stream);
     }
     return cudaErrorInvalidValue;
 }
@@ -77,8 +67,9 @@ bool are_valid(const ExlTrellisLinear& args, const DeviceInfo& info) {
         if (!is_valid(w) || w.k != args.parts[0].matrix->k) return false;
         if (args.sums[i] != nullptr) continue;
         const bool is_mul1 = w.codebook == EXL_CODEBOOK_MUL1;
-        const bool is_decode = part.rows <= kDecodeRows &&
-                               part.form == (is_mul1 ? EXL_TRELLIS_INTEGERS : EXL_TRELLIS_HALVES);
+        const bool is_decode = part.form == EXL_TRELLIS_INTEGERS
+                                   ? is_mul1 && part.rows <= kIntegerRows
+                                   : part.form == EXL_TRELLIS_HALVES && part.rows <= kDecodeRows;
         if (!is_decode && !(is_batch(part) && has_batch_kernel(info))) return false;
         if (args.m > part.rows || args.m > kMaxRows) return false;
         if (is_batch(part) != is_batch(args.parts[0])) return false;
@@ -112,7 +103,8 @@ class Products {
             if (args_.sums[first] != nullptr) {
                 const int64_t n = args_.parts[first].matrix->n;
                 const auto* sums = static_cast<const __half*>(args_.sums[first]);
-                finish_.parts[first].sums = {sums + first_row * n, {}, 0, 0, 0};
+                Sums& from = finish_.parts[first].sums;
+                from = {}, from.from = sums + first_row * n;
                 last = first + 1;
             } else if (
                 cudaError_t error = launch(first, last, first_row, rows, stream);
@@ -128,51 +120,54 @@ class Products {
   private:
     bool is_alike(int i, int j) const {
         const ExlTrellisMatrix &a = *args_.parts[i].matrix, &b = *args_.parts[j].matrix;
-        return a.tile_words == b.tile_words && a.codebook == b.codebook && !args_.sums[j];
+        return a.tile_words == b.tile_words && a.codebook == b.codebook && !args_.sums[j] &&
+               args_.parts[i].form == args_.parts[j].form;
     }
 
     cudaError_t launch(int first, int last, int first_row, int rows, void* stream) {
         const bool batch = is_batch(args_.parts[first]);
         const int columns = batch ? kBatchColumns : kUnitColumns;
-        const ExlTrellisMatrix& one = *args_.parts[first].matrix;
-        const int k_units = one.k / kUnitRows;
+        const int k_units = args_.parts[first].matrix->k / kUnitRows;
         WorkArgs work = {};
         uint32_t groups = 0;
         int64_t n = 0;
         for (int i = 0; i < EXL_TRELLIS_MAX_PARTS; ++i) {
             const ExlTrellisInputs& part = args_.parts[std::min(first + i, last - 1)];
+            const uint32_t first_group = groups;
             if (first + i < last) {
-                finish_.parts[first + i].sums.first_group = groups;
                 groups += static_cast<uint32_t>(ceil_div(part.matrix->n, columns));
                 n += part.matrix->n;
             }
             const Target target(part);
             // The inputs of a chunk of 32 rows are contiguous.
-            const int64_t skipped = static_cast<int64_t>(first_row / kBatchRows) *
-                                    exl_cuda_trellis_inputs_bytes(part.form, kBatchRows, one.k);
+            const int64_t skipped = halves_bytes(first_row / kBatchRows * kBatchRows, target.k);
             work.parts[i] = {
-                reinterpret_cast<const uint8_t*>(part.matrix->words),
-                static_cast<const uint8_t*>(part.out) + skipped, target.scales,
-                static_cast<uint32_t>(part.matrix->n / kUnitColumns), groups
+                reinterpret_cast<const uint8_t*>(part.matrix->words), target.out + skipped,
+                target.scales, static_cast<uint32_t>(part.matrix->n / kUnitColumns), first_group,
+                groups
             };
         }
-        const uint32_t items = groups * k_units;
-        const int per = batch ? 1 : blocks_per_processor(one, rows);
+        const uint32_t group_items = batch ? k_units : 2 * k_units, items = groups * group_items;
+        const ExlTrellisInputs& one = args_.parts[first];
+        const int per =
+            batch ? 1 : decode_blocks(one.matrix->tile_words, one.form == EXL_TRELLIS_INTEGERS);
         const uint32_t blocks = std::min(items, static_cast<uint32_t>(per * info_.multiprocessors));
-        if (static_cast<uint64_t>(items + 1) * blocks >= (1ull << 32)) return cudaErrorInvalidValue;
-        work.division = {items, blocks, static_cast<uint32_t>(k_units)};
+        if (static_cast<uint64_t>(groups) * group_items >= (1ull << 31)) {
+            return cudaErrorInvalidValue;
+        }
+        work.division = Division(items, blocks, group_items);
         work.sums = free_;
         work.m = rows;
-        work.set_items = k_units;
         free_ += slot_floats(n, last - first, batch, info_.multiprocessors);
         const auto* end = static_cast<const char*>(args_.workspace) + args_.workspace_bytes;
         if (reinterpret_cast<const char*>(free_) > end) return cudaErrorInvalidValue;
         for (int i = first; i < last; ++i) {
-            Sums& sums = finish_.parts[i].sums;
-            sums.from = work.sums, sums.division = work.division;
-            sums.columns = columns, sums.rows = batch ? kBatchRows : kDecodeRows;
+            finish_.parts[i].sums = {
+                work.sums, work.division, work.parts[i - first].first_group, columns,
+                batch ? kBatchRows : kDecodeRows
+            };
         }
-        return launch_product(one, batch, work, stream);
+        return launch_product(args_.parts[first], work, stream);
     }
 
     const ExlTrellisLinear& args_;
@@ -189,6 +184,8 @@ FinishArgs finish_of(const ExlTrellisLinear& args) {
         FinishPart& part = finish.parts[i];
         part.svh = static_cast<const __half*>(w.svh), part.bias = w.bias;
         part.n = w.n, part.first_out = w.first_out, part.out_features = w.out_features;
+        part.k_blocks = w.k / EXL_TRELLIS_BLOCK;
+        if (args.sums[i] == nullptr) part.input_sums = Target(args.parts[i]).sums;
         if (i > 0 && !is_gated) {
             const FinishPart& before = finish.parts[i - 1];
             part.first_block = before.first_block + before.n / EXL_TRELLIS_BLOCK;

@@ -51,15 +51,33 @@ __global__ void __launch_bounds__(kWarps* kWarp) prepare_kernel(
     if (task < tasks) load_weights();
     wait_for_inputs();
     const X* x = static_cast<const X*>(args.x) + row * args.x_stride;
-    float factor = 1.0f;
+    const auto load = [&](float (&v)[kValues]) {
+        const Target& to = args.to[task / args.blocks];
+        const int block = task % args.blocks;
+        if (block >= to.blocks) return;
+        const int first = EXL_TRELLIS_BLOCK * block + kValues * lane - to.first_in;
+        const bool is_aligned = args.is_aligned && to.first_in % kVector == 0;
+        load_values(x, first, args.features, is_aligned, v);
+    };
+    float factor = 1.0f, v[kValues];
+    if (task < tasks) load(v);  // together with the row
     if constexpr (has_norm) {
+        const bool is_whole = args.is_aligned && args.features % kVector == 0;
         float squares = 0.0f;
-        for (int i = kVector * threadIdx.x; i < args.features; i += kVector * kWarps * kWarp) {
+        const auto add = [&](int i, bool whole) {
             float values[kVector];
-            const bool is_whole = args.is_aligned && i + kVector <= args.features;
-            load_floats(x + i, args.features - i, is_whole, values);
+            load_floats(x + i, args.features - i, whole, values);
 #pragma unroll
             for (float one : values) squares += one * one;
+        };
+        constexpr int kStride = kVector * kWarps * kWarp;
+        if (is_whole) {  // a loop without branches, so that loads overlap
+#pragma unroll 4
+            for (int i = kVector * threadIdx.x; i < args.features; i += kStride) add(i, true);
+        } else {
+            for (int i = kVector * threadIdx.x; i < args.features; i += kStride) {
+                add(i, args.is_aligned && i + kVector <= args.features);
+            }
         }
         factor = rsqrtf(block_sum<kWarps>(squares, partial) / args.features + args.eps);
     }
@@ -67,10 +85,6 @@ __global__ void __launch_bounds__(kWarps* kWarp) prepare_kernel(
         const int block = task % args.blocks;
         const Target& to = args.to[task / args.blocks];
         if (block < to.blocks) {
-            float v[kValues];
-            const int first = EXL_TRELLIS_BLOCK * block + kValues * lane - to.first_in;
-            const bool is_aligned = args.is_aligned && to.first_in % kVector == 0;
-            load_values(x, first, args.features, is_aligned, v);
             if constexpr (has_norm) {
 #pragma unroll
                 for (int i = 0; i < kValues; ++i) v[i] *= norm[i];
@@ -78,7 +92,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) prepare_kernel(
             prepare_block(to, row, block, v, suh, factor, lane);
         }
         task += stride;
-        if (task < tasks) load_weights();
+        if (task < tasks) load_weights(), load(v);
     }
 }
 
@@ -94,7 +108,7 @@ extern "C" int64_t exl_cuda_trellis_inputs_bytes(int32_t form, int32_t rows, int
         return ceil_div(rows, kSetRows) * blocks * (1024 + kSetRows * sizeof(float2));
     }
     if (form == EXL_TRELLIS_HALVES) {
-        return ceil_div(rows, 32) * blocks * kSteps * row_tiles(rows) * 512;
+        return halves_bytes(rows, k) + rows * blocks * static_cast<int64_t>(sizeof(float));
     }
     return 2ll * rows * k;
 }

@@ -15,10 +15,16 @@ constexpr float kLargest = 127 * 256;               // integer
 
 inline __host__ __device__ int row_tiles(int rows) { return rows <= 8 ? 1 : 4; }
 
+// Bytes of the float16 numbers of the form `halves`, which sums follow.
+inline int64_t halves_bytes(int rows, int k) {
+    return ceil_div(rows, 32) * (k / EXL_TRELLIS_BLOCK) * kSteps * row_tiles(rows) * 512;
+}
+
 // Where prepared inputs go.
 struct Target {
     uint8_t* out;
     float2* scales;  // of integers
+    float* sums;     // of halves for MUL1: [rows][blocks], else null
     const __half* suh;
     int form;
     int row_tiles;
@@ -29,6 +35,7 @@ struct Target {
     __host__ explicit Target(const ExlTrellisInputs& to)
         : out(static_cast<uint8_t*>(to.out)),
           scales(nullptr),
+          sums(nullptr),
           suh(static_cast<const __half*>(to.matrix->suh)),
           form(to.form),
           row_tiles(trellis::row_tiles(to.rows)),
@@ -38,6 +45,9 @@ struct Target {
           in_features(to.matrix->in_features) {
         const int64_t sets = ceil_div(to.rows, kSetRows);
         scales = reinterpret_cast<float2*>(out + sets * blocks * 1024);
+        if (form == EXL_TRELLIS_HALVES && to.matrix->codebook == EXL_CODEBOOK_MUL1) {
+            sums = reinterpret_cast<float*>(out + halves_bytes(to.rows, k));
+        }
     }
 };
 
@@ -134,6 +144,7 @@ __device__ __forceinline__ void store_block(
         }
         return;
     }
+    float sum = 0.0f;  // of the rounded numbers
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
         const uint32_t pair = half_pair(v[2 * p] * factor, v[2 * p + 1] * factor);
@@ -147,6 +158,12 @@ __device__ __forceinline__ void store_block(
             at = 2 * (static_cast<int64_t>(row) * to.k + EXL_TRELLIS_BLOCK * block + place);
         }
         *reinterpret_cast<uint32_t*>(to.out + at) = pair;
+        const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&pair));
+        sum += rounded.x + rounded.y;
+    }
+    if (to.sums != nullptr) {
+        sum = warp_sum(sum);
+        if (lane == 0) to.sums[static_cast<int64_t>(row) * to.blocks + block] = sum;
     }
 }
 

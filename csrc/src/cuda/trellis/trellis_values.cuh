@@ -18,6 +18,7 @@ constexpr int kUnitTiles = 4;  // tiles across the columns of a unit
 // Value of MUL1 without its rounding: kAlpha * (t - kZero).
 constexpr float kAlpha = 1774.0f / 262144.0f;
 constexpr float kZero = 510.26833f;  // 1329 / 128 / kAlpha - 1024
+constexpr float kRawZero = 1024.0f + kZero;  // of raw_fragment_of
 
 __host__ __device__ constexpr int step_bytes(int tile_words) { return 16 * tile_words; }
 __host__ __device__ constexpr int unit_bytes(int tile_words) { return kSteps * 16 * tile_words; }
@@ -80,19 +81,22 @@ __device__ __forceinline__ uint32_t product_of(uint32_t state) {
     return pair;
 }
 
+// Bits of the float16 number 1024 + t, for a state of MUL1.
+__device__ __forceinline__ uint32_t number_of_mul1(uint32_t state) {
+    return __dp4a(product_of<EXL_CODEBOOK_MUL1>(state), 0x01010101u, 0x6400u);
+}
+
 // Exact values of two states, as float16.
 template <int kCodebook>
 __device__ __forceinline__ uint32_t values_of(uint32_t first, uint32_t second) {
-    const uint32_t x = product_of<kCodebook>(first), y = product_of<kCodebook>(second);
     __half2 values;
     if constexpr (kCodebook == EXL_CODEBOOK_MUL1) {
-        // 0x6400 + t are the bits of the float16 number 1024 + t.
-        const uint32_t t = __dp4a(x, 0x01010101u, 0x6400u), u = __dp4a(y, 0x01010101u, 0x6400u);
-        const uint32_t pair = __byte_perm(t, u, 0x5410);
+        const uint32_t pair = __byte_perm(number_of_mul1(first), number_of_mul1(second), 0x5410);
         const __half2 scale = __half2half2(__ushort_as_half(0x1EEE));
         const __half2 offset = __half2half2(__ushort_as_half(0xC931));
         values = __hfma2(*reinterpret_cast<const __half2*>(&pair), scale, offset);
     } else {
+        const uint32_t x = product_of<kCodebook>(first), y = product_of<kCodebook>(second);
         const uint32_t low = __byte_perm(x, y, 0x5410), high = __byte_perm(x, y, 0x7632);
         // The intrinsic that no compiler fuses.
         values = __hadd2_rn(
@@ -111,6 +115,25 @@ __device__ __forceinline__ void fragment_of(
     a[1] = values_of<kCodebook>(states[4], states[5]);
     a[2] = values_of<kCodebook>(states[2], states[3]);
     a[3] = values_of<kCodebook>(states[6], states[7]);
+}
+
+// A operand of mma.m16n8k16 without the scale, the offset and the rounding of MUL1: it has 1024 + t
+// instead of kAlpha * (t - kZero). Exact values of the other codebooks.
+template <int kCodebook>
+__device__ __forceinline__ void raw_fragment_of(
+    const uint32_t (&states)[kPositions], uint32_t (&a)[4]
+) {
+    if constexpr (kCodebook != EXL_CODEBOOK_MUL1) {
+        fragment_of<kCodebook>(states, a);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int first = 4 * (i % 2) + 2 * (i / 2);
+            a[i] = __byte_perm(
+                number_of_mul1(states[first]), number_of_mul1(states[first + 1]), 0x5410
+            );
+        }
+    }
 }
 
 // c [16, 8] int32 += a [16, 32] uint8 (row-major) * b [32, 8] int8 (column-major).

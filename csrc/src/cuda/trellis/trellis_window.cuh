@@ -66,11 +66,18 @@ EXL_HD uint32_t bytes_of(uint32_t x, uint32_t y, uint32_t selector) {
 
 // 16 bits of the stream (before, high, low) that end `shift` bits above the end of `low`, as a
 // number. `shift` is a constant after unrolling.
+//
+// A left shift puts the bits at whole bytes, and a permutation moves them to the low half. Left
+// shifts can run on the pipeline of the multiplications, and those by the same count are shared. A
+// right shift and a mask would both take the pipeline of the logical operations, which limits the
+// kernels.
 EXL_HD uint32_t state_at(uint32_t before, uint32_t high, uint32_t low, int shift) {
-    if (shift >= 32) return state_at(0, before, high, shift - 32);
-    if (shift == 16) return low >> 16;
-    if (shift == 8) return bytes_of(low, 0, 0x4421);  // one instruction
-    return (shift < 16 ? low >> shift : funnel_right(low, high, shift)) & 0xffff;
+    // The bits are in one word: `low`, `high`, or one across the border of two words.
+    if (shift > 32) return state_at(0, before, high, shift - 32);
+    const uint32_t word = shift > 16 ? bytes_of(low, high, 0x5432) : low;
+    const int in_word = shift > 16 ? shift - 16 : shift;  // 0 .. 16
+    const int left = (8 - in_word % 8) % 8, byte = (in_word + left) / 8;
+    return bytes_of(word << left, 0, 0x4400 | (byte + 1) << 4 | byte);
 }
 
 // Bits of one tile for a lane: the stream (before, high, low) ends with its piece, `kPad` bits
@@ -143,19 +150,8 @@ EXL_HD void states_of(const Window& window, uint32_t (&states)[kPositions]) {
     using R = Rate<kTileWords>;
     // The piece ends this many bits above the end of `low`.
     constexpr int kPad = R::kBits >= 20 && R::kBits < 32 ? 32 - R::kBits : 0;
-    if constexpr (R::kBits == 32) {
-        // Shifts are multiples of 4. One shift by 4 bits makes half of them whole bytes.
-        const uint32_t shifted = funnel_right(window.low, window.high, 4);
-        states[0] = state_at(0, window.high, window.low, 28);
 #pragma unroll
-        for (int j = 2; j < kPositions; j += 2) states[j] = state_at(0, 0, shifted, 24 - 4 * j);
-#pragma unroll
-        for (int j = 1; j < kPositions; j += 2) {
-            states[j] = state_at(0, window.high, window.low, 28 - 4 * j);
-        }
-    }
-#pragma unroll
-    for (int j = 0; R::kBits != 32 && j < kPositions; ++j) {
+    for (int j = 0; j < kPositions; ++j) {
         const int shift = kPad + R::kBits - R::end(j);
         states[j] = state_at(window.before, window.high, window.low, shift);
     }

@@ -32,6 +32,9 @@ from exl_kernels import cuda
 DECODE_ROWS = 8
 """Largest number of rows of the decode kernel."""
 
+INTEGER_ROWS = 4
+"""Largest number of rows that the decode kernel multiplies as integers, with codes of mul1."""
+
 SCRATCH_HALVES = 48 << 20
 """Largest slice of decoded weights, in float16 numbers. There are two such buffers."""
 
@@ -144,7 +147,7 @@ class Trellis:
             form = "halves"
             if self._gpu.is_invariant and self._max_rows > DECODE_ROWS:
                 form_rows = max(rows, DECODE_ROWS + 1)
-            elif rows <= DECODE_ROWS and w.layout.codebook == "mul1":
+            elif rows <= INTEGER_ROWS and w.layout.codebook == "mul1":
                 form = "integers"
         number = FORMS[form]
         size = self._gpu.size("trellis_inputs_bytes", number, form_rows, w.layout.stored_in)
