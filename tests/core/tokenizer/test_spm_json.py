@@ -92,6 +92,19 @@ def test_a_directory_with_both_files_reads_alike(
             assert after.decode(ids) == before.decode(ids)
 
 
+def test_ids_of_a_real_vocabulary_are_the_same(
+    gemma3_tokenizer: Tokenizer, awkward_texts: list[str]
+) -> None:
+    content = written(gemma3_tokenizer)
+    assert content is not None
+    backend = Backend.from_str(content.decode())
+    bos = gemma3_tokenizer.bos_id
+    for text in (text for text in awkward_texts if MARK not in text):
+        ids = gemma3_tokenizer.encode(text, add_bos=False, allow_special=True)
+        assert backend.encode(text, add_special_tokens=False).ids == ids
+        assert backend.encode(text).ids == [bos, *ids]
+
+
 @pytest.mark.parametrize(
     "options",
     [
