@@ -6,8 +6,14 @@ import pytest
 import torch
 
 from exl_core.convert.gptq import Factor, Variant, factorize, quantize_columns
+from exl_core.convert.hessian import InputStatistics
+from exl_core.convert.plan import ConvertOptions, TrellisCodes
 from exl_core.convert.replay import CAPTURE_AT_CALL
 from exl_core.convert.scales import group_scales
+from exl_core.convert.trellis import Exl3Quantizer
+from exl_core.formats.codecs.exl3 import layout as exl3
+from exl_core.formats.codecs.exl3.layout import Exl3Linear
+from exl_core.ops.weights import Codebook
 
 pytestmark = pytest.mark.cuda
 
@@ -52,3 +58,38 @@ def test_quantized_columns_are_the_same_in_every_run() -> None:
         ):
             assert torch.equal(codes, old_codes)
             assert torch.equal(largest, old_largest)
+
+
+@pytest.mark.parametrize(
+    ("rate", "codebook"), [(1, "3inst"), (2.5, "mul1"), (4, "mcg"), (7, "mul1")]
+)
+def test_trellis_codes_decode_to_the_same_values(rate: float, codebook: Codebook) -> None:
+    generator = torch.Generator().manual_seed(int(2 * rate))
+    shape = (384 // 16, 256 // 16, int(16 * rate))
+    trellis = torch.randint(-(1 << 15), 1 << 15, shape, generator=generator).to(torch.int16)
+    suh, svh = (torch.randn(n, generator=generator).half() for n in (384, 256))
+    near = Exl3Linear(trellis, suh, svh, codebook)
+    far = near.to(torch.device("cuda"))
+
+    codes = exl3.decode_tiles(far.trellis, codebook)
+    dense = exl3.dequantize(far, 128, 256)
+
+    assert torch.equal(codes.cpu(), exl3.decode_tiles(trellis, codebook))
+    # Sums of 128 float64 values in another order, rounded to float32.
+    torch.testing.assert_close(dense.cpu(), exl3.dequantize(near, 128, 256), rtol=1e-6, atol=1e-7)
+
+
+def test_a_quantized_matrix_is_decoded_where_it_was_quantized() -> None:
+    k, n = 200, 72
+    generator = torch.Generator().manual_seed(9)
+    x = torch.randn(600, k, generator=generator)
+    weight = torch.randn(n, k, generator=generator).cuda()
+    statistics = InputStatistics((x.T @ x / len(x)).cuda(), None)
+    quantizer = Exl3Quantizer(statistics, "a", ConvertOptions(format="exl3"), {})
+
+    matrix = quantizer.quantize("a", weight, TrellisCodes(3, "mul1"))
+
+    assert matrix.weight.device == weight.device
+    stored = exl3.dequantize(exl3.check(matrix.pieces, "a"), 0, 128)[:k, :n].T
+    torch.testing.assert_close(matrix.weight.cpu(), stored, rtol=1e-6, atol=1e-7)
+    assert (matrix.weight - weight).norm() < 0.3 * weight.norm()

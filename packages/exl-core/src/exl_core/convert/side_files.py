@@ -25,6 +25,7 @@ from exl_core.tokenizer.base import Tokenizer
 from exl_core.tokenizer.detect import TOKENIZER_JSON, TOKENIZER_MODEL, load_tokenizer
 from exl_core.tokenizer.hf_json import LibraryTokenizer
 from exl_core.tokenizer.spm import SentencePieceTokenizer
+from exl_core.tokenizer.spm_json import tokenizer_json
 
 WEIGHT_SUFFIXES = (
     *(".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"),
@@ -168,15 +169,29 @@ def _roles(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def _tokenizer_file(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The tokenizer library's own file. The tokenizer was already built from the metadata."""
+    """The tokenizer library's own file. The tokenizer was already built from the metadata. Most
+    programs, exllamav3 among them, read `tokenizer.json` only."""
     match tokenizer:
         case LibraryTokenizer():
             backend = Backend.from_str(tokenizer.as_json())
             backend.decoder = decoders.ByteLevel()
             return {TOKENIZER_JSON: backend.to_str(pretty=True).encode()}
         case SentencePieceTokenizer():
-            return {TOKENIZER_MODEL: tokenizer.as_model()}
+            files, content = {TOKENIZER_MODEL: tokenizer.as_model()}, tokenizer_json(tokenizer)
+            if content is not None and _reads_alike(content, tokenizer):
+                files[TOKENIZER_JSON] = content
+            return files
     raise TokenizerError("this tokenizer cannot be written", where=tokenizer.where)
+
+
+def _reads_alike(content: bytes, tokenizer: Tokenizer) -> bool:
+    """Whether the library reads the probes as the tokenizer, from this `tokenizer.json`."""
+    backend = Backend.from_str(content.decode())
+    return all(
+        backend.encode(text, add_special_tokens=False).ids
+        == tokenizer.encode(text, allow_special=True)
+        for text in PROBES
+    )
 
 
 def _json(content: Mapping[str, object], quantization: Mapping[str, object] | None = None) -> bytes:

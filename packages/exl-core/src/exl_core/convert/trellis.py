@@ -97,8 +97,9 @@ class Exl3Quantizer:
         if layout.codebook != "3inst":
             multiplier = torch.tensor(exl3.MULTIPLIERS[layout.codebook])
             pieces[layout.codebook] = multiplier.to(torch.int32)  # as a signed number
-        # The weights that readers of these tensors see.
-        stored = exl3.check(pieces, name)
+        # The weights that readers of these tensors see. One CPU core would take 0.2 s or more to
+        # decode a matrix, longer than a GPU takes to quantize it.
+        stored = exl3.check(pieces, name).to(source.device)
         result = exl3.dequantize(stored, 0, stored.out_features)[:k, :n].to(source)
         report = MatrixReport(
             name,

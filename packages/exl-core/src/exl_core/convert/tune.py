@@ -290,7 +290,7 @@ class _TunedModel:
         features = torch.arange(row.shape[1])
         if f"{stem}.trellis" in tensors:
             parts = {p: tensors[f"{stem}.{p}"] for p in exl3.PARTS if f"{stem}.{p}" in tensors}
-            layer = exl3.check(parts, stem)
+            layer = exl3.check(parts, stem).to(device)
             dense = exl3.dequantize(layer, 0, layer.out_features)[: row.shape[1]]
             factors = {f"{stem}.suh": row.shape[1], f"{stem}.svh": row.shape[0]}
             if row.kind is Kind.HEAD:  # `_divergence` has no factors of outputs

@@ -69,6 +69,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._vocab_size = 1 + max(known)
         probe: str = processor.normalize("a  a")
         self._adds_space = probe.startswith(META_SPACE)
+        self._prefixes_every_run = prefixes_every_run
         self._folds_spaces = probe.count(META_SPACE) - self._adds_space == 1
         self._continuation = processor
         if self._adds_space and not prefixes_every_run:
@@ -85,6 +86,12 @@ class SentencePieceTokenizer(Tokenizer):
         if self._folds_spaces:
             return sys.maxsize
         return 1 if self._adds_space else 0
+
+    @property
+    def adds_space(self) -> bool | None:
+        """Whether the model adds a space before each text between special tokens. None: only before
+        a text at the start."""
+        return self._adds_space if self._prefixes_every_run or not self._adds_space else None
 
     def as_model(self) -> bytes:
         """Content of `tokenizer.model`: the library's model, without added tokens."""

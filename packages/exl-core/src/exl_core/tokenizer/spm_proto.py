@@ -106,6 +106,21 @@ def text_rules(model: bytes) -> TextRules:
     )
 
 
+def pieces_of(model: bytes) -> list[tuple[str, float, PieceType]]:
+    """Text, score and type of each piece of a serialized model, by id."""
+    kinds: dict[object, PieceType] = {int(kind): kind for kind in PieceType}
+    found: list[tuple[str, float, PieceType]] = []
+    for field, value in _fields(model):
+        if field != 1 or not isinstance(value, bytes):
+            continue
+        piece = dict(_fields(value))
+        text, score = piece.get(1, b""), piece.get(2, b"\0\0\0\0")
+        assert isinstance(text, bytes), "sentencepiece has read the model before"
+        assert isinstance(score, bytes), "sentencepiece has read the model before"
+        found.append((text.decode(), struct.unpack("<f", score)[0], kinds[piece.get(3, 1)]))
+    return found
+
+
 def _fields(message: bytes) -> Iterator[tuple[int, object]]:
     """Yields number and value of each field: an int for varints, bytes for all other kinds."""
     position = 0

@@ -71,6 +71,11 @@ class Exl3Linear:
     def tile_words(self) -> int:
         return self.trellis.shape[2]
 
+    def to(self, device: torch.device) -> Exl3Linear:
+        """The same layer with its tensors on `device`."""
+        tensors = (x.to(device) for x in (self.trellis, self.suh, self.svh))
+        return Exl3Linear(*tensors, self.codebook)
+
 
 def rate_of(tile_words: int) -> float | None:
     """Bits per weight of tiles with this number of 16-bit words; None if no rate has it."""
@@ -253,17 +258,22 @@ def hadamard() -> Tensor:
     return h / math.sqrt(HADAMARD)
 
 
+@cache
+def _hadamard_like(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return hadamard().to(device, dtype)
+
+
 def rotate(x: Tensor) -> Tensor:
     """H applied to the last dimension, in blocks of 128. Keeps the dtype, float32 or float64."""
     blocks = x.reshape(*x.shape[:-1], -1, HADAMARD)
-    rotated: Tensor = (blocks @ hadamard().to(x)).view(x.shape)
+    rotated: Tensor = (blocks @ _hadamard_like(x.dtype, x.device)).view(x.shape)
     return rotated
 
 
 def dequantize(linear: Exl3Linear, first: int, last: int) -> Tensor:
     """Columns first .. last - 1, whole blocks of 128, float32 [in_features, last - first].
 
-    Computed in float64, so that the conversion is the only rounding.
+    Computed in float64 on the device of the tensors, so that the conversion is the only rounding.
     """
     tiles = linear.trellis[:, first // TILE : last // TILE]
     rotated = decode_tiles(tiles, linear.codebook).double()
