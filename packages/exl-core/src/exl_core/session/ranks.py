@@ -20,7 +20,7 @@ import torch
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import free_memory_bytes
-from exl_core.errors import ExlError, RequestError
+from exl_core.errors import ExlError, RankError, RequestError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.ops.table import OpTable
 from exl_core.parallel.checkpoint import ShardedCheckpoint
