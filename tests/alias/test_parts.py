@@ -198,6 +198,23 @@ def test_sizes_of_gpus_mean_nothing_on_the_cpu(
     assert capsys.readouterr().err.count("gpu_split: is not used") == 1
 
 
+@pytest.mark.parametrize(
+    ("gpus", "sizes", "expected"),
+    [
+        (1, [2**-10, 20], {"split": "0.001049"}),
+        (1, [0, 20], {}),
+        (2, [0, 20, 24], {"split": "0.000000,21.474836"}),
+    ],
+)
+def test_sizes_of_gpus_that_do_not_exist_are_left_out(
+    old: Any, gpus: int, sizes: list[float], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = old.ExLlamaV2(old.ExLlamaV2Config("/mnt/models/some-model"))
+    monkeypatch.setattr(type(model.config), "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert model._split_fields(sizes) == expected
+
+
 def test_parallel_loading_divides_the_model_among_processes(
     old: Any,
     parts: tuple[Any, Any, Any],

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from alias.originals import errors_of, run_exec
 
@@ -132,4 +133,5 @@ def test_text_generation(run_program: Run, capsys: pytest.CaptureFixture[str]) -
     assert found["several"] == found["again"]
     assert len(found["several"]) == 4
     err = capsys.readouterr().err
-    assert err.count("gpu_split:") == err.count("load_tp:") == 1
+    warnings = 0 if torch.cuda.device_count() > 1 else 1  # the program divides over three GPUs
+    assert err.count("gpu_split:") == err.count("load_tp:") == warnings

@@ -175,6 +175,9 @@ class ExLlamaV2:
             return {}
         if self.config.is_on_gpu():
             own = sizes[: torch.cuda.device_count()]  # exllamav2 uses GPUs in order, as needed
+            if not any(size > 0 for size in own):
+                warn_once("gpu_split", "is not used: it has no size for a GPU of this machine")
+                return {}
             return {"split": ",".join(f"{max(0.0, size) * 2**30 / 1e9:.6f}" for size in own)}
         if sum(size > 0 for size in sizes) > 1:
             warn_once("gpu_split", "is not used: the model runs on the CPU")
