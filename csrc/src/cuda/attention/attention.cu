@@ -72,7 +72,6 @@ extern "C" int exl_cuda_attention(const ExlAttention* args, const ExlCache* cach
     params.past_lens = args->past_lens;
     params.table_stride = args->table_stride;
     params.window = args->window;
-    params.is_invariant = args->is_invariant != 0;
     const bool is_capped = args->softcap > 0.0f;
     params.scale = kLog2e * args->scale * (is_capped ? 2.0f / args->softcap : 1.0f);
     params.cap = is_capped ? kLog2e * args->softcap : 0.0f;
@@ -80,15 +79,15 @@ extern "C" int exl_cuda_attention(const ExlAttention* args, const ExlCache* cach
     params.is_shared = cache->key_cache == cache->value_cache;
     params.first_value = params.d > kWideHead ? kSharedRow - kWideHead : 0;
     const AttentionSize size = {args->seqs,       args->max_rows,       args->max_keys,
-                                cache->key_dtype, cache->value_dtype,   params.is_invariant,
+                                cache->key_dtype, cache->value_dtype,   args->is_invariant != 0,
                                 args->workspace,  args->workspace_bytes};
     if (cache->head_dim > kMaxHead) {
         return params.is_shared ? attend_shared(params, size, stream)
                                 : attend_wide(params, size, stream);
     }
+    if (size.is_invariant) return attend_invariant(params, size, stream);
     if (args->max_rows > kDecodeRows) {
-        const auto attend = params.is_invariant ? attend_prompt : attend_prefill;
-        const cudaError_t error = attend(params, size, stream);
+        const cudaError_t error = attend_prefill(params, size, stream);
         // A single long sequence leaves nothing for the decode kernel.
         if (error != cudaSuccess || (args->seqs == 1 && args->rows > kDecodeRows)) return error;
     }

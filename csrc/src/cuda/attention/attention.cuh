@@ -42,8 +42,7 @@ struct AttentionParams {
     float scale;
     float cap;           // soft-cap times log2(e); 0: none
     const float* sinks;  // [q_heads], or null: none
-    bool is_invariant;
-    bool is_shared;   // each cache row is a key and a value
+    bool is_shared;      // each cache row is a key and a value
     int first_value;  // first element of a row that has a result; not 0 in attention_wide.cuh only
     // Set by the decode kernel's launch only.
     int first_item;  // number of the tile of rows whose blockIdx.z is 0
@@ -74,8 +73,10 @@ constexpr int64_t kInvariantVectors = 65536;  // in the batch-invariant mode
 
 cudaError_t attend_decode(AttentionParams params, const AttentionSize& size, void* stream);
 cudaError_t attend_prefill(const AttentionParams& params, const AttentionSize& size, void* stream);
-// The same as attend_prefill in the batch-invariant mode.
-cudaError_t attend_prompt(const AttentionParams& params, const AttentionSize& size, void* stream);
+// Any number of rows, in the batch-invariant mode.
+cudaError_t attend_invariant(
+    const AttentionParams& params, const AttentionSize& size, void* stream
+);
 // Heads of more than kMaxHead elements; any number of rows.
 cudaError_t attend_wide(const AttentionParams& params, const AttentionSize& size, void* stream);
 // The same for rows of up to kSharedRow elements that are keys and values at once.

@@ -23,7 +23,7 @@ struct WorkItem {
     int begin;  // this block's steps are begin .. end - 1
     int end;
     // Batch-invariant mode: steps of each chain of the partition, and the first step of the first
-    // one. Otherwise 0.
+    // one.
     int chain_steps;
     int first_step;
 };
@@ -35,8 +35,9 @@ struct WarpSteps {
 
 // Normally the warps take turns. In the batch-invariant mode each takes a chain, of which the steps
 // before work.begin are left out: no row sees their keys.
+template <bool is_invariant>
 __device__ __forceinline__ WarpSteps steps_of(const WorkItem& work, int warp, int warps) {
-    if (work.chain_steps == 0) return {work.begin + warp, warps, work.end};
+    if constexpr (!is_invariant) return {work.begin + warp, warps, work.end};
     const int first = work.first_step + warp * work.chain_steps;
     const int end = warp == warps - 1 ? work.end : min(work.end, first + work.chain_steps);
     return {max(work.begin, first), 1, end};
@@ -56,6 +57,7 @@ __device__ __forceinline__ void set_partition(WorkItem& work, int step_keys, int
     work.first_step = partition_begin(split) / step_keys;
 }
 
+template <bool is_invariant>
 __device__ __forceinline__ WorkItem work_item_of(
     const AttentionParams& params, int queries, int step_keys, int warps
 ) {
@@ -74,7 +76,7 @@ __device__ __forceinline__ WorkItem work_item_of(
     work.first_position = work.past_len + first;
     work.end_key = work.first_position + work.rows;
     work.begin_key = params.window > 0 ? max(0, work.first_position - params.window + 1) : 0;
-    if (params.is_invariant) {
+    if constexpr (is_invariant) {
         set_partition(work, step_keys, warps);
         return work;
     }
@@ -99,7 +101,7 @@ __device__ __forceinline__ const int32_t* pages_of(
 }
 
 // Each warp prefetches the keys and values of its own steps (no producer warp).
-template <int key_type, int value_type, int width, bool has_producer>
+template <int key_type, int value_type, int width, bool has_producer, bool is_invariant>
 class StepCopies {
     using Shape = DecodeShape<key_type, value_type, width, 1>;
     static constexpr int kKeys = Shape::kKeys;
@@ -114,7 +116,7 @@ class StepCopies {
           pages_(pages_of(params, work)),
           staged_(staged + warp * params.stages * Shape::kStepBytes),
           lane_(lane),
-          steps_(steps_of(work, warp, warps)),
+          steps_(steps_of<is_invariant>(work, warp, warps)),
           copy_stage_(params.stages - 1) {
         if (params.d == width) return;
         clear(staged_, params.stages * Shape::kStepBytes, lane, kWarp);
@@ -197,8 +199,8 @@ class StepCopies {
 // A producer warp copies for all warps that compute. This requires that the keys of a step, and its
 // values, are contiguous in the cache exactly as they are staged, so that one bulk copy each is
 // enough. Every stage of every warp has two mbarriers: the stage is full; the stage is free.
-template <int key_type, int value_type, int width>
-class StepCopies<key_type, value_type, width, true> {
+template <int key_type, int value_type, int width, bool is_invariant>
+class StepCopies<key_type, value_type, width, true, is_invariant> {
     using Shape = DecodeShape<key_type, value_type, width, 1>;
     static constexpr int kStartBarrier = 1;  // named barrier of the block
 
@@ -226,27 +228,21 @@ class StepCopies<key_type, value_type, width, true> {
         const int32_t* pages = pages_of(params_, work_);
         const bool is_reread = work_.end_key - work_.begin_key <= kL2Keys;
         const uint64_t hint = is_reread ? kEvictNormal : kEvictFirst;
-        // In the batch-invariant mode the last warp may have a longer chain, and its steps end last.
-        const bool has_chains = work_.chain_steps > 0;
-        const int more = has_chains ? steps_of(work_, warps_ - 1, warps_).begin : work_.begin;
-        const int rounds = max(work_.chain_steps, work_.end - more);
-        int stage = 0;
+        if constexpr (is_invariant) {
+            produce_chains(pages, hint);
+            return;
+        }
+        int warp = 0, stage = 0;
         uint32_t parity = 1;  // of the phase before a barrier's first one, which counts as complete
         bool has_inputs = false;
-        for (int round = 0; round < rounds; ++round) {
-            for (int warp = 0; warp < warps_; ++warp) {
-                const WarpSteps steps = steps_of(work_, warp, warps_);
-                const int step = steps.begin + round * steps.stride;
-                if (step >= steps.end) {
-                    if (has_chains) continue;
-                    return;
-                }
-                if (!has_inputs && (step + 1) * Shape::kKeys > work_.past_len) {
-                    wait_for_inputs();
-                    has_inputs = true;
-                }
-                copy_step(step, warp, stage, parity, pages, hint);
+        for (int step = work_.begin; step < work_.end; ++step) {
+            if (!has_inputs && is_new(step)) {
+                wait_for_inputs();
+                has_inputs = true;
             }
+            copy_step(step, warp, stage, parity, pages, hint);
+            if (++warp < warps_) continue;
+            warp = 0;
             if (++stage < params_.stages) continue;
             stage = 0;
             parity ^= 1;
@@ -274,6 +270,41 @@ class StepCopies<key_type, value_type, width, true> {
     __device__ __forceinline__ void finish() const {}  // every copy has been waited for already
 
   private:
+    // True if the step has keys of this pass.
+    __device__ __forceinline__ bool is_new(int step) const {
+        return (step + 1) * Shape::kKeys > work_.past_len;
+    }
+    // Copies the first steps of all chains, those with new keys last: they are written by the
+    // previous kernel. The other steps follow, one of each chain in turn.
+    __device__ __forceinline__ void produce_chains(const int32_t* pages, uint64_t hint) const {
+        // Lane l holds the steps of warp l.
+        const WarpSteps own = steps_of<true>(work_, min(lane_, warps_ - 1), warps_);
+        const int rounds = static_cast<int>(
+            __reduce_max_sync(0xffffffffu, static_cast<unsigned>(max(own.end - own.begin, 0)))
+        );
+        const auto copy_rounds = [&](int first, int last, bool has_new, bool has_old) {
+            int stage = first % params_.stages;
+            uint32_t parity = first / params_.stages % 2 == 0 ? 1 : 0;
+#pragma unroll 1
+            for (int round = first; round < last; ++round) {
+#pragma unroll 1
+                for (int warp = 0; warp < warps_; ++warp) {
+                    const int step = __shfl_sync(0xffffffffu, own.begin, warp) + round;
+                    const int end = __shfl_sync(0xffffffffu, own.end, warp);
+                    const bool is_wanted = is_new(step) ? has_new : has_old;
+                    if (step < end && is_wanted) copy_step(step, warp, stage, parity, pages, hint);
+                }
+                if (++stage < params_.stages) continue;
+                stage = 0;
+                parity ^= 1;
+            }
+        };
+        const int ahead = min(rounds, params_.stages);
+        copy_rounds(0, ahead, false, true);
+        wait_for_inputs();
+        copy_rounds(0, ahead, true, false);
+        copy_rounds(ahead, rounds, true, true);
+    }
     __device__ __forceinline__ void copy_step(
         int step, int warp, int stage, uint32_t parity, const int32_t* pages, uint64_t hint
     ) const {

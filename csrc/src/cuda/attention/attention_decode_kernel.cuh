@@ -217,7 +217,7 @@ __device__ __forceinline__ int add_splits(
     return parts;
 }
 
-template <int key_type, int value_type, int width, int tiles, bool has_producer>
+template <int key_type, int value_type, int width, int tiles, bool has_producer, bool is_invariant>
 __global__ void __launch_bounds__(
     (kDecodeWarps + has_producer) * kWarp, width* tiles <= 128 ? 2 : 1
 ) decode_kernel(const AttentionParams params) {
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(
     const int warps = blockDim.x / kWarp - has_producer;  // warps that compute
     const int warp = uniform(threadIdx.x / kWarp);
     const int lane = threadIdx.x % kWarp;
-    const WorkItem work = work_item_of(params, kQueries, kStep, warps);
+    const WorkItem work = work_item_of<is_invariant>(params, kQueries, kStep, warps);
     if (work.splits == 0) {
         wait_for_inputs();
         return;
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(
     uint8_t* queries = shared;
     float* stats = reinterpret_cast<float*>(shared + Shape::kQueryBytes);
     uint8_t* staged = shared + Shape::kQueryBytes + Shape::kStatBytes + Shape::kBarrierBytes;
-    StepCopies<key_type, value_type, width, has_producer> copies(
+    StepCopies<key_type, value_type, width, has_producer, is_invariant> copies(
         params, work, staged, warp, warps, lane
     );
     if (has_producer && warp == warps) {
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(
     // First key that is within the windows of all rows.
     const int common_begin =
         params.window > 0 ? max(0, work.first_position + work.rows - params.window) : 0;
-    const WarpSteps steps = steps_of(work, warp, warps);
+    const WarpSteps steps = steps_of<is_invariant>(work, warp, warps);
     for (int step = steps.begin; step < steps.end; step += steps.stride) {
         uint8_t* rows = copies.acquire();
         const int first_key = step * kStep;
@@ -326,7 +326,7 @@ __global__ void __launch_bounds__(
         );
     }
     float* own_partials = partials == nullptr ? nullptr : partials + work.split * kQueries * width;
-    if (params.is_invariant) {
+    if constexpr (is_invariant) {
         merge_chains<width, kQueries>(
             results, stats, work.vectors, own_partials, partial_stats + work.split * kQueries,
             params, kv_head, warp, warps, lane
@@ -347,7 +347,7 @@ __global__ void __launch_bounds__(
     int parts = 1;
     if (work.splits > 1) {
         if (!arrives_last(params.counters + item, work.splits)) return;
-        if (params.is_invariant) {
+        if constexpr (is_invariant) {
             merge_partitions<width, kQueries, kMaxSplits>(
                 results, work.vectors, partials, partial_stats, work.first_split,
                 work.first_split + work.splits, params, kv_head, warp, warps, lane

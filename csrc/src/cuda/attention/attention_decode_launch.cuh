@@ -27,7 +27,7 @@ void fit_decode(int& warps, int& stages, const DeviceInfo& info) {
     while (warps > 1 && is_large()) warps /= 2;
 }
 
-template <int key_type, int value_type, int width, int tiles>
+template <int key_type, int value_type, int width, int tiles, bool is_invariant>
 cudaError_t launch_decode_kernel(
     const AttentionParams& params, const DeviceInfo& info, int warps, int items, void* stream
 ) {
@@ -43,15 +43,20 @@ cudaError_t launch_decode_kernel(
             info.capability == 90 && params.d == width && 1 << params.page_bits >= Shape::kKeys;
         if (has_producer) {
             return launch(
-                decode_kernel<key_type, value_type, width, tiles, true>, grid,
+                decode_kernel<key_type, value_type, width, tiles, true, is_invariant>, grid,
                 dim3((warps + 1) * kWarp), bytes, stream, params
             );
         }
     }
     return launch(
-        decode_kernel<key_type, value_type, width, tiles, false>, grid, dim3(warps * kWarp), bytes,
-        stream, params
+        decode_kernel<key_type, value_type, width, tiles, false, is_invariant>, grid,
+        dim3(warps * kWarp), bytes, stream, params
     );
+}
+
+inline void set_workspace(AttentionParams& params, const AttentionSize& size) {
+    params.counters = static_cast<unsigned*>(size.workspace);
+    params.partials = reinterpret_cast<float*>(params.counters + kCounters);
 }
 
 // Warps of a block in the batch-invariant mode, which are the chains of a partition: types and device
@@ -66,10 +71,11 @@ int invariant_warps(int& stages, const DeviceInfo& info) {
 
 // Batch-invariant mode: splits are partitions. A launch has as many tiles of rows as the workspace can hold partial results of.
 template <int key_type, int value_type, int width, int tiles>
-cudaError_t launch_partitions(
-    AttentionParams params, const AttentionSize& size, const DeviceInfo& info, void* stream
-) {
+cudaError_t launch_partitions(AttentionParams params, const AttentionSize& size, void* stream) {
     using Shape = DecodeShape<key_type, value_type, width, tiles>;
+    DeviceInfo info;
+    if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
+    set_workspace(params, size);
     const int warps = invariant_warps<key_type, value_type, width>(params.stages, info);
     const int tile_rows = Shape::kQueries / params.group;
     const int most_rows = std::min(size.max_rows, kDecodeRows);
@@ -84,7 +90,7 @@ cudaError_t launch_partitions(
     if (most < 1) return cudaErrorInvalidValue;
     for (int64_t first = 0; first < items; first += most) {
         params.first_item = static_cast<int>(first);
-        const cudaError_t error = launch_decode_kernel<key_type, value_type, width, tiles>(
+        const cudaError_t error = launch_decode_kernel<key_type, value_type, width, tiles, true>(
             params, info, warps, static_cast<int>(std::min<int64_t>(most, items - first)), stream
         );
         if (error != cudaSuccess) return error;
@@ -97,11 +103,7 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     using Shape = DecodeShape<key_type, value_type, width, tiles>;
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
-    params.counters = static_cast<unsigned*>(size.workspace);
-    params.partials = reinterpret_cast<float*>(params.counters + kCounters);
-    if (size.is_invariant) {
-        return launch_partitions<key_type, value_type, width, tiles>(params, size, info, stream);
-    }
+    set_workspace(params, size);
     const int tile_rows = Shape::kQueries / params.group;
     const int most_rows = size.max_rows < kDecodeRows ? size.max_rows : kDecodeRows;
     params.row_tiles = static_cast<int>(ceil_div(most_rows, tile_rows));
@@ -134,25 +136,35 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     if (splits * floats_per_split > capacity) splits = capacity / floats_per_split;
     if (items > kCounters || splits < 1) splits = 1;
     params.splits = static_cast<int>(splits);
-    return launch_decode_kernel<key_type, value_type, width, tiles>(
+    return launch_decode_kernel<key_type, value_type, width, tiles, false>(
         params, info, warps, size.seqs * params.row_tiles, stream
     );
 }
 
+template <int key_type, int value_type, int width, int tiles, bool is_invariant>
+cudaError_t decode_in_mode(const AttentionParams& params, const AttentionSize& size, void* stream) {
+    if constexpr (is_invariant) {
+        return launch_partitions<key_type, value_type, width, tiles>(params, size, stream);
+    } else {
+        return launch_decode<key_type, value_type, width, tiles>(params, size, stream);
+    }
+}
+
 // Uses one query tile if it holds all vectors, or if two would not fit in the registers.
-template <int key_type, int value_type>
+template <int key_type, int value_type, bool is_invariant = false>
 cudaError_t decode_with(const AttentionParams& params, const AttentionSize& size, void* stream) {
+    constexpr bool kMode = is_invariant;
     const bool two = params.group > 8 || (params.group * size.max_rows > 8 && params.d <= 128);
     if (params.d <= 64) {
-        return two ? launch_decode<key_type, value_type, 64, 2>(params, size, stream)
-                   : launch_decode<key_type, value_type, 64, 1>(params, size, stream);
+        return two ? decode_in_mode<key_type, value_type, 64, 2, kMode>(params, size, stream)
+                   : decode_in_mode<key_type, value_type, 64, 1, kMode>(params, size, stream);
     }
     if (params.d <= 128) {
-        return two ? launch_decode<key_type, value_type, 128, 2>(params, size, stream)
-                   : launch_decode<key_type, value_type, 128, 1>(params, size, stream);
+        return two ? decode_in_mode<key_type, value_type, 128, 2, kMode>(params, size, stream)
+                   : decode_in_mode<key_type, value_type, 128, 1, kMode>(params, size, stream);
     }
-    return two ? launch_decode<key_type, value_type, 256, 2>(params, size, stream)
-               : launch_decode<key_type, value_type, 256, 1>(params, size, stream);
+    return two ? decode_in_mode<key_type, value_type, 256, 2, kMode>(params, size, stream)
+               : decode_in_mode<key_type, value_type, 256, 1, kMode>(params, size, stream);
 }
 
 }  // namespace exl::cuda

@@ -192,7 +192,7 @@ __device__ __forceinline__ void hide_keys(
 }
 
 // Running maxima of each query's scores after each of `steps` steps, and whether a step changed one
-// of the warp's.
+// of the warp's, so that sums have to be rescaled.
 template <int width, int tiles, int steps, int chunks>
 __device__ __forceinline__ void find_peaks(
     float (&peak)[steps][tiles][2], bool (&moved)[steps], const float (&s)[chunks][tiles][4],
@@ -227,7 +227,9 @@ __device__ __forceinline__ void find_peaks(
             for (int j = 0; j < 2; ++j) {
                 const float before = i == 0 ? state.peak[n][j] : peak[i == 0 ? 0 : i - 1][n][j];
                 if (i > 0) peak[i][n][j] = fmaxf(peak[i][n][j], before);
-                is_new |= peak[i][n][j] != before;
+                // Several steps set their peaks in any case, and there are no sums before the first
+                // peak.
+                is_new |= peak[i][n][j] != before && (steps == 1 || before != -INFINITY);
             }
         }
         moved[i] = __any_sync(0xffffffffu, is_new);

@@ -113,35 +113,44 @@ __device__ __forceinline__ void merge_chains(
     }
 }
 
+// Merge factors of all splits: lane l has those of splits l, l + 32, ... `own` are their peaks and
+// weights; splits that do not exist have -infinity and 0. Returns the peak of all.
+template <int count>
+__device__ __forceinline__ float merge_factors_of_splits(
+    MergeFactors (&factors)[count], const float2 (&own)[count], int lane
+) {
+    float peak = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < count; ++i) factors[i] = merge_factors_of_lanes(peak, own[i].x, lane);
+    return peak;
+}
+
 // Merges the results of partitions first .. end - 1 and stores the rows' in `results`.
 template <int width, int queries, int max_splits>
 __device__ __forceinline__ void merge_partitions(
     float* results, int vectors, const float* partials, const float2* partial_stats, int first,
     int end, const AttentionParams& params, int kv_head, int warp, int warps, int lane
 ) {
+    static_assert(max_splits == 2 * kWarp);
     constexpr int kInFlight = 16;  // loads per lane
     constexpr int kQuads = width / 4;
     for (int v = warp; v < vectors; v += warps) {
-        float peak = -INFINITY, weight = 0.0f;
-        MergeFactors factors[max_splits / kWarp];
+        float2 own[2];
 #pragma unroll
-        for (int i = 0; i < max_splits / kWarp; ++i) {
+        for (int i = 0; i < 2; ++i) {
             const int split = i * kWarp + lane;
-            float2 own = make_float2(-INFINITY, 0.0f);
-            if (split >= first && split < end) own = __ldcg(partial_stats + split * queries + v);
-            factors[i] = merge_factors_of_lanes(peak, own.x, lane);
-            const int last = min(end - i * kWarp, kWarp);
-            for (int from = max(first - i * kWarp, 0); from < last; ++from) {
-                const float next = __shfl_sync(0xffffffffu, own.y, from);
-                weight = merged(weight, next, factors_of_lane(factors[i], from));
-            }
+            own[i] = make_float2(-INFINITY, 0.0f);
+            if (split >= first && split < end) own[i] = __ldcg(partial_stats + split * queries + v);
         }
-        const int head = kv_head * params.group + v % params.group;
-        const float factor = final_factor(params, head, peak, weight);
+        MergeFactors factors[2];
+        float peak = -INFINITY;
+#pragma unroll 1
         for (int quad = lane; quad - lane < kQuads; quad += kWarp) {
             const bool has_quad = quad < kQuads;
             const auto* from = reinterpret_cast<const float4*>(partials) + v * kQuads + quad;
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            float weight = 0.0f;
+#pragma unroll 1
             for (int split = first; split < end; split += kInFlight) {
                 float4 next[kInFlight] = {};
 #pragma unroll
@@ -149,6 +158,8 @@ __device__ __forceinline__ void merge_partitions(
                     const bool is_real = has_quad && split + i < end;
                     if (is_real) next[i] = __ldcg(from + (split + i) * queries * kQuads);
                 }
+                // The factors are computed while the first results arrive.
+                if (split == first) peak = merge_factors_of_splits(factors, own, lane);
 #pragma unroll
                 for (int i = 0; i < kInFlight; ++i) {
                     if (split + i >= end) break;
@@ -157,9 +168,15 @@ __device__ __forceinline__ void merge_partitions(
                         is_low ? factors[0].before : factors[1].before,
                         is_low ? factors[0].next : factors[1].next
                     };
-                    merge(sum, next[i], factors_of_lane(all, (split + i) % kWarp));
+                    const int from_lane = (split + i) % kWarp;
+                    const MergeFactors by = factors_of_lane(all, from_lane);
+                    const float more = is_low ? own[0].y : own[1].y;
+                    weight = merged(weight, __shfl_sync(0xffffffffu, more, from_lane), by);
+                    merge(sum, next[i], by);
                 }
             }
+            const int head = kv_head * params.group + v % params.group;
+            const float factor = final_factor(params, head, peak, weight);
             if (has_quad) {
                 float* to = results + v * (width + 4) + 4 * quad;
                 *reinterpret_cast<float4*>(to) = finished(sum, factor);

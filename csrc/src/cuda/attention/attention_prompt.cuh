@@ -20,9 +20,10 @@ namespace exl::cuda {
 template <int key_type, int value_type, int width>
 struct PromptShape {
     using Decode = DecodeShape<key_type, value_type, width, 1>;
-    // Most warps of a block. More warps than these would have too few registers.
-    static constexpr int kWarps = width > 128 ? 8 : 16;
-    static constexpr int kTiles = width > 64 ? 1 : 2;
+    // Most warps of a block. With 16 for heads of 128, each with half as many queries, fragments are
+    // loaded twice as often, which was not faster.
+    static constexpr int kWarps = width > 64 ? 8 : 16;
+    static constexpr int kTiles = width > 128 ? 1 : 2;
     static constexpr int kQueries = 8 * kTiles;          // per warp
     static constexpr int kKeys = width > 128 ? 32 : 64;  // per tile
     static constexpr int kTogether = 32;                 // keys whose steps are interleaved
@@ -432,6 +433,17 @@ cudaError_t prompt_with(const AttentionParams& params, const AttentionSize& size
     if (params.d <= 64) return launch_prompt<key_type, value_type, 64>(params, size, stream);
     if (params.d <= 128) return launch_prompt<key_type, value_type, 128>(params, size, stream);
     return launch_prompt<key_type, value_type, 256>(params, size, stream);
+}
+
+// Long sequences in the prompt kernel, the others in the decode kernel.
+template <int key_type, int value_type>
+cudaError_t invariant_with(const AttentionParams& params, const AttentionSize& size, void* stream) {
+    if (size.max_rows > kDecodeRows) {
+        const cudaError_t error = prompt_with<key_type, value_type>(params, size, stream);
+        const bool is_only_long = size.seqs == 1 && params.rows > kDecodeRows;
+        if (error != cudaSuccess || is_only_long) return error;
+    }
+    return decode_with<key_type, value_type, true>(params, size, stream);
 }
 
 }  // namespace exl::cuda

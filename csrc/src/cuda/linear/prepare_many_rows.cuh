@@ -167,20 +167,28 @@ __global__ void __launch_bounds__(kNormThreads, 2) prepare_many_rows_kernel(
         const int pitch = place.spread > 0 ? 8 : 2, step = place.spread > 0 ? 2 : 8;
         const int segments = to.num_blocks * (kBlockRows / kSegment);
         constexpr int kStep = kNormThreads / together;
-#pragma unroll 2
-        for (int i = threadIdx.x / together; i < segments; i += kStep) {
-            const int position = i / 4 * kBlockRows + i % 4 * step;
-            uint32_t words[kSegment / 2] = {};
+        const auto position_of = [&](int i) { return i / 4 * kBlockRows + i % 4 * step; };
+        int2 features[kSegment / 2];
+        const auto load_features = [&](int i) {
 #pragma unroll
             for (int pair = 0; pair < kSegment / 2; ++pair) {
-                const int2 features = features_at(to, position + pair * pitch, args.k);
+                features[pair] = features_at(to, position_of(i) + pair * pitch, args.k);
+            }
+        };
+        int i = threadIdx.x / together;
+        if (i < segments) load_features(i);
+        for (; i < segments; i += kStep) {
+            uint32_t words[kSegment / 2];
+#pragma unroll
+            for (int pair = 0; pair < kSegment / 2; ++pair) {
                 const auto value = [&](int feature) -> uint32_t {
                     const bool has_value = !is_padding && feature >= 0;
                     return has_value ? __half_as_ushort(row[feature]) : 0;
                 };
-                words[pair] = value(features.x) | value(features.y) << 16;
+                words[pair] = value(features[pair].x) | value(features[pair].y) << 16;
             }
-            __half* at = static_cast<__half*>(to.out) + place.at(position);
+            __half* at = static_cast<__half*>(to.out) + place.at(position_of(i));
+            if (i + kStep < segments) load_features(i + kStep);  // while the values arrive
             *reinterpret_cast<uint4*>(at) = make_uint4(words[0], words[1], words[2], words[3]);
         }
     }
