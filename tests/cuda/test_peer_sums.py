@@ -201,13 +201,17 @@ def test_embeddings_and_logits_are_shared(
             one._pending = _Pending(None, target, STAGES)
             one.settle()
             assert torch.equal(target, x)
-        for one, head, own in list(zip(ranks.all, heads, shares, strict=True))[1:]:
-            one.send_logits(x, norm, head, own.start)
-        logits = torch.full((size, vocab), torch.nan, device="cuda")
-        logits[:, : shares[0].stop] = ops.norm_linear(x, norm, heads[0])
-        ranks.all[0].gather_logits(logits, shares[0].stop)
-        whole = torch.cat([ops.norm_linear(x, norm, head) for head in heads], -1)
-        assert torch.equal(logits, whole)
+        # Two ranges of rows, and one without any. The others may send all before rank 0 reads.
+        ranges = [x[: size // 2], x[:0], x[size // 2 :]]
+        for part in ranges:
+            for one, head, own in list(zip(ranks.all, heads, shares, strict=True))[1:]:
+                one.send_logits(part, norm, head, own.start)
+        for part in ranges:
+            logits = torch.full((len(part), vocab), torch.nan, device="cuda")
+            logits[:, : shares[0].stop] = ops.norm_linear(part, norm, heads[0])
+            ranks.all[0].gather_logits(logits, shares[0].stop)
+            whole = torch.cat([ops.norm_linear(part, norm, head) for head in heads], -1)
+            assert torch.equal(logits, whole)
         for one, buffer in zip(ranks.all, ranks.buffers, strict=True):
             one.end()
             area = buffer[(one._buffers.logits_at(0) - one._buffers.addresses[0]) // 4 :]

@@ -180,7 +180,8 @@ def test_ranks_tell_each_other_bytes() -> None:
 def test_only_small_passes_go_through_shared_memory() -> None:
     def work(exchange: ThreadExchange) -> None:
         sums: Any = FakeSums(exchange)
-        found = PeerExchange(exchange, sums, FakeMemory(0))
+        memory = FakeMemory(0)
+        found = PeerExchange(exchange, sums, memory)
         for rows, shape in ((1, 1), (MAX_ROWS, MAX_ROWS), (MAX_ROWS + 1, None)):
             with found.passing(rows):
                 assert sums.shape == shape
@@ -190,6 +191,8 @@ def test_only_small_passes_go_through_shared_memory() -> None:
             raise ValueError("in a pass")
         assert sums.num_ended == 2
         assert sums.shape is None
+        found.close()
+        assert memory.is_closed
         found.abort()
         assert sums.was_aborted
         with pytest.raises(RankError, match="have ended"), found.passing(1):

@@ -102,8 +102,9 @@ EXL_CUDA_API int exl_cuda_prepare_sums(
 );
 
 // exl_cuda_quant_linear with the store epilogue and a float32 y of partial sums. They are also sent
-// to the same elements of the copies, whose rows are as far apart as those of y. m is at most
-// EXL_CUDA_CHUNK_ROWS, and the mode is not the batch-invariant one.
+// to the same elements of the copies, whose rows are as far apart as those of y. y and the copies
+// are aligned to 16 bytes. m is at most EXL_CUDA_CHUNK_ROWS, and the mode is not the batch-invariant
+// one.
 EXL_CUDA_API int exl_cuda_quant_linear_sent(
     const ExlQuantLinear* args, const ExlPartialCopies* copies, void* stream
 );

@@ -104,6 +104,53 @@ __device__ __forceinline__ bool store_global_sums(
     return state.is_last_cluster != 0;
 }
 
+// Sends a square of 8 rows and 16 columns of y that a warp holds: y[c] of lane 4 q + h has row
+// 2 h + c % 2 and column q + 8 (c / 2). The lanes trade them so that each stores four adjacent
+// columns: the link to another GPU takes longer for many small stores.
+__device__ __forceinline__ void send_square(
+    const SmallBatchArgs& args, const SmallBatchPart& part, const float (&y)[4], int first_row,
+    int first_column
+) {
+    const int lane = threadIdx.x % kWarp;
+    const bool is_odd = lane & 4, is_second = lane & 8;  // column q, pair of columns q / 2
+    float pairs[2][2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // two columns of row 2 h or 2 h + 1
+        const float own = is_odd ? y[2 * half + 1] : y[2 * half];
+        const float other = is_odd ? y[2 * half] : y[2 * half + 1];
+        const float found = __shfl_xor_sync(0xffffffffu, other, 4);
+        pairs[half][0] = is_odd ? found : own;
+        pairs[half][1] = is_odd ? own : found;
+    }
+    uint32_t bits[4];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {  // four columns of the first or the second eight
+        const float own = is_second ? pairs[1][j] : pairs[0][j];
+        const float other = is_second ? pairs[0][j] : pairs[1][j];
+        const float found = __shfl_xor_sync(0xffffffffu, other, 8);
+        bits[j] = sent_bits(is_second ? found : own);
+        bits[2 + j] = sent_bits(is_second ? own : found);
+    }
+    const int row = first_row + 2 * (lane % 4) + is_odd;
+    const int column = first_column + 8 * is_second + lane / 16 * 4;
+    if (row >= args.m) return;
+    const int64_t at = row * args.y_stride + part.first_column + column;
+    auto* const own = static_cast<float*>(args.y) + at;
+    if (column + 4 <= part.n && args.y_stride % 4 == 0 && part.first_column % 4 == 0) {
+        const uint4 quad = make_uint4(bits[0], bits[1], bits[2], bits[3]);
+#pragma unroll 1
+        for (int i = 0; i < args.copies.count; ++i) store_parts(args.copies.to[i] + at, quad);
+        store_parts(own, quad);
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        if (column + j >= part.n) continue;
+        send_part(args.copies, at + j, bits[j]);
+        store_part(own + j, bits[j]);
+    }
+}
+
 // Reduces this block's portion of an output tile and writes it to y. `sums` holds the partial sums,
 // for a gated pair those of up, and `gate_sums` those of the gate. The code is short: most launches
 // run it once, and then fetching its instructions takes most of its time. The warm-up warp (not
@@ -209,13 +256,8 @@ __device__ __forceinline__ void write_tile(
                 if (is_valid(c)) static_cast<__half*>(args.y)[at[c]] = from_float<__half>(y[c]);
             }
         } else if (args.copies.count > 0) {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                if (!is_valid(c)) continue;
-                const uint32_t bits = sent_bits(y[c]);
-                send_part(args.copies, at[c], bits);
-                store_part(static_cast<float*>(args.y) + at[c], bits);
-            }
+            const int first_row = row - 2 * (lane % 4), first_column = column - lane / 4;
+            send_square(args, part, y, first_row, first_column);
         } else {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {

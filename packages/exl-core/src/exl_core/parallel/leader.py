@@ -31,7 +31,7 @@ from exl_core.ops.table import OpTable
 from exl_core.parallel.exchange import Exchange
 from exl_core.parallel.followers import Group
 from exl_core.parallel.hosts import Hops, HostTransformer, WholeModel
-from exl_core.parallel.peers import Link
+from exl_core.parallel.peers import Link, PeerExchange
 from exl_core.parallel.shares import Shares
 from exl_core.parallel.wire import (
     Header,
@@ -128,6 +128,8 @@ class LeadingTransformer(HostTransformer):
         """Frees the weights on all ranks. Their processes end."""
         self.followers.close()
         super().unload()
+        if isinstance(self._exchange, PeerExchange):
+            self._exchange.close()
 
     def tell(self, message: Message) -> None:
         """Sends a message that no exchange follows."""

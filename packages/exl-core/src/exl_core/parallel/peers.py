@@ -51,7 +51,8 @@ class Memory(Protocol):
     handle: bytes
 
     def open(self, handle: bytes) -> int: ...
-    def close(self) -> None: ...
+    @property
+    def close(self) -> Callable[[], object]: ...
 
 
 class PeerExchange:
@@ -78,6 +79,11 @@ class PeerExchange:
         abort: Callable[[], None] | None = getattr(self._inner, "abort", None)
         if abort is not None:
             abort()
+
+    def close(self) -> None:
+        """Frees the memory, once no rank runs a pass any more. May be called again."""
+        with suppress(RuntimeError):  # of the driver, after a failure
+            self._memory.close()
 
     @contextmanager
     def passing(self, rows: int) -> Iterator[None]:

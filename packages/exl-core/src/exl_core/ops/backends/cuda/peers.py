@@ -9,6 +9,8 @@ an exchange has no launch of its own. In between the sum is pending: its target 
 from __future__ import annotations
 
 import ctypes
+import weakref
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -27,7 +29,8 @@ _VALUE_BYTES = 4
 
 
 class SharedMemory:
-    """Memory of one GPU that other processes open by `handle`, and theirs that this one opens."""
+    """Memory of one GPU that other processes open by `handle`, and theirs that this one opens. It
+    is freed by `close`, and when the object goes."""
 
     def __init__(self, device: torch.device, size_bytes: int) -> None:
         """`CudaError` if the driver cannot share memory."""
@@ -39,6 +42,9 @@ class SharedMemory:
             self._library.call("shared_new", size_bytes, ctypes.byref(memory), handle)
         self.address: int = memory.value or 0
         self.handle = handle.raw
+        self.close = weakref.finalize(self, _free, device, self.address, self._opened)
+        """Frees the memory, which no process may use any more. May be called again."""
+        self.close.atexit = False  # the driver frees it then
 
     def open(self, handle: bytes) -> int:
         """The address of another process's memory. `CudaError` if it cannot be mapped."""
@@ -48,15 +54,14 @@ class SharedMemory:
         self._opened.append(memory.value or 0)
         return self._opened[-1]
 
-    def close(self) -> None:
-        """Frees the memory, which no process may use any more. May be called again."""
-        opened, self._opened = self._opened, []
-        address, self.address = self.address, 0
-        with torch.cuda.device(self._device):
-            for one in opened:
-                self._library.call("shared_close", one)
-            if address:
-                self._library.call("shared_free", address)
+
+def _free(device: torch.device, own: int, opened: Sequence[int]) -> None:
+    """Frees memory of this process, and closes that of others."""
+    library = cuda.load()
+    with torch.cuda.device(device):
+        for one in opened:
+            library.call("shared_close", one)
+        library.call("shared_free", own)
 
 
 class _Pending(NamedTuple):
@@ -117,6 +122,7 @@ class PeerSums:
         self._shape: tuple[int, int] | None = None
         self._count = 0
         self._pending: _Pending | None = None
+        self._num_logits = 0  # rows of logits that the pass has exchanged
         self._unread: int | None = None  # stage that a product has read, and nobody has emptied
         self.timeout_ms = 0
         """Longest wait for another rank; 0: until `abort`."""
@@ -125,6 +131,7 @@ class PeerSums:
     def begin(self, rows: int) -> None:
         """Starts a pass over states [rows, width]. Its first exchange is `embed`."""
         self._shape, self._count, self._pending = (rows, self._buffers.width), 0, None
+        self._num_logits = 0
 
     def end(self) -> None:
         """Ends the pass: `takes` is False until the next one."""
@@ -273,9 +280,13 @@ class PeerSums:
         return out
 
     def send_logits(self, x: Tensor, norm: Norm | None, w: PackedLinear, first: int) -> None:
-        """Sends norm(x) @ w to rank 0 as logits from column `first` on. Not on rank 0."""
+        """Sends norm(x) @ w to rank 0 as the next rows of logits, from column `first` on. Not on
+        rank 0."""
+        if not len(x):
+            return
         stride = self._buffers.area_stride
-        offset = first * _VALUE_BYTES
+        offset = (self._num_logits * stride + first) * _VALUE_BYTES
+        self._num_logits += len(x)
         own = self._buffers.logits_at(self._rank) + offset
         copies = PartialCopies(count=1)
         copies.to[0] = self._buffers.logits_at(0) + offset
@@ -288,10 +299,12 @@ class PeerSums:
         self._gpu.call("exchange_send", *source, own, copies, stride)
 
     def gather_logits(self, logits: Tensor, first: int) -> None:
-        """Fills the columns of logits [n, vocab] from `first` on, which the others send. On rank
-        0."""
-        area, stride = self._buffers.logits_at(0), self._buffers.area_stride
+        """Fills the columns from `first` on of the next rows of logits [n, vocab], which the
+        others send. On rank 0."""
+        stride = self._buffers.area_stride
+        area = self._buffers.logits_at(0) + self._num_logits * stride * _VALUE_BYTES
         rows, columns = logits.shape
+        self._num_logits += rows
         to = logits.data_ptr(), logits.stride(0)
         self._gpu.call("exchange_gather", area, stride, rows, first, columns, *to, self._waiting)
 
