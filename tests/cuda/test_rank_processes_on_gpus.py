@@ -184,9 +184,15 @@ def test_connections_stay_on_the_loopback_interface(tiny: Path) -> None:
     assert all(address.startswith(loopback) for address in own), own
 
 
+@pytest.fixture
+def has_server() -> None:
+    for name in ("httpx2", "fastapi", "uvicorn", "typer", "prometheus_client"):
+        pytest.importorskip(name, reason="needs the packages of the server and a client")
+
+
+@pytest.mark.usefixtures("has_server")
 def test_processes_of_torchrun_on_one_host(tmp_path: Path) -> None:
     path = quantized_llama("exl2", tmp_path / "model")
-    adapter = write_adapter(tmp_path / "one", stored(random_pairs(tiny_llama(head_dim=32))))
     text = text_of(path)
     with job(tmp_path, 1, 2, [path] * 2, serve=SERVE) as running:
         url = running.url()
@@ -196,7 +202,12 @@ def test_processes_of_torchrun_on_one_host(tmp_path: Path) -> None:
         assert running.wait(START_S) == [0, 0]
         assert not running.errors()
         assert is_free(url)
-    tiny = save(tiny_llama(head_dim=32), tmp_path / "tiny")
+
+
+@pytest.mark.usefixtures("has_server")
+def test_a_killed_process_of_torchrun_ends_all(tiny: Path, tmp_path: Path) -> None:
+    """Its GPU's passes have an adapter, of which every process reads its part."""
+    adapter = write_adapter(tmp_path / "one", stored(random_pairs(tiny_llama(head_dim=32))))
     expected = text_of(tiny, adapter)
     with job(tmp_path, 1, 2, [tiny] * 2, "--lora", str(adapter), serve=SERVE) as running:
         assert complete(running.url()).json()["choices"][0]["text"] == expected
@@ -205,6 +216,7 @@ def test_processes_of_torchrun_on_one_host(tmp_path: Path) -> None:
         assert running.errors() == ["exl: error: rank 1 of 2 has ended (host 0)"]
 
 
+@pytest.mark.usefixtures("has_server")
 def test_torchrun_itself(tiny: Path, tmp_path: Path) -> None:
     log, text = tmp_path / "log", text_of(tiny)
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -13,9 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import httpx2
 from torch._C._distributed_c10d import TCPStore
+
+if TYPE_CHECKING:
+    import httpx2
 
 SERVE = ("serve-lite", "--port", "0", "--device", "cpu", "--threads", "1", "--exact")
 START_S = 90.0
@@ -101,6 +104,8 @@ def job(
 
 
 def complete(url: str, tokens: int = TOKENS) -> httpx2.Response:
+    import httpx2
+
     body = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "logit_bias": {"2": -100}}
     return httpx2.post(f"{url}/v1/completions", json=body, timeout=START_S)
 

@@ -79,7 +79,7 @@ class Soak:
 
 
 ON_CPU = Soak("cpu", 10_000, 4, GROWTH_LIMIT_KB, 5e-4, TIE)
-ON_GPUS = Soak("cuda", 10_000, 32, 4 * GROWTH_LIMIT_KB, 0.05, GPU_TIE)
+ON_GPUS = Soak("cuda", 10_000, 32, 4 * GROWTH_LIMIT_KB, 1.0, GPU_TIE)
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 

@@ -10,6 +10,7 @@ import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock, Thread
@@ -150,8 +151,10 @@ class NcclExchange:
             self._lock.release()
         if comm is not None:
             free = self._library.ncclCommAbort
-            self._freeing = Thread(target=free, args=(comm,), name="exl-nccl", daemon=True)
-            self._freeing.start()
+            freeing = Thread(target=free, args=(comm,), name="exl-nccl", daemon=True)
+            with suppress(RuntimeError):  # at the end of the program, which starts no threads
+                freeing.start()
+                self._freeing = freeing
         if self._freeing is not None and wait_s:
             self._freeing.join(wait_s)
 
