@@ -73,8 +73,8 @@ class Exl3Linear:
 
     def to(self, device: torch.device) -> Exl3Linear:
         """The same layer with its tensors on `device`."""
-        tensors = (x.to(device) for x in (self.trellis, self.suh, self.svh))
-        return Exl3Linear(*tensors, self.codebook)
+        trellis, suh, svh = (x.to(device) for x in (self.trellis, self.suh, self.svh))
+        return Exl3Linear(trellis, suh, svh, self.codebook)
 
 
 def rate_of(tile_words: int) -> float | None:
