@@ -69,10 +69,10 @@ EXL_CUDA_API int exl_cuda_trellis_unpack(
 //             int8. [sets of 4 rows][k / 128][4 steps][32 lanes][2 tiles][4 bytes]: lane 4 g + q has
 //             row g / 2 of the set, its high parts if g is even, of inputs 2 q, 2 q + 1, 2 q + 8,
 //             2 q + 9 of the tile. After all sets, [sets][k / 128][4 rows] pairs of float32: the
-//             scale, and 510.268 times the sum of the block's integers. For MUL1, up to 8 rows.
+//             scale, and 510.268 times the sum of the block's integers. For MUL1, up to 4 rows.
 //   halves    float16 [chunks of 32 rows][k / 128][4 steps][T][32 lanes][2 tiles][4]: lane 4 g + q
 //             has row g of a row tile of 8, the same inputs. T is 1 with up to 8 rows, 4 otherwise.
-//             For MUL1, at least 9 rows.
+//             With MUL1, float32 [rows][k / 128] follows: the sum of each block of inputs.
 //   plain     float16 [m, k] in the order of exl_cuda_trellis_unpack. For any product.
 //
 // Rows past the last one are undefined.

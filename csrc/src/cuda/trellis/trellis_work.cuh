@@ -102,11 +102,8 @@ struct WorkArgs {
 constexpr int kDecodeRows = 8, kBatchRows = 32;
 constexpr int kBatchColumns = 256;
 
-// Thread blocks per multiprocessor of the decode kernel: as many as have room for their stages.
-constexpr int kMostDecodeBlocks = 3;
-__host__ __device__ constexpr int decode_blocks(int tile_words, bool has_integers) {
-    return has_integers && tile_words <= 64 ? kMostDecodeBlocks : 2;
-}
+// Thread blocks per multiprocessor of the decode kernel.
+constexpr int kDecodeBlocks = 2;
 
 // Launches for a codebook, which has a source file of its own (trellis_decode.cuh,
 // trellis_batch.cuh). `has_integers`: form of the inputs.
