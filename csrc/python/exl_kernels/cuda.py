@@ -47,6 +47,7 @@ PAD_BLOCKS = 3  # after prepared inputs
 MAX_TOP = 512  # most top tokens that a sample can return
 SCORES = {"softmax": 0, "sigmoid": 1}
 MAX_EXPERTS = 768
+TRELLIS_KERNELS = {"decode": 0, "batch": 1, "prompt": 2}  # EXL_EXPERTS_*
 EXPERT_SOURCES = {"codes": 0, "small_groups": 1, "dense": 2}
 MAX_ROW_EXPERTS = 32  # EXL_CUDA_MAX_ROW_EXPERTS
 EXPERT_ITEM_ROWS = 128  # EXL_CUDA_EXPERT_ITEM_ROWS
@@ -422,7 +423,7 @@ class TrellisExperts(Structure):
         ("parts", c_int32),
         ("gate", c_int32),
         ("is_added", c_int32),
-        ("is_batch", c_int32),
+        ("kernel", c_int32),
         ("is_split", c_int32),
         ("reserved", c_int32),
     )

@@ -159,8 +159,7 @@ __device__ __forceinline__ void store_expert_group(
     const ExpertWork& work, const ShareEntry<kBatchTile>& own, uint32_t group, int column_warp,
     int lane, const ExpertBatchSums& sums
 ) {
-    const int64_t slot = static_cast<int64_t>(own.product) * work.shares.slots() +
-                         work.shares.slot(group, own.share);
+    const int64_t slot = work.shares.first_slot(own.product) + work.shares.slot(group, own.share);
     float* to = work.sums + slot * (kBatchTile * kBatchGroupColumns) + column_warp * kUnitColumns +
                 lane / 4;
 #pragma unroll

@@ -19,6 +19,23 @@ namespace {
 
 constexpr int kPrepareWarps = kSortWarps, kInnerWarps = 4, kOuterWarps = 8;
 
+// `prepare_block` with every form.
+__device__ __forceinline__ void prepare_row_block(
+    const Target& to, int row, int block, float (&v)[kValues], const float (&suh)[kValues], int lane
+) {
+    if (to.form != kNaturalForm) {
+        prepare_block(to, row, block, v, suh, 1.0f, lane);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) v[i] *= suh[i] * kNormalize;
+    transform(v, lane);
+    const int64_t at =
+        static_cast<int64_t>(row) * to.k + EXL_TRELLIS_BLOCK * block + kValues * lane;
+    *reinterpret_cast<uint2*>(to.out + 2 * at) =
+        make_uint2(half_pair(v[0], v[1]), half_pair(v[2], v[3]));
+}
+
 // The next kernel may read ids, items and codes early: it begins after all kernels before this one.
 template <class X>
 __global__ void __launch_bounds__(kPrepareWarps* kWarp) expert_prepare_kernel(
@@ -46,28 +63,42 @@ __global__ void __launch_bounds__(kPrepareWarps* kWarp) expert_prepare_kernel(
     load_halves(scales + value, suh);
     const X* x = static_cast<const X*>(args.x) + pair / args.pairs_per_row * args.x_stride;
     load_values(x, value - to.first_in, to.in_features, args.is_aligned, v);
-    prepare_block(to, pair, block, v, suh, 1.0f, lane);
+    prepare_row_block(to, pair, block, v, suh, lane);
 }
 
-// Sums of columns first .. first + 3 of a row of a product.
-__device__ __forceinline__ void load_slots(
-    const ExpertSlots& slots, uint32_t product, int row, int first, float (&v)[kValues]
-) {
-    const Shares& shares = slots.shares;
-    const uint32_t group = first / slots.columns;
-    const uint32_t last = shares.share_of((group + 1) * shares.k_units - 1);
-    uint32_t share = shares.share_of(group * shares.k_units);
-    const int64_t size = static_cast<int64_t>(slots.rows) * slots.columns;
-    const int64_t slot = static_cast<int64_t>(product) * shares.slots() + shares.slot(group, share);
-    const float* from = slots.from + slot * size + row * slots.columns + first % slots.columns;
+// Slots of the products of a launch, with the division of all products if shares are joint.
+struct SlotReader {
+    const ExpertSlots& slots;
+    Shares shares;
+
+    __device__ __forceinline__ SlotReader(const ExpertSlots& of, uint32_t products)
+        : slots(of), shares(of.shares.is_joint ? of.shares.over(products) : of.shares) {}
+
+    // Sums of columns first .. first + 3 of a row of a product.
+    __device__ __forceinline__ void load(
+        uint32_t product, int row, int first, float (&v)[kValues]
+    ) const {
+        uint32_t group = first / slots.columns;
+        int64_t slot = 0;
+        if (shares.is_joint) {
+            group += product * slots.shares.groups();
+        } else {
+            slot = shares.first_slot(product);
+        }
+        const uint32_t last = shares.share_of((group + 1) * shares.k_units - 1);
+        uint32_t share = shares.share_of(group * shares.k_units);
+        const int64_t size = static_cast<int64_t>(slots.rows) * slots.columns;
+        slot += shares.slot(group, share);
+        const float* from = slots.from + slot * size + row * slots.columns + first % slots.columns;
 #pragma unroll
-    for (float& one : v) one = 0.0f;
+        for (float& one : v) one = 0.0f;
 #pragma unroll 4
-    for (; share <= last; ++share, from += size) {
-        const float4 own = *reinterpret_cast<const float4*>(from);
-        v[0] += own.x, v[1] += own.y, v[2] += own.z, v[3] += own.w;
+        for (; share <= last; ++share, from += size) {
+            const float4 own = *reinterpret_cast<const float4*>(from);
+            v[0] += own.x, v[1] += own.y, v[2] += own.z, v[3] += own.w;
+        }
     }
-}
+};
 
 // Outputs first .. first + 3 of a matrix, from their sums.
 struct OutputFactors {
@@ -100,7 +131,9 @@ __global__ void __launch_bounds__(kInnerWarps* kWarp) expert_inner_kernel(
     const int row = task / args.blocks, block = task % args.blocks;
     const int first = EXL_TRELLIS_BLOCK * block + kValues * lane;
     ExlExpertItem item = {};
-    if (number < args.items.count()) item = args.items.at(number);
+    const int count = args.items.count();
+    if (number < count) item = args.items.at(number);
+    const SlotReader slots(args.slots, count * args.parts);
     const bool exists = row < item.count;
     OutputFactors factors, of_up;
     float suh[kValues] = {};
@@ -117,9 +150,9 @@ __global__ void __launch_bounds__(kInnerWarps* kWarp) expert_inner_kernel(
     wait_for_inputs();
     if (!exists) return;
     float v[kValues], up[kValues] = {1.0f, 1.0f, 1.0f, 1.0f};
-    load_slots(args.slots, number * args.parts, row, first, v);
+    slots.load(number * args.parts, row, first, v);
     if (args.parts == 2) {
-        load_slots(args.slots, number * args.parts + 1, row, first, up);
+        slots.load(number * args.parts + 1, row, first, up);
         of_up.apply(up, lane);
     }
     factors.apply(v, lane);
@@ -133,7 +166,7 @@ __global__ void __launch_bounds__(kInnerWarps* kWarp) expert_inner_kernel(
                 from_float<__half>(v[i]);
         }
     }
-    if (args.next != nullptr) prepare_block(args.to, pair, block, v, suh, 1.0f, lane);
+    if (args.next != nullptr) prepare_row_block(args.to, pair, block, v, suh, lane);
 }
 
 __global__ void __launch_bounds__(kOuterWarps* kWarp) expert_outer_kernel(
@@ -156,13 +189,14 @@ __global__ void __launch_bounds__(kOuterWarps* kWarp) expert_outer_kernel(
                                        : static_cast<int>(pair) * args.slots.rows;
     };
     if (warp < args.top_k) load(warp);
+    const SlotReader slots(args.slots, args.items.count());
     wait_for_inputs();
     float4 sum = {};
     for (int j = warp; j < args.top_k; j += kOuterWarps) {
         if (j != warp) load(j);
         float v[kValues];
         const int item = place / args.slots.rows;
-        load_slots(args.slots, item, place - item * args.slots.rows, first, v);
+        slots.load(item, place - item * args.slots.rows, first, v);
         factors.apply(v, lane);
         sum.x = fmaf(weight, v[0], sum.x), sum.y = fmaf(weight, v[1], sum.y);
         sum.z = fmaf(weight, v[2], sum.z), sum.w = fmaf(weight, v[3], sum.w);
