@@ -28,7 +28,7 @@ from exl_core.parallel.leader import LeadingTransformer
 from exl_core.session.load import LoadedModel, load_model
 from support.adapters import random_pairs, stored, write_adapter
 from support.driving import ask, run_all, submit
-from support.quantized_models import METHODS, SIZES, quantize, quantized_llama
+from support.quantized_models import SIZES, quantized_llama
 from support.thread_ranks import logits_of, mean_kl
 from support.tiny_models import (
     VOCAB_SIZE,
@@ -36,7 +36,6 @@ from support.tiny_models import (
     tiny_gemma3,
     tiny_llama,
     tiny_mixtral,
-    tiny_qwen3_moe,
 )
 
 pytestmark = [
@@ -45,7 +44,7 @@ pytestmark = [
 ]
 
 QUANTIZED = ("exl2", "gptq", "awq", "exl3")
-MODELS = (*QUANTIZED, "gguf", "float", "gemma3", "mixtral", "exl3-experts")
+MODELS = (*QUANTIZED, "gguf", "float", "gemma3", "mixtral")
 PROMPTS = ([5, 6, 7], [9, 8, 7, 6, 5] * 30, [11, 12], [200, 3, 4, 250] * 8)
 END_LIMIT_S = 5.0
 
@@ -62,11 +61,6 @@ def model_files(name: str, folder: Path) -> Path:
         model = tiny_llama(**sizes, **heads, num_hidden_layers=2)
         folder.mkdir(parents=True, exist_ok=True)
         return write_gguf(model, folder / "model.gguf", gguf.GGMLQuantizationType.Q4_0)
-    if name == "exl3-experts":  # all of them for every token: no rounding changes a choice
-        experts = {"num_experts": 6, "num_experts_per_tok": 6, "moe_intermediate_size": 96}
-        model = tiny_qwen3_moe(**SIZES, **experts, tie_word_embeddings=False)
-        quantize(save(model, folder), *METHODS["exl3"])
-        return folder
     if name == "gemma3":
         return save(tiny_gemma3(**SIZES, query_pre_attn_scalar=32), folder)
     if name == "mixtral":

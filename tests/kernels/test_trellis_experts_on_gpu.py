@@ -349,6 +349,19 @@ def test_results_are_the_same_in_every_run(
 
 
 @pytest.mark.parametrize("book", ["mul1", "mcg"])
+def test_a_row_has_the_same_bits_in_every_batch_of_decode(
+    gpu_table: OpTable, rng: torch.Generator, book: Codebook
+) -> None:
+    experts = Experts(gpu_table, rng, book, count=40)
+    x, routed = normal(rng, 70, experts.d), choice(rng, 70, 40, 2)
+    whole = gpu_table.expert_mlp(x, routed, experts.mlp())
+    for first, last in ((0, 1), (1, 8), (8, 45), (45, 70)):
+        part = Routed(routed.ids[first:last], routed.weights[first:last])
+        got = gpu_table.expert_mlp(x[first:last], part, experts.mlp())
+        assert torch.equal(got, whole[first:last])
+
+
+@pytest.mark.parametrize("book", ["mul1", "mcg"])
 def test_the_invariant_mode_keeps_the_bits_of_a_row(
     invariant_table: OpTable, rng: torch.Generator, book: Codebook
 ) -> None:

@@ -47,7 +47,6 @@ PAD_BLOCKS = 3  # after prepared inputs
 MAX_TOP = 512  # most top tokens that a sample can return
 SCORES = {"softmax": 0, "sigmoid": 1}
 MAX_EXPERTS = 768
-TRELLIS_KERNELS = {"decode": 0, "batch": 1, "prompt": 2}  # EXL_EXPERTS_*
 EXPERT_SOURCES = {"codes": 0, "small_groups": 1, "dense": 2}
 MAX_ROW_EXPERTS = 32  # EXL_CUDA_MAX_ROW_EXPERTS
 EXPERT_ITEM_ROWS = 128  # EXL_CUDA_EXPERT_ITEM_ROWS

@@ -20,7 +20,8 @@ extern "C" {
 enum { EXL_EXPERTS_DECODE = 0, EXL_EXPERTS_BATCH = 1, EXL_EXPERTS_PROMPT = 2 };
 
 // Matrices of one kind (gate, up, down) have the same sizes, places in their blocks and codebook;
-// the codebook is that of all kinds. Rates may differ. Sums are deterministic.
+// the codebook is that of all kinds. Rates may differ. Sums are deterministic. With one
+// kernel and one value of is_split, no bit of a row depends on the other rows.
 typedef struct {
     const ExlTrellisMatrix* wide;    // in device memory [experts, parts]: gate and up, or up alone
     const ExlTrellisMatrix* narrow;  // in device memory [experts]: down
@@ -44,8 +45,7 @@ typedef struct {
     int32_t gate;      // the activation
     int32_t is_added;  // y += instead of y =
     int32_t kernel;    // EXL_EXPERTS_DECODE, _BATCH or _PROMPT
-    // The work is divided as for one row, whatever m is. Then no bit of a row of y depends on m or on
-    // the other rows, if the kernel is the same.
+    // The division of the work suits few rows, also if the kernel is not that for decode.
     int32_t is_split;
     int32_t reserved;
 } ExlTrellisExperts;

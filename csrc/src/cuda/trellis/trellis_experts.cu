@@ -13,7 +13,6 @@ namespace exl::cuda::trellis {
 namespace {
 
 constexpr int kBatchSharedBytes = 227 << 10;  // that the batch kernel may need
-constexpr int kJointWarps = 8;                // of a thread block
 
 int decode_blocks_of(int codebook, int tile_words) {
     switch (codebook) {
@@ -77,7 +76,6 @@ class Experts {
         const int64_t most =
             is_sorted_ ? exl_cuda_max_items(pairs_, args.experts, tile_) : args.top_k;
         max_items_ = static_cast<int>(most);
-        is_joint_ = is_decode && is_sorted_ && !args.is_split;
         wide_ = shares_of(wide, args.wide_rates, args.parts);
         narrow_ = shares_of(narrow, args.narrow_rates, 1);
         const bool has_integers = is_decode && wide.codebook == EXL_CODEBOOK_MUL1;
@@ -90,8 +88,9 @@ class Experts {
         for (int i = 0; i < args.parts; ++i) wide_inputs_[i] = take(inputs_bytes(wide.k));
         narrow_inputs_ = take(inputs_bytes(narrow.k));
         plain_ = take(follows_ ? 0 : 2ll * pairs_ * wide.out_features);
-        const int64_t slots = std::max(wide_.slots(most * args.parts), narrow_.slots(most));
-        sums_ = take(4 * slots * tile_ * columns_);
+        const int64_t slots =
+            std::max<int64_t>(wide_.slots() * static_cast<int64_t>(args.parts), narrow_.slots());
+        sums_ = take(4 * most * slots * tile_ * columns_);
     }
     int64_t bytes() const { return size_; }
 
@@ -117,29 +116,27 @@ class Experts {
     }
     int64_t inputs_bytes(int k) const { return exl_cuda_trellis_inputs_bytes(form_, pairs_, k); }
 
-    // Joint shares: one per warp. Otherwise one row's experts have about as many shares as thread
-    // blocks fit on the device; shares of whole groups need fewer slots and barriers.
+    // One row's experts have about as many shares as thread blocks fit on the device. Shares of
+    // whole groups need fewer slots and barriers.
     Shares shares_of(const ExlTrellisMatrix& w, uint32_t rates, int parts) const {
         const auto k_units = static_cast<uint32_t>(w.k / kUnitRows);
         const auto groups = static_cast<uint32_t>(ceil_div(w.n, columns_));
         const uint32_t units = groups * k_units;
+        uint32_t count = groups;
         const bool is_decode = args_.kernel == EXL_EXPERTS_DECODE;
-        int rate = 2;
-        while (rate < 16 && !(rates >> rate & 1)) ++rate;
-        const int per = is_decode ? decode_blocks_of(w.codebook, 8 * rate) : 1;
-        const int blocks = per * info_.multiprocessors;
-        if (is_joint_) {
-            const int64_t all = static_cast<int64_t>(units) * parts * max_items_;
-            const int64_t most = std::max<int64_t>(UINT32_MAX / (all + 1), 1);
-            const auto warps = static_cast<uint32_t>(std::min<int64_t>(kJointWarps * blocks, most));
-            return {units, warps, k_units, false, true};
+        if (is_decode || args_.is_split) {
+            int per = 1;
+            if (is_decode) {
+                int rate = 2;
+                while (rate < 16 && !(rates >> rate & 1)) ++rate;
+                per = decode_blocks_of(w.codebook, 8 * rate);
+            }
+            const int blocks = per * info_.multiprocessors / (args_.top_k * parts);
+            count = std::clamp(static_cast<uint32_t>(blocks), 1u, units);
+            const uint32_t whole = count / groups * groups;
+            if (10 * whole >= 9 * count) count = whole;
         }
-        if (!is_decode && !args_.is_split) return {units, groups, k_units, true, false};
-        const auto wanted = static_cast<uint32_t>(blocks / (args_.top_k * parts));
-        uint32_t count = std::clamp(wanted, 1u, units);
-        const uint32_t whole = count / groups * groups;
-        if (10 * whole >= 9 * count) count = whole;
-        return {units, count, k_units, count % groups == 0, false};
+        return {units, count, k_units, count % groups == 0};
     }
 
     ExpertItems items() const {
@@ -252,7 +249,6 @@ class Experts {
     cudaError_t add_up(void* stream) const {
         const ExlTrellisMatrix& w = args_.of_narrow;
         ExpertOuterArgs outer = {};
-        outer.items = items();
         outer.slots = {at<float>(sums_), narrow_, columns_, tile_};
         outer.matrices = args_.narrow, outer.ids = args_.ids;
         outer.places = is_sorted_ ? places() : nullptr;
@@ -267,8 +263,7 @@ class Experts {
     const DeviceInfo& info_;
     int pairs_;
     bool is_sorted_;  // one row's pairs are items as they are
-    bool is_joint_;
-    bool follows_;  // down takes the outputs of gate and up at the same places of their blocks
+    bool follows_;    // down takes the outputs of gate and up at the same places of their blocks
     int tile_, columns_, max_items_, form_;
     Shares wide_, narrow_;
     int64_t size_ = 0;

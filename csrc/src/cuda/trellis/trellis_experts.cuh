@@ -1,11 +1,10 @@
 // Products of rows with the trellis codes of their experts: division among thread blocks.
 //
 // An item has some rows of one expert, a product is an item with one part of its expert (gate, up),
-// and a unit has 128 rows and some columns of a matrix. The units of a product are numbered along k
-// first. They are divided into shares of equal sizes: those of each product, or with `is_joint` those
-// of all products together. A share may begin and end within a column group. Its sums of each group
-// go to a slot of their own; the finish kernels add the slots of a group. Shares of each product
-// depend on the matrices and the device alone, so that no bit of a row depends on the others.
+// and a unit has 128 rows and some columns of a matrix. The units of a product, numbered along k
+// first, are divided into shares of equal sizes. A share may begin and end within a column group.
+// Its sums of each group go to a slot of their own; the finish kernels add the slots of a group.
+// Shares depend on the matrices and the device alone, so that no bit of a row depends on the others.
 #pragma once
 
 #include "cuda/common/common.cuh"
@@ -17,18 +16,12 @@ namespace exl::cuda::trellis {
 constexpr int kBatchTile = 32, kPromptTile = 64;  // most rows of an item
 constexpr int kBatchGroupColumns = 256;           // columns of a group of these kernels
 
-// Products of units and shares fit in 32 bits.
+// Shares of one product. Products of units and shares fit in 32 bits.
 struct Shares {
-    uint32_t units;    // of a product
-    uint32_t count;    // shares of a product, or of all products
+    uint32_t units, count;
     uint32_t k_units;  // units of a column group
     bool is_aligned;   // no share has units of two groups
-    bool is_joint;
 
-    // The division of the units of all products.
-    __host__ __device__ __forceinline__ Shares over(uint32_t products) const {
-        return {units * products, count, k_units, is_aligned, is_joint};
-    }
     __host__ __device__ __forceinline__ uint32_t first_unit(uint32_t share) const {
         return share * units / count;
     }
@@ -40,14 +33,8 @@ struct Shares {
     __host__ __device__ __forceinline__ uint32_t slot(uint32_t group, uint32_t share) const {
         return is_aligned ? share : group + share;
     }
-    __host__ __device__ __forceinline__ uint32_t groups() const { return units / k_units; }
-    __host__ int64_t slots(int64_t products) const {
-        const int64_t of_product = is_aligned ? 0 : groups();
-        return is_joint ? of_product * products + count : (of_product + count) * products;
-    }
-    // First slot of a product, if shares are those of each product.
-    __device__ __forceinline__ int64_t first_slot(uint32_t product) const {
-        return static_cast<int64_t>(product) * (is_aligned ? count : count + groups());
+    __host__ __device__ __forceinline__ uint32_t slots() const {
+        return is_aligned ? count : count + units / k_units;
     }
 };
 
@@ -81,7 +68,7 @@ struct ExpertWork {
     uint32_t parts;
     const uint8_t* inputs[2];  // prepared inputs of each part, one row per pair
     const float2* scales[2];   // of integers
-    float* sums;               // [slots][tile rows][columns of a group]
+    float* sums;               // [items][parts][slots][tile rows][columns of a group]
     // Whether an earlier kernel than the previous one wrote the items, so that the first codes are
     // copied before the previous kernel has ended.
     bool is_early;
@@ -99,26 +86,6 @@ struct ShareEntry {
 
 #ifdef __CUDACC__
 
-// Sets all of an entry but its share and units.
-template <int kTileRows>
-__device__ __forceinline__ void describe_product(
-    const ExpertWork& work, uint32_t product, int tile_words, ShareEntry<kTileRows>& to,
-    bool& has_rate
-) {
-    to.product = product;
-    to.part = product % work.parts;
-    const ExlExpertItem item = work.items.at(product / work.parts);
-    const ExlTrellisMatrix* w =
-        work.matrices + static_cast<int64_t>(item.expert) * work.parts + to.part;
-    to.words = reinterpret_cast<const uint8_t*>(w->words);
-    to.count = item.count;
-    has_rate = w->tile_words == tile_words;
-#pragma unroll 4
-    for (int row = 0; row < kTileRows; ++row) {
-        to.pairs[row] = work.items.pair(item, row < item.count ? row : 0);
-    }
-}
-
 // Describes shares number, number + gridDim.x, ... of all products, with all threads of the block.
 template <int kTileRows>
 __device__ __forceinline__ void fill_table(
@@ -127,11 +94,20 @@ __device__ __forceinline__ void fill_table(
     for (int t = threadIdx.x; t < count; t += blockDim.x) {
         const uint32_t own = number + t * gridDim.x;
         ShareEntry<kTileRows>& to = table[t];
-        bool has_rate;
-        describe_product(work, own / work.shares.count, tile_words, to, has_rate);
+        to.product = own / work.shares.count;
         to.share = own % work.shares.count;
+        to.part = to.product % work.parts;
+        const ExlExpertItem item = work.items.at(to.product / work.parts);
+        const ExlTrellisMatrix* w =
+            work.matrices + static_cast<int64_t>(item.expert) * work.parts + to.part;
+        to.words = reinterpret_cast<const uint8_t*>(w->words);
+        to.count = item.count;
         to.first = work.shares.first_unit(to.share);
-        to.last = has_rate ? work.shares.first_unit(to.share + 1) : to.first;
+        to.last = w->tile_words == tile_words ? work.shares.first_unit(to.share + 1) : to.first;
+#pragma unroll 4
+        for (int row = 0; row < kTileRows; ++row) {
+            to.pairs[row] = work.items.pair(item, row < item.count ? row : 0);
+        }
     }
 }
 

@@ -1,11 +1,10 @@
 // Products of up to 4 or 8 rows of an expert with trellis codes, without decoding them.
 //
-// Contract   exl_cuda_trellis_experts without is_batch. Writes slots of sums (trellis_experts.cuh).
-// Mapping    The grid has as many blocks as fit on the device. One row: a block takes every
-//            gridDim.x-th share, and its 8 warps take the units of its shares in turn. Sums of a
-//            column group are added in shared memory in the order of the units. More rows: every
-//            warp has a joint share, and no warp waits for another one. In both cases a warp streams
-//            its units through two stages of shared memory of its own, across the ends of shares.
+// Contract   exl_cuda_trellis_experts, EXL_EXPERTS_DECODE. Writes slots of sums (trellis_experts.cuh).
+// Mapping    The grid has as many blocks as fit on the device; a block takes every gridDim.x-th
+//            share. Its 8 warps take the units of its shares in turn. Each streams its units
+//            through two stages of shared memory of its own, across the ends of shares. Sums of a
+//            column group are added in shared memory in the order of the units.
 // Products   As in the decode kernel of linears (trellis_decode.cuh): integers of 16 bits and
 //            items of 4 rows for MUL1, float16 and 8 rows for the other codebooks.
 // Floor      The codes of the experts in use at memory bandwidth, or 3 to 4 instructions per weight.
@@ -21,7 +20,6 @@ namespace exl::cuda::trellis {
 constexpr int kExpertWarps = 8;  // of a block; fewer where it has less shared memory
 constexpr int kExpertStages = 2;
 constexpr int kDecodeTable = 16;  // shares that a block describes at a time
-constexpr int kWarpTable = 4;     // products that a warp describes at a time
 
 template <int kWordsOfTile, int kBook>
 struct ExpertShape {
@@ -33,8 +31,6 @@ struct ExpertShape {
     static constexpr int kSums = kRows * kUnitColumns;
     static constexpr int kWarpBytes = kExpertStages * kStageBytes + 4 * kSums;
     static constexpr int kTableBytes = kDecodeTable * sizeof(ShareEntry<kRows>);
-    static constexpr int kJointWarpBytes =
-        kExpertStages * kStageBytes + kWarpTable * sizeof(ShareEntry<kRows>);
     // Two blocks per multiprocessor if their shared memory fits in 228 KiB, with 1 KiB reserved.
     static constexpr int kBlocks =
         2 * (kExpertWarps * kWarpBytes + kTableBytes + 1024) <= (228 << 10) ? 2 : 1;
@@ -51,9 +47,7 @@ struct ExpertSums {
     static constexpr int kPerTile = Shape::kHasIntegers ? 2 : 4;
     float of[kUnitTiles][kPerTile] = {};
 
-    // Calls use(row, column, sum) for the sums of this lane.
-    template <class Use>
-    __device__ __forceinline__ void for_each(int lane, const Use& use) const {
+    __device__ __forceinline__ void store(float* to, int lane) const {
         const int g = lane / 4, q = lane % 4;
 #pragma unroll
         for (int tile = 0; tile < kUnitTiles; ++tile) {
@@ -61,7 +55,7 @@ struct ExpertSums {
             for (int i = 0; i < kPerTile; ++i) {
                 const int row = Shape::kHasIntegers ? q : 2 * q + i % 2;
                 const int half = Shape::kHasIntegers ? i : i / 2;
-                use(row, 16 * tile + 8 * half + g, of[tile][i]);
+                to[expert_sum_at(row, 16 * tile + 8 * half + g)] = of[tile][i];
             }
         }
     }
@@ -203,19 +197,14 @@ struct ExpertStream {
 };
 
 // Adds the warps' sums of a column group in the order of its units, the first of which was taken by
-// warp `rotation`, and stores those of existing rows. `all_sums`: of all warps.
+// warp `rotation`, and stores those of existing rows.
 template <class Shape>
 __device__ __forceinline__ void store_group(
-    const ExpertStream<Shape>& stream, const ShareEntry<Shape::kRows>& own, uint32_t group,
-    int rotation, int warp, const ExpertSums<Shape>& sums, float* all_sums
+    const ExpertWork& work, const ShareEntry<Shape::kRows>& own, uint32_t group, int rotation,
+    int warps, const float* all_sums
 ) {
-    const ExpertWork& work = stream.work;
-    const int warps = stream.warps;
-    sums.for_each(stream.lane, [&](int row, int column, float sum) {
-        all_sums[warp * Shape::kSums + expert_sum_at(row, column)] = sum;
-    });
-    __syncthreads();
-    const int64_t slot = work.shares.first_slot(own.product) + work.shares.slot(group, own.share);
+    const int64_t slot = static_cast<int64_t>(own.product) * work.shares.slots() +
+                         work.shares.slot(group, own.share);
     float* to = work.sums + slot * Shape::kSums;
     for (int i = threadIdx.x; i < own.count * kUnitColumns; i += warps * kWarp) {
         const float* from = all_sums + expert_sum_at(i / kUnitColumns, i % kUnitColumns);
@@ -224,26 +213,10 @@ __device__ __forceinline__ void store_group(
         for (int w = 0; w < warps; ++w) sum += from[((rotation + w) & (warps - 1)) * Shape::kSums];
         to[i] = Shape::kHasIntegers ? sum * kAlpha : sum;
     }
-    __syncthreads();
-}
-
-// Stores the sums of a column group of a joint share.
-template <class Shape>
-__device__ __forceinline__ void store_joint_group(
-    const ExpertStream<Shape>& stream, const ShareEntry<Shape::kRows>& own, uint32_t group,
-    const ExpertSums<Shape>& sums
-) {
-    const Shares& shares = stream.work.shares;
-    const int64_t slot = shares.slot(own.product * shares.groups() + group, own.share);
-    float* to = stream.work.sums + slot * Shape::kSums;
-    sums.for_each(stream.lane, [&](int row, int column, float sum) {
-        if (row >= own.count) return;
-        to[row * kUnitColumns + column] = Shape::kHasIntegers ? sum * kAlpha : sum;
-    });
 }
 
 // Computes the shares of the table. `waits`: the inputs may not have been written yet.
-template <class Shape, bool is_joint>
+template <class Shape>
 __device__ __forceinline__ void compute_shares(
     const ExpertStream<Shape>& stream, int warp, bool waits, float* all_sums
 ) {
@@ -292,11 +265,10 @@ __device__ __forceinline__ void compute_shares(
                 }
                 commit_copies();
             }
-            if constexpr (is_joint) {
-                store_joint_group(stream, own, group, sums);
-            } else {
-                store_group(stream, own, group, rotation, warp, sums, all_sums);
-            }
+            sums.store(all_sums + warp * Shape::kSums, stream.lane);
+            __syncthreads();
+            store_group<Shape>(work, own, group, rotation, warps, all_sums);
+            __syncthreads();
             rotation = (rotation + end - start) & (warps - 1);
             start = end;
         }
@@ -326,48 +298,7 @@ __global__ void __launch_bounds__(kExpertWarps* kWarp, Shape::kBlocks) expert_de
         __syncthreads();
         uint8_t* stages = shared + warp * kExpertStages * Shape::kStageBytes;
         const ExpertStream<Shape> stream = {work, table, shares, stages, warps, lane};
-        compute_shares<Shape, false>(stream, warp, waits, all_sums);
-        waits = false;
-    }
-    if (waits) wait_for_inputs();
-}
-
-// The same for joint shares.
-template <class Shape>
-__global__ void __launch_bounds__(kExpertWarps* kWarp, Shape::kBlocks) expert_joint_kernel(
-    const __grid_constant__ ExpertWork work
-) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    using Entry = ShareEntry<Shape::kRows>;
-    const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
-    const int warps = blockDim.x / kWarp;
-    if (!work.is_early) wait_for_inputs();
-    let_next_begin();
-    uint8_t* stages = shared + warp * kExpertStages * Shape::kStageBytes;
-    auto* table = reinterpret_cast<Entry*>(shared + warps * kExpertStages * Shape::kStageBytes) +
-                  warp * kWarpTable;
-    const uint32_t units = work.shares.units, share = blockIdx.x * warps + warp;
-    const Shares all = work.shares.over(uniform(work.items.count()) * work.parts);
-    const bool exists = share < all.count;
-    const uint32_t first = exists ? all.first_unit(share) : 0;
-    const uint32_t last = exists ? all.first_unit(share + 1) : 0;
-    bool waits = work.is_early;
-    for (uint32_t product = first / units; product * units < last; product += kWarpTable) {
-        const uint32_t left = (last - 1) / units + 1 - product;
-        const int count = min(static_cast<uint32_t>(kWarpTable), left);
-        __syncwarp();  // earlier entries have been read
-        if (lane < count) {
-            Entry& to = table[lane];
-            bool has_rate;
-            describe_product(work, product + lane, Shape::kTileWords, to, has_rate);
-            const uint32_t start = (product + lane) * units;
-            to.share = share;
-            to.first = max(first, start) - start;
-            to.last = has_rate ? min(last, start + units) - start : to.first;
-        }
-        __syncwarp();
-        const ExpertStream<Shape> stream = {work, table, count, stages, 1, lane};
-        compute_shares<Shape, true>(stream, 0, waits, nullptr);
+        compute_shares<Shape>(stream, warp, waits, all_sums);
         waits = false;
     }
     if (waits) wait_for_inputs();
@@ -387,22 +318,16 @@ struct ExpertDecodeLaunch {
         using Shape = ExpertShape<kTileWords, kCodebook>;
         DeviceInfo info;
         if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
-        const bool is_joint = work.shares.is_joint;
-        const auto bytes = [&](int warps) {
-            if (is_joint) return warps * Shape::kJointWarpBytes;
-            return warps * Shape::kWarpBytes + Shape::kTableBytes;
-        };
+        const auto bytes = [](int warps) { return warps * Shape::kWarpBytes + Shape::kTableBytes; };
         int warps = kExpertWarps;
         while (warps > 1 && bytes(warps) > info.shared_per_block) warps /= 2;
-        int64_t blocks = ceil_div(work.shares.count, warps);
-        if (!is_joint) {
-            const int64_t most =
-                static_cast<int64_t>(work.items.max_items) * work.parts * work.shares.count;
-            blocks = std::min<int64_t>(most, Shape::kBlocks * info.multiprocessors);
-        }
-        const auto kernel = is_joint ? expert_joint_kernel<Shape> : expert_decode_kernel<Shape>;
-        const dim3 grid(static_cast<unsigned>(blocks));
-        return launch(kernel, grid, dim3(warps * kWarp), bytes(warps), stream, work);
+        const int64_t most =
+            static_cast<int64_t>(work.items.max_items) * work.parts * work.shares.count;
+        const int64_t fitting = static_cast<int64_t>(Shape::kBlocks) * info.multiprocessors;
+        const dim3 grid(static_cast<unsigned>(std::min(most, fitting)));
+        return launch(
+            expert_decode_kernel<Shape>, grid, dim3(warps * kWarp), bytes(warps), stream, work
+        );
     }
 };
 

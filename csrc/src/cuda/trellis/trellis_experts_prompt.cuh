@@ -3,11 +3,11 @@
 // Contract   exl_cuda_trellis_experts, EXL_EXPERTS_PROMPT. Writes slots of sums
 //            (trellis_experts.cuh).
 // Mapping    The grid has one block per multiprocessor; a block takes every gridDim.x-th share. A
-//            unit has 256 columns and 128 rows of k. Its 16 warps are 2 halves of k x 2 halves of
-//            columns x a warpgroup. Warp w of a warpgroup decodes 32 columns of column group w to A
-//            operands in registers, while the previous ones are multiplied: one wgmma has the same
-//            16 columns of every column group, and reads the inputs of all rows from shared memory.
-//            Sums of the halves of k are added in shared memory.
+//            unit has 256 columns and 128 rows of k. Two warpgroups divide its four steps. Warp w
+//            of each decodes column group w, 64 columns, to A operands in registers, while the
+//            previous ones are multiplied: one wgmma has the same 16 columns of every column group,
+//            and reads the inputs of all rows from shared memory. Sums of the warpgroups are
+//            added in shared memory.
 // Accuracy   Exact values of the codes, inputs in float16, sums in float32.
 // Floor      About 5.5 instructions per weight and item, or the operations of the tensor cores.
 #pragma once
@@ -20,27 +20,22 @@
 
 namespace exl::cuda::trellis {
 
-constexpr int kPromptWarps = 16;
-constexpr int kPromptThreads = kPromptWarps * kWarp;
-constexpr int kKHalves = 2, kColumnHalves = 2;
-constexpr int kHalfThreads = kPromptThreads / kKHalves;
-constexpr int kHalfSteps = kSteps / kKHalves;
-constexpr int kHalfTiles = kUnitTiles / kColumnHalves;
-// Inputs of a half of k of a unit: [8 numbers of k][64 rows], 16 bytes each.
-constexpr int kHalfChunks = 4 * kHalfSteps;
+constexpr int kPromptGroups = 2;  // warpgroups
+constexpr int kPromptThreads = kPromptGroups * 4 * kWarp;
+constexpr int kPromptSteps = kSteps / kPromptGroups;  // of a warpgroup and unit
+// Inputs of a warpgroup and unit: [8 numbers of k][64 rows], 16 bytes each.
+constexpr int kPromptChunks = 4 * kPromptSteps;
 constexpr int kPromptChunkBytes = 16 * kPromptTile;
-constexpr int kPromptInputBytes = kHalfChunks * kPromptChunkBytes;
-constexpr int kPromptTileSums = kPromptTile / 2;  // of a thread and tile
-constexpr int kPromptSumBytes = kPromptThreads * kPromptTileSums * 4;
+constexpr int kPromptInputBytes = kPromptChunks * kPromptChunkBytes;
+constexpr int kPromptSums = kUnitTiles / kPromptGroups * kPromptTile / 2;  // sent by a thread
+constexpr int kPromptSumBytes = kPromptThreads * kPromptSums * 4;
 constexpr int kPromptTable = 8;  // shares that a block describes at a time
 
 template <int kWordsOfTile, int kBook>
 struct ExpertPromptShape {
     static constexpr int kTileWords = kWordsOfTile, kCodebook = kBook;
-    static constexpr int kStepBytes = step_bytes(kTileWords);
-    // Codes of a column group and half of k.
-    static constexpr int kCodeBytes = kHalfSteps * step_bytes(kTileWords);
-    static constexpr int kStageBytes = kKHalves * (4 * kCodeBytes + kPromptInputBytes);
+    static constexpr int kCodeBytes = kPromptSteps * step_bytes(kTileWords);  // of a warp
+    static constexpr int kStageBytes = kPromptGroups * (4 * kCodeBytes + kPromptInputBytes);
     static constexpr int kTableBytes = kPromptTable * sizeof(ShareEntry<kPromptTile>);
     static constexpr int kMost = ((227 << 10) - kPromptSumBytes - kTableBytes) / kStageBytes;
     static constexpr int kStages = kMost < 4 ? kMost : 4;
@@ -51,8 +46,8 @@ struct ExpertPromptShape {
 #if defined(__CUDACC__) && EXL_IS_HOPPER
 
 // A lane's sums. Element [t][4 q + c] is row 8 q + 2 (lane % 4) + c % 2 and column
-// 16 t + 8 (c / 2) + lane / 4 of the warp's 32 columns.
-using PromptSums = float[kHalfTiles][kPromptTileSums];
+// 16 t + 8 (c / 2) + lane / 4 of the warp's column group.
+using PromptSums = float[kUnitTiles][kPromptTile / 2];
 
 template <class Shape>
 struct ExpertPromptStream {
@@ -61,7 +56,7 @@ struct ExpertPromptStream {
     int shares;   // of the table
     int n_units;  // columns of a matrix / 64
     uint8_t* shared;
-    int k_half, column_half, warp, lane;  // warp: of the warpgroup
+    int group, warp, lane;  // warpgroup, warp of it
 
     struct Cursor {
         int share;
@@ -74,39 +69,39 @@ struct ExpertPromptStream {
         return at.share < shares;
     }
     __device__ __forceinline__ uint8_t* codes(int stage) const {
-        return shared + stage * Shape::kStageBytes + (k_half * 4 + warp) * Shape::kCodeBytes;
+        return shared + stage * Shape::kStageBytes + (group * 4 + warp) * Shape::kCodeBytes;
     }
     __device__ __forceinline__ uint8_t* inputs(int stage) const {
-        return shared + stage * Shape::kStageBytes + kKHalves * 4 * Shape::kCodeBytes +
-               k_half * kPromptInputBytes;
+        return shared + stage * Shape::kStageBytes + kPromptGroups * 4 * Shape::kCodeBytes +
+               group * kPromptInputBytes;
     }
-    // Copies a step of the warp's column group; the warpgroup with the other columns copies the other
-    // one. Columns past the end of a matrix have no codes; their sums are never read.
+    // Columns past the end of a matrix have no codes; their sums are never read.
     __device__ __forceinline__ void copy_codes(const Cursor& at, int stage) const {
         const uint32_t k_units = work.shares.k_units, columns = at.unit / k_units;
         const uint32_t column = columns * 4 + warp;
         if (column >= n_units) return;
         const int64_t unit = static_cast<int64_t>(column) * k_units + (at.unit - columns * k_units);
-        const int step = k_half * kHalfSteps + column_half;
-        const uint8_t* from = table[at.share].words + (unit * kSteps + step) * Shape::kStepBytes;
-        uint8_t* to = codes(stage) + column_half * Shape::kStepBytes;
+        const uint8_t* from = table[at.share].words + unit * unit_bytes(Shape::kTileWords) +
+                              group * Shape::kCodeBytes;
+        uint8_t* to = codes(stage);
 #pragma unroll
-        for (int i = 0; i < Shape::kTileWords; i += kWarp) {
-            if (i + lane < Shape::kTileWords) {
-                copy_async_16(to + (i + lane) * 16, from + (i + lane) * 16);
+        for (int i = 0; i < Shape::kCodeBytes; i += 16 * kWarp) {
+            if (Shape::kCodeBytes % (16 * kWarp) == 0 || i + lane * 16 < Shape::kCodeBytes) {
+                copy_async_16(to + i + lane * 16, from + i + lane * 16);
             }
         }
     }
-    // Copies 16 rows of 4 chunks. Those past the last row may be anything: each has its own sums.
+    // Copies a quarter of the warpgroup's inputs: 32 rows of 4 chunks. Those past the last row may
+    // be anything: each has its own sums.
     __device__ __forceinline__ void copy_inputs(const Cursor& at, int stage) const {
         const ShareEntry<kPromptTile>& own = table[at.share];
         const uint32_t k_units = work.shares.k_units, k_unit = at.unit % k_units;
-        const int chunk = column_half * 4 + lane / 8;
-        const uint8_t* from = work.inputs[own.part] + 16 * (k_half * kHalfChunks + chunk);
+        const int chunk = warp / 2 * 4 + lane / 8;
+        const uint8_t* from = work.inputs[own.part] + 16 * (group * kPromptChunks + chunk);
         uint8_t* to = inputs(stage) + chunk * kPromptChunkBytes;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int row = warp * 16 + 8 * i + lane % 8;
+        for (int i = 0; i < 4; ++i) {
+            const int row = warp % 2 * 32 + 8 * i + lane % 8;
             if (row >= own.count) continue;
             const int64_t unit = static_cast<int64_t>(own.pairs[row]) * k_units + k_unit;
             copy_async_16(to + 16 * row, from + unit * 256);
@@ -114,31 +109,31 @@ struct ExpertPromptStream {
     }
 };
 
-// Starts the products of a warp's steps with column tiles kFirst and kFirst + 1. Those of the last
-// 16 rows of k may run on return.
-template <class Shape, int kFirst>
+// Starts the products of a warp's steps. Those of the last 16 rows of k may run on return.
+template <class Shape>
 __device__ __forceinline__ void add_prompt_unit(
     const uint8_t* codes, const uint8_t* inputs, int lane, PromptSums& sums
 ) {
     const uint32_t start = matrix_start(inputs, kPromptChunkBytes);
 #pragma unroll
-    for (int step = 0; step < kHalfSteps; ++step) {
+    for (int step = 0; step < kPromptSteps; ++step) {
         StepWords<Shape::kTileWords> words;
-        words.load(codes + step * Shape::kStepBytes, lane);
-        uint32_t a[2][kHalfTiles][4];  // [16 rows of k][tile][registers]
+        words.load(codes + step * step_bytes(Shape::kTileWords), lane);
+        uint32_t a[2][2][2][4];  // [16 rows of k][two tiles][tile][registers]
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
 #pragma unroll
-            for (int tile = 0; tile < kHalfTiles; ++tile) {
+            for (int tile = 0; tile < kUnitTiles; ++tile) {
                 uint32_t states[kPositions];
-                words.states(kUnitTiles * row + kFirst + tile, states);
-                fragment_of<Shape::kCodebook>(states, a[row][tile]);
+                words.states(4 * row + tile, states);
+                fragment_of<Shape::kCodebook>(states, a[row][tile / 2][tile % 2]);
             }
-            group_fence(a[row]);
+            group_fence(a[row][0]);
+            group_fence(a[row][1]);
             const uint32_t b = start + (4 * step + 2 * row) * kPromptChunkBytes / 16;
 #pragma unroll
-            for (int tile = 0; tile < kHalfTiles; ++tile) {
-                group_product<false>(sums[tile], a[row][tile], b);
+            for (int tile = 0; tile < kUnitTiles; ++tile) {
+                group_product<false>(sums[tile], a[row][tile / 2][tile % 2], b);
             }
             group_commit();
             group_wait<1>();  // the registers of the fragments before these are free
@@ -146,39 +141,51 @@ __device__ __forceinline__ void add_prompt_unit(
     }
 }
 
-// Adds the sums of both halves of k. Half h keeps tile h, whose sums are at index 0 afterwards.
-// `buffer`: kPromptSumBytes. Ends with a barrier before it is written again.
-__device__ __forceinline__ void add_prompt_halves(float* buffer, int k_half, PromptSums& sums) {
-    static_assert(kHalfTiles == kKHalves);
+// Adds the sums of both warpgroups. Warpgroup g keeps tiles 2 g and 2 g + 1. `buffer`:
+// kPromptSumBytes. Ends with a barrier before it is written again.
+__device__ __forceinline__ void add_prompt_groups(float* buffer, int group, PromptSums& sums) {
+    constexpr int kHalf = kUnitTiles / kPromptGroups, kOfTile = kPromptTile / 2;
     float* to = buffer + threadIdx.x;
 #pragma unroll
-    for (int i = 0; i < kPromptTileSums; ++i) {
-        to[i * kPromptThreads] = k_half == 0 ? sums[1][i] : sums[0][i];
+    for (int i = 0; i < kPromptSums; ++i) {
+        to[i * kPromptThreads] =
+            group == 0 ? sums[kHalf + i / kOfTile][i % kOfTile] : sums[i / kOfTile][i % kOfTile];
     }
     __syncthreads();
-    const float* from = buffer + (threadIdx.x ^ kHalfThreads);
+    const float* from = buffer + (threadIdx.x ^ 4 * kWarp);
 #pragma unroll
-    for (int i = 0; i < kPromptTileSums; ++i) {
+    for (int i = 0; i < kPromptSums; ++i) {
         const float other = from[i * kPromptThreads];
-        // The sum of the first half comes first.
-        sums[0][i] = k_half == 0 ? sums[0][i] + other : other + sums[1][i];
+        // The first warpgroup's sum comes first.
+        if (group == 0) {
+            sums[i / kOfTile][i % kOfTile] += other;
+        } else {
+            float& own = sums[kHalf + i / kOfTile][i % kOfTile];
+            own = other + own;
+        }
     }
     __syncthreads();
 }
 
-// Stores existing rows of 16 columns of each warp's column group.
-__device__ __forceinline__ void store_prompt_tile(
-    float* to, int count, int lane, const float (&sums)[kPromptTileSums]
+// Stores the tiles of a warpgroup: existing rows of 32 columns of each warp's column group.
+template <int kGroup>
+__device__ __forceinline__ void store_prompt_tiles(
+    float* to, int count, int lane, const PromptSums& sums
 ) {
+    constexpr int kHalf = kUnitTiles / kPromptGroups;
 #pragma unroll
-    for (int i = 0; i < kPromptTileSums; ++i) {
-        const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, column = i / 2 % 2 * 8 + lane / 4;
-        if (row < count) to[row * kBatchGroupColumns + column] = sums[i];
+    for (int tile = kHalf * kGroup; tile < kHalf * (kGroup + 1); ++tile) {
+#pragma unroll
+        for (int i = 0; i < kPromptTile / 2; ++i) {
+            const int row = i / 4 * 8 + lane % 4 * 2 + i % 2;
+            const int column = tile * 16 + i / 2 % 2 * 8 + lane / 4;
+            if (row < count) to[row * kBatchGroupColumns + column] = sums[tile][i];
+        }
     }
 }
 
 // Computes the shares of the table. `waits`: the inputs may not have been written yet.
-template <class Shape, int kColumnHalf>
+template <class Shape>
 __device__ __forceinline__ void compute_prompt_shares(
     const ExpertPromptStream<Shape>& stream, bool waits, float* buffer
 ) {
@@ -209,13 +216,11 @@ __device__ __forceinline__ void compute_prompt_shares(
             for (; unit < end; ++unit) {
                 wait_copies<kAhead - 1>();
                 fence_copies();
-                // Codes and inputs that other warps have copied are visible afterwards, and the
-                // products of the unit before the previous one, whose stage is filled next, have
-                // ended.
-                asm volatile("bar.sync %0, %1;" ::"r"(stream.k_half + 1), "n"(kHalfThreads)
-                             : "memory");
+                // The other warps' inputs are visible afterwards, and the products of the unit
+                // before the previous one, whose stage is filled next, have ended.
+                asm volatile("bar.sync %0, 128;" ::"r"(stream.group + 1) : "memory");
                 copy_next();
-                add_prompt_unit<Shape, kHalfTiles * kColumnHalf>(
+                add_prompt_unit<Shape>(
                     stream.codes(stage), stream.inputs(stage), stream.lane, sums
                 );
                 stage = stage == kStages - 1 ? 0 : stage + 1;
@@ -223,13 +228,16 @@ __device__ __forceinline__ void compute_prompt_shares(
             group_wait<0>();
 #pragma unroll
             for (auto& tile : sums) group_results(tile);
-            add_prompt_halves(buffer, stream.k_half, sums);
-            const int64_t slot =
-                work.shares.first_slot(own.product) + work.shares.slot(group, own.share);
-            float* to = work.sums + slot * (kPromptTile * kBatchGroupColumns) +
-                        stream.warp * kUnitColumns +
-                        16 * (kHalfTiles * kColumnHalf + stream.k_half);
-            store_prompt_tile(to, own.count, stream.lane, sums[0]);
+            add_prompt_groups(buffer, stream.group, sums);
+            const int64_t slot = static_cast<int64_t>(own.product) * work.shares.slots() +
+                                 work.shares.slot(group, own.share);
+            float* to =
+                work.sums + slot * (kPromptTile * kBatchGroupColumns) + stream.warp * kUnitColumns;
+            if (stream.group == 0) {
+                store_prompt_tiles<0>(to, own.count, stream.lane, sums);
+            } else {
+                store_prompt_tiles<1>(to, own.count, stream.lane, sums);
+            }
         }
     }
 }
@@ -257,13 +265,9 @@ __global__ void __launch_bounds__(kPromptThreads, 1) expert_prompt_kernel(
         __syncthreads();  // earlier entries have been read
         fill_table(work, Shape::kTileWords, first, shares, table);
         __syncthreads();
-        const ExpertPromptStream<Shape> stream = {work,     table,        shares,   n_units, shared,
-                                                  warp / 8, warp / 4 % 2, warp % 4, lane};
-        if (stream.column_half == 0) {
-            compute_prompt_shares<Shape, 0>(stream, waits, buffer);
-        } else {
-            compute_prompt_shares<Shape, 1>(stream, waits, buffer);
-        }
+        const ExpertPromptStream<Shape> stream = {work,   table,    shares,   n_units,
+                                                  shared, warp / 4, warp % 4, lane};
+        compute_prompt_shares<Shape>(stream, waits, buffer);
         waits = false;
     }
     if (waits) wait_for_inputs();

@@ -17,14 +17,13 @@ struct ExpertPrepareArgs {
     int x_dtype;
     bool is_aligned;
     int pairs, pairs_per_row, parts;
-    int blocks_each;                   // of a warp; set by the launch
     const int32_t* ids;                // [pairs]
     const ExlTrellisMatrix* matrices;  // [experts, parts]
     Target to[2];                      // of each part, one row per pair
     bool sorts;
     PairSort sort;
 };
-cudaError_t launch_expert_prepare(ExpertPrepareArgs args, void* stream);
+cudaError_t launch_expert_prepare(const ExpertPrepareArgs& args, void* stream);
 
 // Slots of the products of a launch.
 struct ExpertSlots {
@@ -39,8 +38,7 @@ struct ExpertInnerArgs {
     ExpertSlots slots;
     const ExlTrellisMatrix* matrices;  // [experts, parts]
     int parts, gate;
-    int blocks;     // of 128 columns
-    int rows_each;  // of a warp; set by the launch
+    int blocks;  // of 128 columns
     int first_out, out_features;
     // The result: prepared inputs of the experts' next matrices, or without these
     // float16 [pairs, out_features].
@@ -48,24 +46,22 @@ struct ExpertInnerArgs {
     Target to;
     __half* plain;
 };
-cudaError_t launch_expert_inner(ExpertInnerArgs args, void* stream);
+cudaError_t launch_expert_inner(const ExpertInnerArgs& args, void* stream);
 
 // Weighted sum of the outputs of each row's experts.
 struct ExpertOuterArgs {
-    ExpertItems items;
     ExpertSlots slots;
     const ExlTrellisMatrix* matrices;  // [experts]
     const int32_t* ids;
     const int32_t* places;  // PairSort; null: each pair is an item
     const float* weights;
     int m, top_k;
-    int blocks;       // of 128 columns
-    int blocks_each;  // of a thread block; set by the launch
+    int blocks;  // of 128 columns
     int first_out, out_features;
     float* y;
     int64_t y_stride;
     bool is_added;
 };
-cudaError_t launch_expert_outer(ExpertOuterArgs args, void* stream);
+cudaError_t launch_expert_outer(const ExpertOuterArgs& args, void* stream);
 
 }  // namespace exl::cuda::trellis

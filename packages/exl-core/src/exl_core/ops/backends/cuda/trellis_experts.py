@@ -24,10 +24,13 @@ from exl_core.ops.moe import Routed
 from exl_core.ops.weights import HADAMARD
 from exl_kernels import cuda
 
+KERNELS = {"decode": 0, "batch": 1, "prompt": 2}
+"""Numbers of EXL_EXPERTS_*."""
+
 DECODE_ROWS = 4
 """Rows per expert, on average, up to which the kernel for decode is used."""
 
-BATCH_ROWS = 16
+BATCH_ROWS = 24
 """Rows per expert, on average, up to which the batch kernel is used, where there are both."""
 
 SPLIT_ROWS = 64
@@ -178,8 +181,8 @@ def compute(
         parts=wide.parts,
         gate=gate,
         is_added=is_added,
-        kernel=cuda.TRELLIS_KERNELS[kernel],
-        is_split=gpu.is_invariant or (kernel != "decode" and len(x) <= SPLIT_ROWS),
+        kernel=KERNELS[kernel],
+        is_split=gpu.is_invariant or len(x) <= SPLIT_ROWS,
     )
     most = max(MAX_PAIRS // top_k, 1)
     args.m = min(len(x), most)
