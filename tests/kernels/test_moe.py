@@ -21,8 +21,11 @@ from torch import Tensor
 
 from exl_core.ops.backends.cpu.table import CpuTable
 from exl_core.ops.elementwise import GateKind
+from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import ExpertMlp, Routed, Routing
 from exl_core.ops.table import OpTable
+from exl_core.ops.weights import Codebook
+from support.trellis import random_exl3
 
 ROUTINGS = {
     "softmax": Routing(3),
@@ -237,6 +240,45 @@ def test_quantized_experts_match_float64(
     # times as much.
     is_coarse = is_gpu(table) or table.name in TILE_SETS
     assert_norm_within(got, exact, 1e-2 if is_coarse else 1e-4)
+
+
+def trellis_experts(
+    table: OpTable, rng: torch.Generator, book: Codebook, size: tuple[int, int], rates: list[float]
+) -> tuple[list[PackedLinear], list[Tensor]]:
+    """Matrices (out, in) of trellis codes of the experts' rates, and their exact weights."""
+    (n, k), made, exact = size, [], []
+    for rate in rates:
+        seed = int(torch.randint(1 << 30, (1,), generator=rng))
+        layer = random_exl3(seed, rate, book, rows=k, columns=n)
+        scale = float(layer.dense()[:k, :n].std()) * k**0.5
+        layer = replace(layer, in_scales=(layer.in_scales / scale).astype("f2"))
+        w = table.new_linear(layer.layout(n, k))
+        table.fill_linear(w, 0, layer.columns())
+        made.append(w)
+        exact.append(layer.dense()[:k, :n].T)
+    return made, exact
+
+
+@pytest.mark.parametrize("book", ["mul1", "mcg", "3inst"])
+@pytest.mark.parametrize("rows", [1, 2, 9, 70])
+def test_experts_of_trellis_codes_match_float64(
+    table: OpTable, rng: torch.Generator, rows: int, book: Codebook
+) -> None:
+    d, inner, rates = 150, 200, [4.0, 3.0, 2.0, 4.0, 6.0]
+    gate, up = (trellis_experts(table, rng, book, (inner, d), rates) for _ in range(2))
+    down = trellis_experts(table, rng, book, (d, inner), rates[::-1])
+    joined = [table.join([a, b]) for a, b in zip(gate[0], up[0], strict=True)]
+    experts = ExpertMlp(table.stack(joined), table.stack(down[0]), "silu")
+    x, routed = strided_rows(rng, rows, d), random_routing(rng, rows, len(rates), 3)
+
+    got = table.expert_mlp(x, routed, experts)
+
+    wide = [torch.cat([a, b]) for a, b in zip(gate[1], up[1], strict=True)]
+    exact = exact_mlp(x, routed, (wide, down[1]), "silu")
+    # Kernels leave out the rounding of mul1's values to float16: 2.1e-4 of the weights' RMS in each
+    # of three matrices.
+    is_coarse = is_gpu(table) or table.name in TILE_SETS
+    assert_norm_within(got, exact, 1e-2 if is_coarse else 6e-4)
 
 
 @pytest.mark.parametrize("name", ["equal", "mxfp4", "fp8"])

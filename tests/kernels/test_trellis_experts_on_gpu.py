@@ -1,8 +1,8 @@
 """Experts of trellis codes (EXL3) on a GPU, against float64.
 
 The kernels read the experts in use once each. The kernel for decode multiplies tiles of 4 rows of
-an expert (mul1) or 8 (the other codebooks); the batch kernel multiplies 32. `compute` chooses by
-the mean number of rows per expert.
+an expert (mul1) or 8 (the other codebooks), the batch kernel 32, the prompt kernel 64. `compute`
+chooses by the mean number of rows per expert.
 """
 
 from __future__ import annotations
@@ -334,6 +334,18 @@ def test_experts_are_added_after_their_norm(
         added = experts.outputs(h.float(), routed)
         got = table.add_experts_(x.to(table.device), layer).cpu()
         assert_norm_within(got - x, added, BOUND)
+
+
+@pytest.mark.parametrize("book", ["mul1", "mcg"])
+@pytest.mark.parametrize("rows", [1, 20, 100, 600])
+def test_results_are_the_same_in_every_run(
+    gpu_table: OpTable, rng: torch.Generator, rows: int, book: Codebook
+) -> None:
+    experts = Experts(gpu_table, rng, book, count=12)
+    x, routed = normal(rng, rows, experts.d), choice(rng, rows, 12, 2)
+    first = gpu_table.expert_mlp(x, routed, experts.mlp())
+    for _ in range(5):
+        assert torch.equal(gpu_table.expert_mlp(x, routed, experts.mlp()), first)
 
 
 @pytest.mark.parametrize("book", ["mul1", "mcg"])

@@ -423,7 +423,7 @@ class TrellisExperts(Structure):
         ("parts", c_int32),
         ("gate", c_int32),
         ("is_added", c_int32),
-        ("is_batch", c_int32),
+        ("kernel", c_int32),
         ("is_split", c_int32),
         ("reserved", c_int32),
     )

@@ -14,9 +14,14 @@
 extern "C" {
 #endif
 
+// Kernels of the products, by the rows of an expert that they multiply at a time: 4 or 8 without
+// decoding the weights, 32, or 64. The second one needs a device on which exl_cuda_trellis_max_rows
+// exceeds 8, the third one compute capability 9.0.
+enum { EXL_EXPERTS_DECODE = 0, EXL_EXPERTS_BATCH = 1, EXL_EXPERTS_PROMPT = 2 };
+
 // Matrices of one kind (gate, up, down) have the same sizes, places in their blocks and codebook;
-// the codebook is that of all kinds. Rates may differ. Sums are deterministic, and no bit of a row
-// depends on the other rows.
+// the codebook is that of all kinds. Rates may differ. Sums are deterministic. With one
+// kernel and one value of is_split, no bit of a row depends on the other rows.
 typedef struct {
     const ExlTrellisMatrix* wide;    // in device memory [experts, parts]: gate and up, or up alone
     const ExlTrellisMatrix* narrow;  // in device memory [experts]: down
@@ -39,10 +44,8 @@ typedef struct {
     int32_t parts;     // 2: gated, 1: y = sum of weights * down(act(up(x)))
     int32_t gate;      // the activation
     int32_t is_added;  // y += instead of y =
-    // Products with 32 rows of an expert at a time, which decode the weights; otherwise with 4 or 8.
-    // Needs a device on which exl_cuda_trellis_max_rows exceeds 8.
-    int32_t is_batch;
-    // The division of the work suits few rows, also with is_batch.
+    int32_t kernel;    // EXL_EXPERTS_DECODE, _BATCH or _PROMPT
+    // The division of the work suits few rows, also if the kernel is not that for decode.
     int32_t is_split;
     int32_t reserved;
 } ExlTrellisExperts;

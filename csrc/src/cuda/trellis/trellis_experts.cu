@@ -24,22 +24,26 @@ int decode_blocks_of(int codebook, int tile_words) {
 
 template <int kCodebook>
 cudaError_t launch_codebook(
-    bool is_batch, int tile_words, const ExpertWork& work, int n_units, void* stream
+    int kernel, int tile_words, const ExpertWork& work, int n_units, void* stream
 ) {
-    return is_batch ? launch_expert_batch<kCodebook>(tile_words, work, n_units, stream)
-                    : launch_expert_decode<kCodebook>(tile_words, work, stream);
+    switch (kernel) {
+        case EXL_EXPERTS_DECODE: return launch_expert_decode<kCodebook>(tile_words, work, stream);
+        case EXL_EXPERTS_BATCH:
+            return launch_expert_batch<kCodebook>(tile_words, work, n_units, stream);
+    }
+    return launch_expert_prompt<kCodebook>(tile_words, work, n_units, stream);
 }
 
 cudaError_t launch_product(
-    int codebook, bool is_batch, int tile_words, const ExpertWork& work, int n_units, void* stream
+    int codebook, int kernel, int tile_words, const ExpertWork& work, int n_units, void* stream
 ) {
     switch (codebook) {
         case EXL_CODEBOOK_3INST:
-            return launch_codebook<EXL_CODEBOOK_3INST>(is_batch, tile_words, work, n_units, stream);
+            return launch_codebook<EXL_CODEBOOK_3INST>(kernel, tile_words, work, n_units, stream);
         case EXL_CODEBOOK_MCG:
-            return launch_codebook<EXL_CODEBOOK_MCG>(is_batch, tile_words, work, n_units, stream);
+            return launch_codebook<EXL_CODEBOOK_MCG>(kernel, tile_words, work, n_units, stream);
         case EXL_CODEBOOK_MUL1:
-            return launch_codebook<EXL_CODEBOOK_MUL1>(is_batch, tile_words, work, n_units, stream);
+            return launch_codebook<EXL_CODEBOOK_MUL1>(kernel, tile_words, work, n_units, stream);
     }
     return cudaErrorInvalidValue;
 }
@@ -52,8 +56,10 @@ bool are_valid(const ExlTrellisExperts& a, const DeviceInfo& info) {
            (a.parts == 1 || a.parts == 2) && a.m >= 0 && a.top_k >= 1 && a.experts >= 1 &&
            a.experts <= EXL_CUDA_MAX_EXPERTS &&
            static_cast<int64_t>(a.m) * a.top_k < INT32_MAX / 64 &&
-           (a.x_dtype == kF32 || a.x_dtype == kF16) &&
-           (!a.is_batch || info.shared_per_block >= kBatchSharedBytes);
+           (a.x_dtype == kF32 || a.x_dtype == kF16) && a.kernel >= EXL_EXPERTS_DECODE &&
+           a.kernel <= EXL_EXPERTS_PROMPT &&
+           (a.kernel != EXL_EXPERTS_BATCH || info.shared_per_block >= kBatchSharedBytes) &&
+           (a.kernel != EXL_EXPERTS_PROMPT || info.capability == 90);
 }
 
 // Buffers and launches of one call.
@@ -62,15 +68,20 @@ class Experts {
     Experts(const ExlTrellisExperts& args, const DeviceInfo& info)
         : args_(args), info_(info), pairs_(args.m * args.top_k), is_sorted_(args.m > 1) {
         const ExlTrellisMatrix &wide = args.of_wide, &narrow = args.of_narrow;
-        tile_ = args.is_batch ? kBatchTile : decode_tile(wide.codebook);
-        columns_ = args.is_batch ? kBatchGroupColumns : kUnitColumns;
+        const bool is_decode = args.kernel == EXL_EXPERTS_DECODE;
+        tile_ = is_decode                          ? decode_tile(wide.codebook)
+                : args.kernel == EXL_EXPERTS_BATCH ? kBatchTile
+                                                   : kPromptTile;
+        columns_ = is_decode ? kUnitColumns : kBatchGroupColumns;
         const int64_t most =
             is_sorted_ ? exl_cuda_max_items(pairs_, args.experts, tile_) : args.top_k;
         max_items_ = static_cast<int>(most);
         wide_ = shares_of(wide, args.wide_rates, args.parts);
         narrow_ = shares_of(narrow, args.narrow_rates, 1);
-        const bool has_integers = !args.is_batch && wide.codebook == EXL_CODEBOOK_MUL1;
-        form_ = has_integers ? EXL_TRELLIS_INTEGERS : EXL_TRELLIS_PLAIN;
+        const bool has_integers = is_decode && wide.codebook == EXL_CODEBOOK_MUL1;
+        form_ = has_integers                        ? EXL_TRELLIS_INTEGERS
+                : args.kernel == EXL_EXPERTS_PROMPT ? kNaturalForm
+                                                    : EXL_TRELLIS_PLAIN;
         follows_ = narrow.first_in == wide.first_out && narrow.k == wide.n;
         const int64_t item_words = is_sorted_ ? 4 * (1 + most) + 2ll * pairs_ : 0;
         items_ = take(4 * item_words);
@@ -112,9 +123,10 @@ class Experts {
         const auto groups = static_cast<uint32_t>(ceil_div(w.n, columns_));
         const uint32_t units = groups * k_units;
         uint32_t count = groups;
-        if (!args_.is_batch || args_.is_split) {
+        const bool is_decode = args_.kernel == EXL_EXPERTS_DECODE;
+        if (is_decode || args_.is_split) {
             int per = 1;
-            if (!args_.is_batch) {
+            if (is_decode) {
                 int rate = 2;
                 while (rate < 16 && !(rates >> rate & 1)) ++rate;
                 per = decode_blocks_of(w.codebook, 8 * rate);
@@ -209,7 +221,7 @@ class Experts {
         for (int rate = 2; rate <= 16; ++rate) {
             if (!(rates >> rate & 1)) continue;
             const cudaError_t error = launch_product(
-                w.codebook, args_.is_batch, 8 * rate, work, w.n / kUnitColumns, stream
+                w.codebook, args_.kernel, 8 * rate, work, w.n / kUnitColumns, stream
             );
             if (error != cudaSuccess) return error;
             work.is_early = true;  // the launch before has waited for the items

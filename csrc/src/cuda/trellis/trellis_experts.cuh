@@ -13,8 +13,8 @@
 
 namespace exl::cuda::trellis {
 
-constexpr int kBatchTile = 32;           // most rows of an item of the batch kernel
-constexpr int kBatchGroupColumns = 256;  // columns of a group of the batch kernel
+constexpr int kBatchTile = 32, kPromptTile = 64;  // most rows of an item
+constexpr int kBatchGroupColumns = 256;           // columns of a group of these kernels
 
 // Shares of one product. Products of units and shares fit in 32 bits.
 struct Shares {
@@ -114,7 +114,7 @@ __device__ __forceinline__ void fill_table(
 #endif  // __CUDACC__
 
 // Launches for a codebook, which has source files of its own (trellis_experts_decode.cuh,
-// trellis_experts_batch.cuh), and thread blocks per multiprocessor of the decode kernel.
+// trellis_experts_batch.cuh, trellis_experts_prompt.cuh), and thread blocks per multiprocessor of the decode kernel.
 template <int kCodebook>
 int expert_decode_blocks(int tile_words);
 template <int kCodebook>
@@ -122,6 +122,9 @@ cudaError_t launch_expert_decode(int tile_words, const ExpertWork& work, void* s
 // `n_units`: columns of a matrix / 64.
 template <int kCodebook>
 cudaError_t launch_expert_batch(int tile_words, const ExpertWork& work, int n_units, void* stream);
+
+template <int kCodebook>
+cudaError_t launch_expert_prompt(int tile_words, const ExpertWork& work, int n_units, void* stream);
 
 // Rows of an item of the decode kernel.
 inline int decode_tile(int codebook) { return codebook == EXL_CODEBOOK_MUL1 ? 4 : 8; }

@@ -1,6 +1,6 @@
 // Products of up to 32 rows of an expert with trellis codes, decoded to float16: the batch kernel.
 //
-// Contract   exl_cuda_trellis_experts with is_batch. Writes slots of sums (trellis_experts.cuh).
+// Contract   exl_cuda_trellis_experts, EXL_EXPERTS_BATCH. Writes slots of sums (trellis_experts.cuh).
 // Mapping    The grid has one block per multiprocessor; a block takes every gridDim.x-th share. A
 //            unit has 256 columns and 128 rows of k. The 16 warps are 4 column warps x 4 steps of a
 //            unit, as in the small-batch kernel of linears (trellis_batch.cuh): a warp decodes the

@@ -1,6 +1,6 @@
 // Products of up to 4 or 8 rows of an expert with trellis codes, without decoding them.
 //
-// Contract   exl_cuda_trellis_experts without is_batch. Writes slots of sums (trellis_experts.cuh).
+// Contract   exl_cuda_trellis_experts, EXL_EXPERTS_DECODE. Writes slots of sums (trellis_experts.cuh).
 // Mapping    The grid has as many blocks as fit on the device; a block takes every gridDim.x-th
 //            share. Its 8 warps take the units of its shares in turn. Each streams its units
 //            through two stages of shared memory of its own, across the ends of shares. Sums of a

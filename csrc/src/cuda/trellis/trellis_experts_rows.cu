@@ -19,6 +19,23 @@ namespace {
 
 constexpr int kPrepareWarps = kSortWarps, kInnerWarps = 4, kOuterWarps = 8;
 
+// `prepare_block` with every form.
+__device__ __forceinline__ void prepare_row_block(
+    const Target& to, int row, int block, float (&v)[kValues], const float (&suh)[kValues], int lane
+) {
+    if (to.form != kNaturalForm) {
+        prepare_block(to, row, block, v, suh, 1.0f, lane);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) v[i] *= suh[i] * kNormalize;
+    transform(v, lane);
+    const int64_t at =
+        static_cast<int64_t>(row) * to.k + EXL_TRELLIS_BLOCK * block + kValues * lane;
+    *reinterpret_cast<uint2*>(to.out + 2 * at) =
+        make_uint2(half_pair(v[0], v[1]), half_pair(v[2], v[3]));
+}
+
 // The next kernel may read ids, items and codes early: it begins after all kernels before this one.
 template <class X>
 __global__ void __launch_bounds__(kPrepareWarps* kWarp) expert_prepare_kernel(
@@ -46,7 +63,7 @@ __global__ void __launch_bounds__(kPrepareWarps* kWarp) expert_prepare_kernel(
     load_halves(scales + value, suh);
     const X* x = static_cast<const X*>(args.x) + pair / args.pairs_per_row * args.x_stride;
     load_values(x, value - to.first_in, to.in_features, args.is_aligned, v);
-    prepare_block(to, pair, block, v, suh, 1.0f, lane);
+    prepare_row_block(to, pair, block, v, suh, lane);
 }
 
 // Sums of columns first .. first + 3 of a row of a product.
@@ -133,7 +150,7 @@ __global__ void __launch_bounds__(kInnerWarps* kWarp) expert_inner_kernel(
                 from_float<__half>(v[i]);
         }
     }
-    if (args.next != nullptr) prepare_block(args.to, pair, block, v, suh, 1.0f, lane);
+    if (args.next != nullptr) prepare_row_block(args.to, pair, block, v, suh, lane);
 }
 
 __global__ void __launch_bounds__(kOuterWarps* kWarp) expert_outer_kernel(

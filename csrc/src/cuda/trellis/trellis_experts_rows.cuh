@@ -7,6 +7,9 @@
 
 namespace exl::cuda::trellis {
 
+// Form of prepared inputs beside those of exl/cuda/trellis.h: float16 [pairs, k] in the order of k.
+constexpr int kNaturalForm = 3;
+
 // Prepares x, one row for `pairs_per_row` successive pairs, for each pair and part of its expert.
 struct ExpertPrepareArgs {
     const void* x;

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,11 +24,17 @@ from exl_core.ops.moe import Routed
 from exl_core.ops.weights import HADAMARD
 from exl_kernels import cuda
 
+KERNELS = {"decode": 0, "batch": 1, "prompt": 2}
+"""Numbers of EXL_EXPERTS_*."""
+
 DECODE_ROWS = 4
 """Rows per expert, on average, up to which the kernel for decode is used."""
 
+BATCH_ROWS = 24
+"""Rows per expert, on average, up to which the batch kernel is used, where there are both."""
+
 SPLIT_ROWS = 64
-"""Most rows for which the batch kernel divides the work as for one row."""
+"""Most rows for which the batch and the prompt kernel divide the work as for one row."""
 
 MAX_PAIRS = 1 << 15
 """Most pairs of a row and an expert that are computed at once."""
@@ -132,6 +139,19 @@ def pair_of(
     return wide, down
 
 
+def _kernel(gpu: Gpu, mean_rows: float) -> Literal["decode", "batch", "prompt"]:
+    """Kernel of the products, by the mean number of rows per expert."""
+    has_batch = gpu.trellis_max_rows > LINEAR_DECODE_ROWS
+    if gpu.is_invariant:
+        return "batch" if has_batch else "decode"
+    if mean_rows <= DECODE_ROWS:
+        return "decode"
+    has_prompt = torch.cuda.get_device_capability(gpu.device)[0] == 9
+    if has_prompt and mean_rows > BATCH_ROWS:
+        return "prompt"
+    return "batch" if has_batch else "decode"
+
+
 def compute(
     gpu: Gpu,
     x: Tensor,
@@ -145,8 +165,7 @@ def compute(
     """Writes `RoutedOps.expert_mlp` to y [m, d] float32, or adds it. `gate`: the activation."""
     wide, down = matrices
     top_k = routed.ids.shape[1]
-    has_batch = gpu.trellis_max_rows > LINEAR_DECODE_ROWS
-    is_batch = gpu.is_invariant or routed.ids.numel() > DECODE_ROWS * wide.num_experts
+    kernel = _kernel(gpu, routed.ids.numel() / wide.num_experts)
     args = cuda.TrellisExperts(
         wide=wide.table.data_ptr(),
         narrow=down.table.data_ptr(),
@@ -162,7 +181,7 @@ def compute(
         parts=wide.parts,
         gate=gate,
         is_added=is_added,
-        is_batch=has_batch and is_batch,
+        kernel=KERNELS[kernel],
         is_split=gpu.is_invariant or len(x) <= SPLIT_ROWS,
     )
     most = max(MAX_PAIRS // top_k, 1)
