@@ -427,7 +427,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "route": (POINTER(Route), _P),
     "expert_inputs": (POINTER(ExpertInputs), _P),
     "expert_linear": (POINTER(ExpertLinear), _P),
-    "expert_row": (POINTER(ExpertLinear), POINTER(ExpertLinear), POINTER(Route), _P, _P, _I, _P, _P),
+    "expert_row": (*2 * (POINTER(ExpertLinear),), POINTER(Route), _P, _P, _I, _P, _P),
     "expert_many_rows": (POINTER(ExpertLinear), _P, _I, _P),
     "expert_gather": (POINTER(ExpertInputs), _L, _P),
     "expert_sum": (_P, _P, _I, _I, _I, _I, _P, _L, _P),

@@ -345,7 +345,8 @@ int size_rings(ExpertArgs& args, int rest, int most) {
     args.stage_bytes = static_cast<int>(ceil_div(args.call.load_bytes, 128) * 128);
     const auto stages_in = [&](int bytes) { return (bytes - rest) / (kWarps * args.stage_bytes); };
     // Fewer stages let more thread blocks fit, and two are enough to hide latency.
-    const int stages = stages_in(kThirdOfShared) >= 2 ? stages_in(kThirdOfShared) : stages_in(most);
+    const int few = stages_in(std::min(kThirdOfShared, most));
+    const int stages = few >= 2 ? few : stages_in(most);
     args.num_stages = std::min({kMaxRingStages, stages, std::max(max_warp_loads(args), 1)});
     return std::max(args.num_stages, 0) * kWarps * args.stage_bytes;
 }
