@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
     };
     Unit unit = {};
     if (first_unit < num_units) unit = start(first_unit);
-    // What the ends of the tile or panel need is read while the weights arrive.
+    // Operands of the epilogues are read while the weights arrive.
     const int column = 32 * tile + lane;
     const bool adds_up = is_down && cluster.rank == 0;
     const bool stores = adds_up && warp == 0 && column < call.n;
