@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
     };
     Unit unit = {};
     if (first_unit < num_units) unit = start(first_unit);
-    // What the ends of the tile or panel need is read while the weights arrive.
+    // Operands of the epilogues are read while the weights arrive.
     const int column = 32 * tile + lane;
     const bool adds_up = is_down && cluster.rank == 0;
     const bool stores = adds_up && warp == 0 && column < call.n;
@@ -345,7 +345,8 @@ int size_rings(ExpertArgs& args, int rest, int most) {
     args.stage_bytes = static_cast<int>(ceil_div(args.call.load_bytes, 128) * 128);
     const auto stages_in = [&](int bytes) { return (bytes - rest) / (kWarps * args.stage_bytes); };
     // Fewer stages let more thread blocks fit, and two are enough to hide latency.
-    const int stages = stages_in(kThirdOfShared) >= 2 ? stages_in(kThirdOfShared) : stages_in(most);
+    const int few = stages_in(std::min(kThirdOfShared, most));
+    const int stages = few >= 2 ? few : stages_in(most);
     args.num_stages = std::min({kMaxRingStages, stages, std::max(max_warp_loads(args), 1)});
     return std::max(args.num_stages, 0) * kWarps * args.stage_bytes;
 }
