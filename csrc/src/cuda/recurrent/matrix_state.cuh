@@ -46,7 +46,8 @@ struct MatrixState {
     const float* x;  // rows of queries, keys and values
     int64_t x_stride;
     int64_t query_first, key_first, value_first;  // offsets in a row of x
-    const float* step;  // a of the delta rule, dt of the scan: [rows, heads], or [rows, heads depth]
+    const float*
+        step;  // a of the delta rule, dt of the scan: [rows, heads], or [rows, heads depth]
     const float* beta;  // b of the delta rule
     int64_t step_stride;
     const float* decay;
@@ -89,8 +90,8 @@ struct TileByRow : Tile<blocks, count> {
 };
 
 template <Rule rule, int blocks, int count>
-using TileOf = std::conditional_t<
-    rule == Rule::kDeltaByRow, TileByRow<blocks, count>, Tile<blocks, count>>;
+using TileOf =
+    std::conditional_t<rule == Rule::kDeltaByRow, TileByRow<blocks, count>, Tile<blocks, count>>;
 
 // Sums over the lanes whose numbers differ in bits below `lanes`. Lane l gets the sum of
 // values[l % size], where size is a power of two of at most `lanes`. Recursive, so that all indices
@@ -143,7 +144,7 @@ struct HeadNumbers {
 // Operands of one group of tokens between their loads and `prepare`: those of a lane.
 template <Rule rule, int blocks, int count>
 struct RawGroup {
-    float keys[count][blocks], queries[count][blocks];  // elements lane + 32 i
+    float keys[count][blocks], queries[count][blocks];       // elements lane + 32 i
     float steps[count][HeadNumbers<rule, blocks>::kBiases];  // the same, with a decay per row
     float values[count];                                     // of the block's column `lane`
     float step, beta;                                        // of token `lane`
@@ -536,9 +537,7 @@ __global__ void __launch_bounds__(kStateThreads) matrix_state_kernel(MatrixState
     int own = first + warp * count;  // first row of the group that this warp prepares
     if (own < last) {
         load_group(raw, args, head, key_head, own, last, lane);
-        prepare(
-            raw, tiles[0], sums[warp], numbers, args, min(count, last - own), warp, lane
-        );
+        prepare(raw, tiles[0], sums[warp], numbers, args, min(count, last - own), warp, lane);
     }
     int current = 0;
     for (int row = first; row < last; row += kTokens) {
