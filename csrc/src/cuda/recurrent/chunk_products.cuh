@@ -1,11 +1,10 @@
 // Products within each chunk: the first kernel of the chunked form.
 //
 // Contract   chunks.cuh has the formulas and the layout of the workspace.
-// Mapping    A block has one chunk of one head. Its warps normalize and split keys and queries. Four
-//            multiply 16 keys each with the keys before them, the other four 16 queries each. Then
-//            they invert I + A: two halves of 32 rows by forward substitution, a column per thread,
-//            and the square below the diagonal by products. The block of the first head of a key
-//            head stores the vectors.
+// Mapping    A block has one chunk of one head. Its warps normalize and split keys and queries, warp w
+//            multiplies 16 keys and 16 queries with the keys before them, and all invert I + A: two
+//            halves of 32 rows by forward substitution, a column per thread, then the square below
+//            the diagonal by products. The block of the first head of a key head stores the vectors.
 // Decays     Sums of logarithms are float64 and kept as two float32 numbers: a token that empties the
 //            state leaves the decays after it as exact as before.
 // Floor      Reads x once and writes the workspace, at L2 bandwidth.
@@ -15,13 +14,12 @@
 
 namespace exl::cuda {
 
-constexpr int kTileWarps = kChunk / 16;
-constexpr int kProductWarps = 2 * kTileWarps;
+constexpr int kProductWarps = kChunk / 16;
 constexpr int kProductThreads = kProductWarps * kWarp;
 constexpr int kHalfChunk = kChunk / 2;
 constexpr int kInversePitch = kChunk + 4;
 
-static_assert(kProductThreads == 256, "a thread has four columns of a row of a square of 32");
+static_assert(kProductThreads == 128, "a thread has two rows of four columns of a square of 32");
 
 // Operands of the inversion. They take the place of keys and queries, which are stored by then.
 struct InverseSpace {
@@ -80,72 +78,46 @@ __device__ __forceinline__ void chunk_factors(
     }
 }
 
-// A lane's elements of a key or a query: 2 lane + 64 i, and those after them.
-struct LaneVector {
-    float values[4];
-
-    __device__ __forceinline__ void load(const float* row, bool is_token, int depth, int lane) {
+// Splits 16 rows of keys or queries per warp. `scale` multiplies normalized ones. Those of the scan
+// are divided by `scales`.
+template <bool is_delta>
+__device__ __forceinline__ void split_vectors(
+    uint8_t* to, float* scales, const float* x, const MatrixState& args,
+    const ChunkOfSequence& chunk, float scale, int warp, int lane
+) {
+#pragma unroll 4
+    for (int i = 0; i < 16; ++i) {
+        const int token = warp * 16 + i;
+        const bool is_token = token < chunk.count;
+        const float* row = x + (chunk.first + (is_token ? token : 0)) * args.x_stride;
+        float values[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const int at = j / 2 * 64 + 2 * lane + j % 2;
-            values[j] = is_token && at < depth ? row[at] : 0.0f;
+            values[j] = is_token && at < args.depth ? row[at] : 0.0f;
         }
-    }
-
-    // Normalizes the vector and multiplies it by `factor`, or, for the scan, brings it into the range
-    // of float16. Stores it as halves, and what it has been divided by.
-    template <bool is_delta>
-    __device__ __forceinline__ void store(
-        uint8_t* to, float* scales, float factor, int token, int lane
-    ) {
         if constexpr (is_delta) {
             const float squares = values[0] * values[0] + values[1] * values[1] +
                                   values[2] * values[2] + values[3] * values[3];
-            factor *= rsqrtf(warp_sum(squares) + kL2Eps);
+            const float factor = rsqrtf(warp_sum(squares) + kL2Eps) * scale;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) values[j] *= factor;
         } else {
             const float largest = fmaxf(
                 fmaxf(fabsf(values[0]), fabsf(values[1])), fmaxf(fabsf(values[2]), fabsf(values[3]))
             );
-            const float2 scale = scale_to(warp_max(largest), 0);
-            factor = scale.x;
-            if (lane == 0) scales[token] = scale.y;
+            const float2 factors = scale_to(warp_max(largest), 0);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) values[j] *= factors.x;
+            if (lane == 0) scales[token] = factors.y;
         }
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             uint32_t high, low;
-            split(values[2 * j] * factor, values[2 * j + 1] * factor, high, low);
+            split(values[2 * j], values[2 * j + 1], high, low);
             uint8_t* at = to + vector_place(token, j * 64 + 2 * lane);
             *reinterpret_cast<uint32_t*>(at) = high;
             *reinterpret_cast<uint32_t*>(at + kPlaneBytes) = low;
-        }
-    }
-};
-
-// Normalizes and splits the keys and queries of a warp's tokens.
-template <bool is_delta>
-__device__ __forceinline__ void split_vectors(
-    ProductSpace& space, const MatrixState& args, const ChunkOfSequence& chunk, int key_head,
-    int warp, int lane
-) {
-    constexpr int kTokens = kChunk / kProductWarps, kInFlight = 4;
-    const float* x = args.x + key_head * args.depth;
-    const float scale = rsqrtf(static_cast<float>(args.depth));
-    LaneVector keys[kInFlight], queries[kInFlight];
-#pragma unroll
-    for (int first = 0; first < kTokens; first += kInFlight) {
-#pragma unroll
-        for (int i = 0; i < kInFlight; ++i) {
-            const int token = warp * kTokens + first + i;
-            const bool is_token = token < chunk.count;
-            const float* row = x + (chunk.first + (is_token ? token : 0)) * args.x_stride;
-            keys[i].load(row + args.key_first, is_token, args.depth, lane);
-            queries[i].load(row + args.query_first, is_token, args.depth, lane);
-        }
-#pragma unroll
-        for (int i = 0; i < kInFlight; ++i) {
-            const int token = warp * kTokens + first + i;
-            keys[i].store<is_delta>(space.vectors.keys, space.scales[0], 1.0f, token, lane);
-            queries[i].store<is_delta>(space.vectors.queries, space.scales[1], scale, token, lane);
         }
     }
 }
@@ -239,22 +211,28 @@ __device__ __forceinline__ void invert_half(InverseSpace& space, int first, int 
     }
 }
 
-// c = a * b, squares of 32: four columns of a row per thread.
+// c = a * b, squares of 32: two rows of four columns per thread.
 template <int pitch_a, int pitch_b, int pitch_c>
 __device__ __forceinline__ void multiply_square(
     float* c, const float* a, const float* b, int thread
 ) {
-    const int row = thread / 8, column = thread % 8 * 4;
-    float sums[4] = {};
+    const int row = thread / 8 * 2, column = thread % 8 * 4;
+    float sums[2][4] = {};
 #pragma unroll 8
     for (int k = 0; k < kHalfChunk; ++k) {
         const float4 right = *reinterpret_cast<const float4*>(b + k * pitch_b + column);
-        const float left = a[row * pitch_a + k];
-        sums[0] += left * right.x, sums[1] += left * right.y;
-        sums[2] += left * right.z, sums[3] += left * right.w;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float left = a[(row + i) * pitch_a + k];
+            sums[i][0] += left * right.x, sums[i][1] += left * right.y;
+            sums[i][2] += left * right.z, sums[i][3] += left * right.w;
+        }
     }
-    *reinterpret_cast<float4*>(c + row * pitch_c + column) =
-        make_float4(sums[0], sums[1], sums[2], sums[3]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        *reinterpret_cast<float4*>(c + (row + i) * pitch_c + column) =
+            make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
+    }
 }
 
 // Inverts I - `inner`, whose diagonal and upper part are not read, and stores the inverse.
@@ -301,7 +279,14 @@ __global__ void __launch_bounds__(kProductThreads, 3) chunk_products_kernel(
     const int shared = args.heads / args.key_heads;
     const int key_head = args.is_tiled ? head % args.key_heads : head / shared;
     const bool is_first = args.is_tiled ? head == key_head : head == key_head * shared;
-    split_vectors<is_delta>(space, args, chunk, key_head, warp, lane);
+    const float* x = args.x + key_head * args.depth;
+    const float scale = rsqrtf(static_cast<float>(args.depth));
+    split_vectors<is_delta>(
+        space.vectors.keys, space.scales[0], x + args.key_first, args, chunk, 1.0f, warp, lane
+    );
+    split_vectors<is_delta>(
+        space.vectors.queries, space.scales[1], x + args.query_first, args, chunk, scale, warp, lane
+    );
     if (warp == 0) chunk_factors<is_delta>(space, args, chunk, head, lane);
     __syncthreads();
 
@@ -314,18 +299,17 @@ __global__ void __launch_bounds__(kProductThreads, 3) chunk_products_kernel(
 #pragma unroll 8
         for (int i = threadIdx.x; i < kParts; i += kProductThreads) there[i] = here[i];
     }
-    // Warps 4 apart share a scheduler: one has few keys, the other many queries.
-    const bool has_keys = warp < kTileWarps;
-    const int tile = has_keys ? warp : kProductWarps - 1 - warp;
-    float products[kChunk / 8][4] = {};
-    if (is_delta || !has_keys) {
-        const uint8_t* rows = has_keys ? space.vectors.keys : space.vectors.queries;
-        multiply_keys(products, rows, space.vectors.keys, tile, lane);
+    // A warp with few keys has many queries.
+    const int mirrored = kProductWarps - 1 - warp;
+    float by_keys[kChunk / 8][4] = {}, by_queries[kChunk / 8][4] = {};
+    if constexpr (is_delta) {
+        multiply_keys(by_keys, space.vectors.keys, space.vectors.keys, warp, lane);
     }
+    multiply_keys(by_queries, space.vectors.queries, space.vectors.keys, mirrored, lane);
     __syncthreads();
 
     ChunkHead& own = to.heads[static_cast<int64_t>(slot) * args.heads + head];
-    if (!has_keys) store_outer(own.outer, space, products, tile, lane);
+    store_outer(own.outer, space, by_queries, mirrored, lane);
     if (threadIdx.x < kChunk) {
         const int token = threadIdx.x;
         own.factors.grown[token] = space.factors.grown[token];
@@ -335,7 +319,7 @@ __global__ void __launch_bounds__(kProductThreads, 3) chunk_products_kernel(
         own.factors.scale[token] = is_delta ? 1.0f : space.scales[1][token];
     }
     if constexpr (is_delta) {
-        if (has_keys) store_inner(space, products, tile, lane);
+        store_inner(space, by_keys, warp, lane);
         // The square above the diagonal of the inverse is not stored, and its tiles are complete.
         __syncthreads();
         store_inverse(own.inverse, space.inversion, warp, lane);
