@@ -223,12 +223,10 @@ class MoeWeights:
 
     @property
     def is_plain(self) -> bool:
-        """Whether experts, and a shared expert if there is one, read the same normed states, and
-        add their outputs to the states as they are."""
+        """Whether a layer is its norm, its router and its experts alone."""
         others = (
-            *(self.expert_factors, self.latent_down),
+            *(self.shared, self.host, self.expert_factors, self.latent_down),
             *(self.post_norm, self.router_norm, self.expert_norm, self.expert_post_norm),
-            None if self.shared is None else self.shared.post_norm,
         )
         return all(one is None for one in others)
 
