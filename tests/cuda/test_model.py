@@ -66,7 +66,7 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
     "lfm2": lambda: tiny_hybrids.tiny_lfm2(hidden_size=192, head_dim=32, block_multiple_of=32),
     "qwen3.5": lambda: tiny_hybrids.tiny_qwen35(**_QWEN35, intermediate_size=160),
     "qwen3.5-moe": lambda: tiny_hybrids.tiny_qwen35_moe(
-        **_QWEN35, moe_intermediate_size=32, num_experts_per_tok=8
+        **{**_QWEN35, "rms_norm_eps": 1e-2}, moe_intermediate_size=32, num_experts_per_tok=8
     ),
     "nemotron-h": lambda: tiny_hybrids.tiny_nemotron_h(
         **{"hidden_size": 96, "head_dim": 32, "num_experts_per_tok": 8},

@@ -57,7 +57,11 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         hidden_size=192, head_dim=32, mamba_d_head=64, shared_intermediate_size=160
     ),
     "nemotron-h": lambda: tiny_nemotron_h(**HEADS),
-    "kimi-linear": lambda: tiny_kimi_linear(hidden_size=96, linear_head_dim=40),
+    # Tokens pass all experts: a router chooses others where two have almost the same score.
+    "kimi-linear": lambda: tiny_kimi_linear(
+        **{"hidden_size": 96, "linear_head_dim": 40},
+        **{"num_experts_per_token": 8, "n_group": 1, "topk_group": 1},
+    ),
 }
 
 

@@ -144,10 +144,9 @@ def test_experts_and_latent_attention_are_counted(tmp_path: Path) -> None:
     each = {run.op: run for run in step.kernels}
     rows, heads, hidden, rank, rope, width = 2, 6, 72, 40, 8, 40
 
-    experts = each["expert_mlp"]
+    experts = each["add_experts_"]
     assert (experts.shape, experts.calls) == (f"3 of 8, {hidden} -> {width}", 2)
-    assert experts.operations == 2 * rows * 3 * 3 * hidden * width
-    assert each["route"].shape == f"{hidden} -> 8"
+    assert experts.operations == 2 * rows * hidden * (3 * 3 * width + 8)
 
     latent, config = each["attend_latent"], loaded.config.layers[0].mixer
     assert isinstance(config, MLA)

@@ -55,6 +55,13 @@ def test_heads_are_normed_and_gated(
         assert_near(table, y, want, 1e-5 * float(want.abs().max()), gpu_bound=5e-4)
 
 
+def test_all_heads_of_a_row_have_one_gate(table: OpTable, rng: torch.Generator) -> None:
+    x, gate, gating = strided_rows(rng, 9, 300), strided_rows(rng, 9, 1), Gating("sigmoid", 300)
+    y = cast(Tensor, table.gate_heads(x, gate, gating))
+    want = exact(x, gate, gating)
+    assert_near(table, y, want, 1e-5 * float(want.abs().max()), gpu_bound=5e-4)
+
+
 @pytest.mark.parametrize("is_permuted", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", ["attention", "delta", "mamba"])

@@ -102,4 +102,5 @@ class GateHeads(Structure):
         ("eps", c_float),
         ("is_sigmoid", c_int32),
         ("is_gate_first", c_int32),
+        ("is_row_gate", c_int32),
     )

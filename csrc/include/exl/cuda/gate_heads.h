@@ -31,6 +31,7 @@ typedef struct {
     float eps;
     int32_t is_sigmoid;
     int32_t is_gate_first;  // the norm follows the product
+    int32_t is_row_gate;    // gate is [m, 1]
 } ExlGateHeads;
 EXL_CUDA_API int exl_cuda_gate_heads(const ExlGateHeads* args, void* stream);
 

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kBlockThreads) gate_heads_kernel(ExlGateHeads 
     const GateOperand x = {args.x, args.x_stride, args.x_dtype == kF16};
     const GateOperand gate = {args.gate, args.gate_stride, args.gate_dtype == kF16};
     const auto gated = [&](int column) {
-        const float g = gate.at(row, column), value = x.at(row, column);
+        const float g = gate.at(row, args.is_row_gate ? 0 : column), value = x.at(row, column);
         const float sigmoid = 1.0f / (1.0f + __expf(-g));
         return value * (args.is_sigmoid ? sigmoid : g * sigmoid);
     };

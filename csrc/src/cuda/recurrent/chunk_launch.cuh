@@ -69,7 +69,8 @@ cudaError_t run_recurrence(
     const bool is_chunked = needed > 0 && workspace != nullptr && rows.seqs > 0;
     if (is_chunked && workspace_bytes < needed) return cudaErrorInvalidValue;
     args.longest = is_chunked ? kLeastChunkedRows - 1 : rows.rows;
-    if (cudaError_t error = run_matrix_state<is_delta ? Rule::kDelta : Rule::kScan>(args, stream); error != cudaSuccess) {
+    if (cudaError_t error = run_matrix_state<is_delta ? Rule::kDelta : Rule::kScan>(args, stream);
+        error != cudaSuccess) {
         return error;
     }
     return is_chunked ? run_chunks<is_delta>(args, info, workspace, stream) : cudaSuccess;

@@ -8,7 +8,7 @@ matrices, of attention, and of recurrent states.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from exl_core.cache.format import KVFormat
 from exl_core.ops.attention import CacheLayer, Scoring
 from exl_core.ops.cache_rows import head_dim_of
 from exl_core.ops.elementwise import LayerNorm, RmsNorm
+from exl_core.ops.moe import ExpertMlp
 
 MATRIX_OPERAND = {
     "embedding": 1,
@@ -36,10 +37,10 @@ product that is added to a sum, one for a decay. For a convolution, of its taps.
 COUNTED_OPS = (
     *MATRIX_OPERAND,
     *STATE_OPERATIONS,
-    *("activation", "add_", "attend_", "attend_latent", "expert_mlp", "gated_activation"),
-    *("layer_norm", "rms_norm", "rms_norm_heads_", "rope_"),
+    *("activation", "add_", "add_experts_", "attend_", "attend_latent", "expert_mlp"),
+    *("gate_heads", "gated_activation", "layer_norm", "rms_norm", "rms_norm_heads_", "rope_"),
 )
-"""Ops that a pass calls; `attend_` and `attend_latent` include others."""
+"""Ops that a pass calls; `attend_`, `attend_latent` and `add_experts_` include others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +155,28 @@ def _experts_line(call: Call, this: Pass) -> Line:  # noqa: ARG001 - as the othe
     """Experts of all rows. Of their matrices the part is read that rows are expected to choose
     (`Transformer.pass_weight_bytes`), so that layers whose choices differ form one line."""
     x, routed, experts = call.operands
-    matrices = experts.gate_up, experts.down
-    count, (rows, top_k) = experts.down.num_experts, routed.ids.shape
-    read = (1.0 - (1.0 - top_k / count) ** rows) * sum(one.size_bytes for one in matrices)
     moved = sum(map(_size, (x, routed.ids, routed.weights, call.result)))
+    return _line_of_experts(call.op, experts, x, routed.ids.shape[1], moved)
+
+
+def _expert_layer_line(call: Call, this: Pass) -> Line:  # noqa: ARG001 - as the others
+    """A norm, a router and the experts, whose outputs are added."""
+    x, layer = call.operands
+    router, norm = layer.router, layer.norm.weight
+    moved = 2 * _size(x) + _size(norm) + router.size_bytes
+    line = _line_of_experts(call.op, layer.experts, x, layer.routing.top_k, moved)
+    scored = 2 * len(x) * router.in_features * router.out_features
+    return replace(line, operations=line.operations + scored)
+
+
+def _line_of_experts(op: str, experts: ExpertMlp, x: Tensor, top_k: int, moved: int) -> Line:
+    """`moved`: bytes other than those of the experts' matrices."""
+    matrices = experts.gate_up, experts.down
+    count, rows = experts.down.num_experts, len(x)
+    read = (1.0 - (1.0 - top_k / count) ** rows) * sum(one.size_bytes for one in matrices)
     each = sum(one.in_features * one.out_features for one in matrices)
     shape = f"{top_k} of {count}, {x.shape[1]} -> {experts.down.in_features}"
-    return Line(call.op, shape, moved + round(read), 2 * rows * top_k * each)
+    return Line(op, shape, moved + round(read), 2 * rows * top_k * each)
 
 
 def _size(tensor: Tensor) -> int:
@@ -171,6 +187,7 @@ _SPECIAL: dict[str, Callable[[Call, Pass], Line]] = {
     "attend_": _attention_line,
     "attend_latent": _latent_line,
     "expert_mlp": _experts_line,
+    "add_experts_": _expert_layer_line,
     **dict.fromkeys(STATE_OPERATIONS, _recurrent_line),
 }
 """Ops whose bytes or operations do not follow from the sizes of their operands alone."""

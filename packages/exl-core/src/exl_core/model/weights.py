@@ -223,10 +223,12 @@ class MoeWeights:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a layer is its norm, its router and its experts alone."""
+        """Whether experts, and a shared expert if there is one, read the same normed states, and
+        add their outputs to the states as they are."""
         others = (
-            *(self.shared, self.host, self.expert_factors, self.latent_down),
+            *(self.expert_factors, self.latent_down),
             *(self.post_norm, self.router_norm, self.expert_norm, self.expert_post_norm),
+            None if self.shared is None else self.shared.post_norm,
         )
         return all(one is None for one in others)
 

@@ -114,6 +114,7 @@ class ProductOps(Protocol):
     ) -> Inputs:
         """x, gate [m, d] strided rows -> norm(x) * act(gate), or norm(x * act(gate)), by head.
 
+        gate [m, 1]: all heads of a row have the same gate.
         The result is [m, d], or has the form that the matrix `to` prefers as its inputs.
         """
         ...

@@ -12,13 +12,16 @@ from exl_core.arch.layers import MoE, Router
 from exl_core.model.layers.mlp import ACTIVATIONS, GATES
 from exl_core.model.layers.residual import (
     add_output,
+    gated_inputs,
+    inputs_buffer,
     normed,
     read_activated_linear,
     read_gated_linear,
+    read_linear,
 )
 from exl_core.model.layers.state import PassState
 from exl_core.model.weights import BlockWeights, MlpWeights, MoeWeights
-from exl_core.ops.elementwise import ActivationKind, GateKind, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, Gating, RmsNorm
 from exl_core.ops.linear import Inputs
 from exl_core.ops.moe import ExpertLayer, Routed, Routing
 from exl_core.ops.table import LayerOps
@@ -55,14 +58,12 @@ def routing_of(router: Router) -> Routing:
     )
 
 
-def moe(step: MoeStep, ops: LayerOps, x: Tensor, block: BlockWeights, state: PassState) -> Tensor:  # noqa: ARG001
+def moe(step: MoeStep, ops: LayerOps, x: Tensor, block: BlockWeights, state: PassState) -> Tensor:
     """x [R, hidden] plus the weighted outputs of each row's experts, times the factor of the
     layer."""
     weights = cast(MoeWeights, block.mlp)
     if isinstance(weights.norm, RmsNorm) and not step.weighs_inputs and weights.is_plain:
-        router, bias = weights.router, weights.router_bias
-        layer = ExpertLayer(weights.norm, router, step.routing, bias, weights.experts)
-        x = ops.add_experts_(x, layer)
+        x = _plain_moe(step, ops, x, weights, state)
         return x if block.scalar is None else x * block.scalar
     h = x if weights.norm is None else normed(ops, x, weights.norm)  # [R, hidden]
     scored = h if weights.router_norm is None else normed(ops, x, weights.router_norm)
@@ -88,6 +89,49 @@ def moe(step: MoeStep, ops: LayerOps, x: Tensor, block: BlockWeights, state: Pas
         y = normed(ops, y, weights.post_norm)
     x = ops.add_(x, y)
     return x if block.scalar is None else x * block.scalar
+
+
+def _plain_moe(
+    step: MoeStep, ops: LayerOps, x: Tensor, weights: MoeWeights, state: PassState
+) -> Tensor:
+    """x [R, hidden] plus the outputs of the experts, and then those of the shared expert. All read
+    norm(x)."""
+    norm, router, bias = cast(RmsNorm, weights.norm), weights.router, weights.router_bias
+    if weights.host is None:
+        inputs = _shared_inputs(step, ops, x, weights, state)  # before x is changed
+        layer = ExpertLayer(norm, router, step.routing, bias, weights.experts)
+        x = ops.add_experts_(x, layer)
+    else:
+        h = ops.rms_norm(x, norm)  # [R, hidden]
+        routed = ops.route(h, router, step.routing, bias)
+        finish = weights.host.start(h, routed, weights.experts)
+        inputs = _shared_inputs(step, ops, x, weights, state)  # meanwhile
+        x = ops.add_(x, finish())
+    if weights.shared is None or inputs is None:
+        return x
+    return ops.linear_add_(inputs, weights.shared.down, x)
+
+
+def _shared_inputs(
+    step: MoeStep, ops: LayerOps, x: Tensor, weights: MoeWeights, state: PassState
+) -> Inputs | None:
+    """Inputs of the shared expert's `down` [R, intermediate], times its scores if there are scores,
+    for states x [R, hidden]. None if there is no shared expert."""
+    shared, norm, router = weights.shared, weights.norm, weights.shared_router
+    if shared is None:
+        return None
+    plain = state.buffers[step.layer].gated
+    out: Inputs = plain if router is not None else inputs_buffer(ops, shared.down, plain, None)
+    if step.gate is not None:
+        inner = read_gated_linear(ops, x, norm, shared.gate_up, step.gate, out=out)
+    else:
+        assert step.activation is not None, "one of the two is there"
+        inner = read_activated_linear(ops, x, norm, shared.gate_up, step.activation, out=out)
+    if router is None:
+        return inner
+    scores = read_linear(ops, x, norm, router)  # [R, 1]
+    gating = Gating("sigmoid", shared.down.in_features)
+    return gated_inputs(ops, cast(Tensor, inner), scores, gating, shared.down, post_norm=None)
 
 
 def _start_experts(

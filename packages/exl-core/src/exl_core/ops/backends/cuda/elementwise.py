@@ -80,6 +80,7 @@ class CudaElementwiseOps:
             head_dim=gating.head_dim,
             is_sigmoid=gating.kind == "sigmoid",
             is_gate_first=gating.is_gate_first,
+            is_row_gate=gate.shape[1] == 1 and columns > 1,
         )
         if gating.norm is not None:
             weight = gating.norm.weight
