@@ -328,7 +328,7 @@ __device__ __forceinline__ void attend_steps(
     uint32_t p[kAll][tiles][2];
 #pragma unroll
     for (int i = 0; i < steps; ++i) {
-        // Of several steps all weights are computed first, without branches between them.
+        // With several steps, all weights are computed first, without branches between them.
         if (steps > 1 || moved[i]) {
 #pragma unroll
             for (int n = 0; n < tiles; ++n) {

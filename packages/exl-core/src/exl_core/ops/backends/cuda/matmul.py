@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from exl_core.errors import BackendError
-from exl_core.ops.backends.cuda.library import FIXED_ROWS, TYPES, Gpu
+from exl_core.ops.backends.cuda.dense import add_fixed_product, add_product
+from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
 from exl_core.ops.backends.cuda.slices import Slices
 from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, Trellis, is_pair
@@ -470,7 +471,7 @@ class Linears:
     def _multiply_dense(
         self, x: Tensor, parts: tuple[Part, ...], out: Tensor, is_added: bool
     ) -> None:
-        multiply = _fixed_product if self._gpu.is_invariant else _product
+        multiply = add_fixed_product if self._gpu.is_invariant else add_product
         for part, columns in _split(parts, out):
             multiply(x, cast(CudaLinear, part).weight.T, columns, is_added)
             if part.bias is not None:
@@ -494,7 +495,7 @@ class Linears:
                 dense = slice_.memory.view(rows, pitch)[:, : last - first]
                 with slice_.filling():
                     _unpack(parts, first, last, dense)
-                _product(x, dense, out[:, first:last], is_added)
+                add_product(x, dense, out[:, first:last], is_added)
         for part, own in _split(parts, out):
             if part.bias is not None:
                 own.add_(part.bias)
@@ -580,26 +581,3 @@ def _prepare(x: Tensor, norm: Norm | None) -> cuda.Prepare:
         args.is_layer_norm = 1
         args.norm_bias = None if norm.bias is None else norm.bias.data_ptr()
     return args
-
-
-def _product(x: Tensor, weight: Tensor, out: Tensor, is_added: bool) -> None:
-    """out = x [m, k] @ weight [k, n], or += if `is_added`; accumulates in float32."""
-    if is_added:
-        torch.addmm(out, x, weight, out_dtype=torch.float32, out=out)
-    elif out.dtype is torch.float16:
-        torch.mm(x, weight, out=out)
-    else:  # into the columns of `out` directly, which mm does not do for another type
-        torch.addmm(out, x, weight, beta=0, out_dtype=torch.float32, out=out)
-
-
-def _fixed_product(x: Tensor, weight: Tensor, out: Tensor, is_added: bool) -> None:
-    """The same as `_product`, in chunks of exactly `FIXED_ROWS` rows."""
-    chunks = torch.split(x, FIXED_ROWS), torch.split(out, FIXED_ROWS)
-    for rows, sums in zip(*chunks, strict=True):
-        padded = x.new_zeros(FIXED_ROWS, x.shape[1])
-        padded[: rows.shape[0]] = rows
-        product = torch.mm(padded, weight, out_dtype=torch.float32)[: rows.shape[0]]
-        if is_added:
-            sums.add_(product)
-        else:
-            sums.copy_(product)

@@ -8,7 +8,7 @@ from torch import Tensor
 from exl_core.ops.backends.cuda.library import Gpu
 from exl_core.ops.backends.rings import TorchRingOps
 from exl_core.ops.rings import POSITIONS, REACH, new_bits
-from exl_kernels import cuda
+from exl_kernels.cuda_trellis import NearestRings
 
 
 class CudaRingOps:
@@ -23,7 +23,7 @@ class CudaRingOps:
             return TorchRingOps.nearest_rings(targets, values, rate)
         states = self._gpu.empty(len(targets), POSITIONS, dtype=torch.int32)
         workspace = self._gpu.empty(size, dtype=torch.uint8)
-        args = cuda.NearestRings(
+        args = NearestRings(
             targets=targets.data_ptr(),
             target_stride=targets.stride(0),
             values=values.data_ptr(),

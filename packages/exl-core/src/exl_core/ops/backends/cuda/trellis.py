@@ -28,6 +28,7 @@ from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import LayoutSizes
 from exl_core.ops.weights import HADAMARD, TILE, TrellisColumns, TrellisLayout
 from exl_kernels import cuda
+from exl_kernels.cuda_trellis import TrellisInputs, TrellisLinear, TrellisMatrix, TrellisPrepare
 
 DECODE_ROWS = 8
 """Largest number of rows of the decode kernel."""
@@ -57,7 +58,7 @@ class CudaTrellis(LayoutSizes[TrellisLayout]):
         self._in_scales = gpu.empty(layout.stored_in, dtype=torch.float16)
         self._out_scales = gpu.empty(layout.stored_out, dtype=torch.float16)
         self.bias = gpu.empty(layout.out_features) if layout.has_bias else None
-        self.matrix = cuda.TrellisMatrix(
+        self.matrix = TrellisMatrix(
             words=self._words.data_ptr(),
             suh=self._in_scales.data_ptr(),
             svh=self._out_scales.data_ptr(),
@@ -114,8 +115,8 @@ class CudaTrellisInputs:
         return self.w.in_features
 
     @property
-    def operand(self) -> cuda.TrellisInputs:
-        return cuda.TrellisInputs(
+    def operand(self) -> TrellisInputs:
+        return TrellisInputs(
             matrix=ctypes.pointer(self.w.matrix),
             out=self.memory.data_ptr(),
             form=self.form,
@@ -156,7 +157,7 @@ class Trellis:
 
     def prepare(self, x: Tensor, norm: RmsNorm | None, inputs: Sequence[CudaTrellisInputs]) -> None:
         """Fills up to three prepared inputs from x [m, k] strided rows, float32 or float16."""
-        args = cuda.TrellisPrepare(
+        args = TrellisPrepare(
             x=x.data_ptr(),
             x_stride=x.stride(0),
             x_dtype=TYPES[x.dtype],
@@ -231,7 +232,7 @@ class Trellis:
         to: CudaTrellisInputs | None = None,
     ) -> None:
         first = inputs[0]
-        args = cuda.TrellisLinear(
+        args = TrellisLinear(
             count=len(inputs), m=first.rows, epilogue=epilogue, gate=cuda.GATES[gate]
         )
         if out is not None:

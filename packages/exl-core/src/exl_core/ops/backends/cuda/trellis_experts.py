@@ -23,6 +23,7 @@ from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.moe import Routed
 from exl_core.ops.weights import HADAMARD
 from exl_kernels import cuda
+from exl_kernels.cuda_trellis import TrellisExperts, TrellisMatrix
 
 KERNELS = {"decode": 0, "batch": 1, "prompt": 2}
 """Numbers of EXL_EXPERTS_*."""
@@ -53,7 +54,7 @@ class CudaTrellisExperts:
     matrices: tuple[tuple[CudaTrellis, ...], ...]
     parts: int  # matrices of each expert that the table has: one, or two halves of one
     table: Tensor  # ExlTrellisMatrix [experts, parts]
-    first: cuda.TrellisMatrix  # of the table
+    first: TrellisMatrix  # of the table
     rates: int  # bit tile_words / 8 is set for every number of words that occurs
 
     halves: CudaTrellisExperts | None = None  # gate and up, if these are the halves of one matrix
@@ -81,7 +82,7 @@ class CudaTrellisExperts:
     def _of_entries(
         cls,
         experts: Sequence[tuple[CudaTrellis, ...]],
-        entries: Sequence[Sequence[cuda.TrellisMatrix]],
+        entries: Sequence[Sequence[TrellisMatrix]],
         gpu: Gpu,
     ) -> CudaTrellisExperts:
         each = [entry for parts in entries for entry in parts]
@@ -114,9 +115,9 @@ def _kind(w: CudaTrellis) -> tuple[object, ...]:
     return one.out_features, one.in_features, one.first_out, one.first_in, one.codebook
 
 
-def _columns(w: cuda.TrellisMatrix, first: int, columns: int) -> cuda.TrellisMatrix:
+def _columns(w: TrellisMatrix, first: int, columns: int) -> TrellisMatrix:
     """`columns` columns of a matrix from `first` on, multiples of 128."""
-    part: cuda.TrellisMatrix = cuda.TrellisMatrix.from_buffer_copy(w)
+    part: TrellisMatrix = TrellisMatrix.from_buffer_copy(w)
     part.words += first * w.k * w.tile_words // 128  # tile_words 16-bit words per 16 x 16 weights
     part.svh += 2 * first
     if w.bias:
@@ -166,7 +167,7 @@ def compute(
     wide, down = matrices
     top_k = routed.ids.shape[1]
     kernel = _kernel(gpu, routed.ids.numel() / wide.num_experts)
-    args = cuda.TrellisExperts(
+    args = TrellisExperts(
         wide=wide.table.data_ptr(),
         narrow=down.table.data_ptr(),
         of_wide=wide.first,
