@@ -217,6 +217,7 @@ class RankTransformer(Transformer):
         if self._peers is None:
             return super().run_stage(index, batch, store, x, observe=observe)
         self._is_plain = observe is None and not batch.adapters
+        self._smoothing_for(store)  # measured by a pass of its own, with other rows
         with self._peers.passing(len(batch.token_ids)):
             return super().run_stage(index, batch, store, x, observe=observe)
 
