@@ -205,6 +205,7 @@ class RankTransformer(Transformer):
         ranks = (Rank(index, rank.count) for index in range(rank.count))
         self._tokens = [share(config.vocab_size, one) for one in ranks]
 
+    @torch.inference_mode()
     def run_stage(
         self,
         index: int,
