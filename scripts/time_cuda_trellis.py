@@ -1,9 +1,9 @@
 """Times linears with trellis codes (EXL3) on a GPU. Usage: time_cuda_trellis.py
 
-The linears of some layers of an 8B model run in one captured CUDA graph: query, key and value behind
-a norm, output, gate and up behind a norm, down. Every layer has its own random codes. The floor of a
-pass is the size of the codes at the bandwidth of a large copy on the same device. Prints one JSON
-object per line.
+The linears of some layers of an 8B model run in one captured CUDA graph: query, key and value
+behind a norm, output, gate and up behind a norm, down. Every layer has its own random codes. The
+floor of a pass is the size of the codes at the bandwidth of a large copy on the same device. Prints
+one JSON object per line.
 """
 
 from __future__ import annotations
