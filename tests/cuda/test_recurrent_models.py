@@ -40,6 +40,7 @@ from support.tiny_hybrids import (
     tiny_lfm2,
     tiny_nemotron_h,
     tiny_qwen35,
+    tiny_qwen35_moe,
 )
 from support.tiny_models import VOCAB_SIZE, save
 from support.tiny_mtp import MtpCheckpoint
@@ -56,8 +57,13 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
     "granite4-hybrid": lambda: tiny_granite_hybrid(
         hidden_size=192, head_dim=32, mamba_d_head=64, shared_intermediate_size=160
     ),
-    "nemotron-h": lambda: tiny_nemotron_h(**HEADS),
-    # Tokens pass all experts: a router chooses others where two have almost the same score.
+    # Tokens pass all experts: a router chooses others where two have almost the same score, and one
+    # such row of 700 differs by more than all rounding.
+    "qwen3.5-moe": lambda: tiny_qwen35_moe(
+        **{**HEADS, "linear_value_head_dim": 32, "rms_norm_eps": 1e-6},
+        **{"moe_intermediate_size": 32, "num_experts_per_tok": 8},
+    ),
+    "nemotron-h": lambda: tiny_nemotron_h(**HEADS, num_experts_per_tok=8, n_group=1, topk_group=1),
     "kimi-linear": lambda: tiny_kimi_linear(
         **{"hidden_size": 96, "linear_head_dim": 40},
         **{"num_experts_per_token": 8, "n_group": 1, "topk_group": 1},

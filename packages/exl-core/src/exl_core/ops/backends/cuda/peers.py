@@ -207,14 +207,15 @@ class PeerSums:
     def multiply(self, x: Inputs, w: PackedLinear) -> bool:
         """Sends x @ w. False if no kernel can: then the caller multiplies and calls `send`."""
         rows, width = self._active
-        own_rows = x.rows if isinstance(x, CudaInputs) else cast(Tensor, x).shape[0]
+        if not isinstance(x, Tensor | CudaInputs):  # prepared for trellis codes
+            return False
+        own_rows = x.rows if isinstance(x, CudaInputs) else x.shape[0]
         if (own_rows, w.out_features) != (rows, width):
             return False
         if not self._linears.can_send(x, w, rows):
             return False
         own, copies = self._slots(self._count % STAGES)
-        to = SentTo(own, width, copies)
-        self._linears.multiply_sent(cast(Tensor | CudaInputs, x), w, to)
+        self._linears.multiply_sent(x, w, SentTo(own, width, copies))
         return True
 
     def send(self, part: Tensor) -> None:
@@ -305,6 +306,8 @@ class PeerSums:
         area = self._buffers.logits_at(0) + self._num_logits * stride * _VALUE_BYTES
         rows, columns = logits.shape
         self._num_logits += rows
+        if first == columns:  # there are no others
+            return
         to = logits.data_ptr(), logits.stride(0)
         self._gpu.call("exchange_gather", area, stride, rows, first, columns, *to, self._waiting)
 
