@@ -47,8 +47,8 @@ def delta_op(table: Any, key_heads: int, value_heads: int) -> tuple[Op, tuple[in
 
 
 def scan_op(table: Any, heads: int, groups: int) -> tuple[Op, tuple[int, ...], int, int]:
-    numbers = torch.rand(3, heads, device="cuda")
-    scan = StateScan(heads, 64, 128, groups, *numbers, steps=(0.0, 100.0))
+    decay, dt_bias, skip = torch.rand(3, heads, device="cuda")
+    scan = StateScan(heads, 64, 128, groups, decay, dt_bias, skip, (0.0, 100.0))
     width = heads * 64 + 2 * groups * 128
 
     def run(x: Tensor, states: Tensor, rows: StateRows) -> Tensor:

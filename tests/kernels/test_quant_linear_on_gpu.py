@@ -222,8 +222,8 @@ def test_many_joined_parts_some_of_them_dense(
     shapes = [Shape(((4, 8, 128),), n, permuted=is_permuted) for n in sizes]
     matrices = [make_matrix(rng, shape) for shape in shapes]
     dense = [normal(rng, n, 1024).half().float() / 32 for n in (32, 7)]
-    biases = [None, normal(rng, 7)]
-    plain = [packed(gpu_table, *both) for both in zip(dense, biases, strict=True)]
+    bias = normal(rng, 7)
+    plain = [packed(gpu_table, dense[0], None), packed(gpu_table, dense[1], bias)]
     *first, last = (filled(gpu_table, matrix) for matrix in matrices)
     w = gpu_table.join([*first, *plain, last])
     x, norm = normal(rng, m, 1024), RmsNorm(normal(rng, 1024), EPS)
@@ -233,7 +233,7 @@ def test_many_joined_parts_some_of_them_dense(
 
     inputs = normed(x, norm)
     exact = [Exact(gpu_table, one)(inputs) for one in matrices]
-    exact[-1:-1] = [inputs @ dense[0].double().T, inputs @ dense[1].double().T + biases[1]]
+    exact[-1:-1] = [inputs @ dense[0].double().T, inputs @ dense[1].double().T + bias]
     assert_norm_within(out, torch.cat(exact, 1), GPU_BOUND)
 
 

@@ -50,7 +50,8 @@ typedef struct {
     ExlStateRows rows;
     const float* qkv;  // [rows, 2 key_heads key_dim + value_heads value_dim]
     int64_t qkv_stride;
-    const float* ba;  // [rows, 2 value_heads], b first; is_by_row: [rows, value_heads (1 + key_dim)]
+    const float*
+        ba;  // [rows, 2 value_heads], b first; is_by_row: [rows, value_heads (1 + key_dim)]
     int64_t ba_stride;
     const float* decay;    // [value_heads]
     const float* dt_bias;  // [value_heads]; is_by_row: [value_heads, key_dim]
@@ -60,7 +61,7 @@ typedef struct {
     int32_t value_heads;  // a multiple of key_heads, less than 65536
     int32_t key_dim;      // at most EXL_CUDA_MAX_STATE_DEPTH
     int32_t value_dim;
-    int32_t is_tiled;  // value head h uses key head h % key_heads, else h / (heads per key head)
+    int32_t is_tiled;   // value head h uses key head h % key_heads, else h / (heads per key head)
     int32_t is_by_row;  // each row of the state decays by itself
     void* workspace;    // exl_cuda_recurrence_workspace; null: every sequence token by token
     int64_t workspace_bytes;
