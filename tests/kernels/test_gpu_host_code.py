@@ -115,27 +115,16 @@ class Recurrent(CudaRecurrentOps):
         return rows
 
 
-def scan_prompt(gpu: Gpu, seqs: int) -> int:
-    """A scan of 256 rows of one sequence and one row of each other one; returns its rows."""
-    ids, heads = torch.zeros(seqs + 1, dtype=torch.int32), torch.zeros(2)
-    scan = StateScan(2, 4, 8, 1, heads, heads, heads, (0.0, 1.0))
-    xbc, states = torch.zeros(255 + seqs, 24), torch.zeros(1, 2, 4, 8)
-    rows = StateRows(ids, ids[1:], ids[1:])
-    Recurrent(gpu).state_scan(xbc, torch.zeros(len(xbc), 2), scan, states, rows)
-    return len(xbc)
-
-
 def test_more_sequences_do_not_add_up_workspaces() -> None:
-    gpu, needed = GpuOnCpu(), 0
+    """A prompt beside 1, 2, 3, ... other sequences."""
+    gpu = GpuOnCpu()
+    ops, heads = Recurrent(gpu), torch.zeros(2)
+    scan = StateScan(2, 4, 8, 1, heads, heads, heads, (0.0, 1.0))
+    needed = 0
     for seqs in range(1, 40):
-        needed = SLOT_BYTES * (scan_prompt(gpu, seqs) // 64 + seqs)
-    assert needed <= gpu.held_bytes <= 4 * needed
-
-
-def test_recurrences_go_token_by_token_in_the_batch_invariant_mode() -> None:
-    """Bits of the chunked form depend on where the rows of a pass begin."""
-    gpu = GpuOnCpu(is_invariant=True)
-    scan_prompt(gpu, 1)
-    ((name, (operands,)),) = gpu.library.calls
-    assert name == "state_scan"
-    assert operands.workspace is None
+        ids = torch.zeros(seqs + 1, dtype=torch.int32)
+        rows = StateRows(ids, ids[1:], ids[1:])
+        xbc, states = torch.zeros(256 + seqs, 24), torch.zeros(1, 2, 4, 8)
+        ops.state_scan(xbc, torch.zeros(len(xbc), 2), scan, states, rows)
+        needed = SLOT_BYTES * (len(xbc) // 64 + seqs)
+    assert gpu.held_bytes <= 4 * needed

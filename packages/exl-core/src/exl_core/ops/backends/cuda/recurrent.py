@@ -103,14 +103,9 @@ class CudaRecurrentOps:
     ) -> None:
         """Memory for the chunked form, if some sequence of the pass may be long.
 
-        None in the batch-invariant mode: all sequences go token by token, because chunks begin
-        where the rows of a pass begin, and round differently.
-
         Its size is a power of two, so that all smaller buffers, which are kept when a larger one
         replaces them, take less than the largest one.
         """
-        if self._gpu.is_invariant:
-            return
         rows, seqs = operands.rows.rows, operands.rows.seqs
         size = self._gpu.size("recurrence_workspace", rows, seqs, heads, key_heads, depth)
         if size:
