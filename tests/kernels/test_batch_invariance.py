@@ -181,6 +181,24 @@ def test_joined_rows_do_not_depend_on_their_batch(
         check_linear(invariant_table, rng, invariant_table.join(gate_up))
 
 
+def test_joined_rows_of_integers_and_of_other_numbers(
+    invariant_table: OpTable, rng: torch.Generator
+) -> None:
+    """A GPU multiplies the two kinds by kernels that read different layouts of the inputs."""
+    integers = make_matrix(rng, Shape(((4, 8, 128),), 64))
+    others = make_matrix(rng, Shape(((4, 8, 128),), 64, "iq4_nl"))
+    dense = normal(rng, 40, 1024).half()
+    parts = [
+        filled(invariant_table, integers),
+        packed(invariant_table, dense),
+        filled(invariant_table, others),
+    ]
+    joined, x = invariant_table.join(parts), normal(rng, 7, 1024)
+    check_linear(invariant_table, rng, joined)
+    each = torch.cat([invariant_table.linear(x, part) for part in parts], 1)
+    assert torch.allclose(invariant_table.linear(x, joined), each, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("window", [0, 100], ids=lambda w: f"window{w}")
 @pytest.mark.parametrize("name", FORMATS)
 def test_attention_of_a_row_does_not_depend_on_its_batch(

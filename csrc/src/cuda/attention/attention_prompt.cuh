@@ -416,7 +416,9 @@ cudaError_t launch_prompt(AttentionParams params, const AttentionSize& size, voi
     int warps = Shape::kWarps;
     while (warps > 1 && Shape::bytes(warps, 1) > info.shared_per_block) warps /= 2;
     params.stages = kMaxStages;
-    while (Shape::bytes(warps, params.stages) > info.shared_per_block) --params.stages;
+    while (Shape::bytes(warps, params.stages) > info.shared_per_block) {
+        if (--params.stages == 0) return cudaErrorInvalidValue;
+    }
     const int tile_rows = warps * Shape::kQueries / params.group;
     const dim3 grid(
         static_cast<unsigned>(params.kv_heads),

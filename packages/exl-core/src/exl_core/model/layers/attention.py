@@ -86,7 +86,9 @@ def attended(
     """Inputs of the matrix `output` [R, H * D], for states x [R, hidden] before `norm`."""
     weights, layer = block.attention, step.layer
     buffers = state.buffers[layer]
-    out: Inputs | None = inputs_buffer(ops, weights.output, buffers.queries, weights.post_norm)
+    out: Inputs | None = None
+    if step.gating is None:  # otherwise the result is multiplied first
+        out = inputs_buffer(ops, weights.output, buffers.queries, weights.post_norm)
 
     qkv = read_linear(ops, x, norm, weights.qkv, buffers.qkv)  # [R, (H + 2K) * D]
     gate: Tensor | None = None
@@ -101,8 +103,6 @@ def attended(
         qkv = _changed(step, ops, qkv, weights, factors)
     if qkv is not buffers.qkv and isinstance(out, Tensor):
         out = None  # the result replaces the queries in qkv
-    if gate is not None:
-        out = None  # the result is multiplied first
     h = ops.attend_(
         qkv,
         state.rows[step.rows],

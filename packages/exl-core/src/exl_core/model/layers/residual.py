@@ -74,7 +74,7 @@ def gated_inputs(
     post_norm: Norm | None,
 ) -> Inputs:
     """Inputs of the matrix `w` whose outputs `add_output` adds: heads h [R, k] times their gates
-    [R, k]."""
+    [R, k], or times one gate per row [R, 1]."""
     return ops.gate_heads(h, gate, gating, w if post_norm is None else None)
 
 

@@ -15,7 +15,7 @@ time by the decode kernel. Dense matrices are multiplied by torch in chunks of e
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple, TypeGuard, cast
@@ -247,21 +247,24 @@ class Linears:
         is_added: bool,
     ) -> None:
         """out = norm(x) @ parts, or +=. Kernels read the codes of quantized parts. All parts share
-        one preparation of the inputs, unless they need more forms than a kernel writes."""
+        one preparation of the inputs, unless they need more forms than a kernel writes, or their
+        kernels read different layouts (`Gpu.least_rows`)."""
+        groups = tuple(_runs(parts, out))
+        if self._gpu.is_invariant and len(set(_layouts(groups))) > 1:
+            for group, columns in groups:
+                same = cast(tuple[CudaLinear | CudaQuantLinear, ...], group)
+                self._multiply_mixed(x, same, columns, norm, is_added)
+            return
         quantized = tuple(part for part in parts if isinstance(part, CudaQuantLinear))
         inputs, halves = self._prepared(x, norm, quantized, has_halves=len(quantized) < len(parts))
         epilogue = cuda.ADD if is_added else cuda.STORE
-        first = 0
-        for group in _runs(parts):
-            last = first + sum(part.out_features for part in group)
-            columns = out[:, first:last]
+        for group, columns in groups:
             if isinstance(group[0], CudaQuantLinear):
                 codes = cast(tuple[CudaQuantLinear, ...], group)
                 args = self._new_arguments(codes, columns, epilogue)
                 self._launch_codes(args, codes, inputs)
             else:
                 self._multiply_dense(cast(Tensor, halves), group, columns, is_added)
-            first = last
 
     def multiply_gated(
         self,
@@ -390,7 +393,7 @@ class Linears:
         has_halves: bool = False,
     ) -> tuple[dict[int, Tensor], Tensor | None]:
         """Prepared inputs by permutation: parts with the same one share them. And norm(x) float16
-        [m, k] if asked for."""
+        [m, k] if `has_halves`."""
         rows, gpu = x.shape[0], self._gpu
         least_rows = gpu.least_rows(has_integers=all(part.has_integers for part in parts))
         halves: Tensor | None = None
@@ -523,14 +526,26 @@ def parts_of(w: PackedLinear) -> tuple[Part, ...]:
     return w.parts if isinstance(w, CudaJoined) else (cast(Part, w),)
 
 
-def _runs(parts: Sequence[Part]) -> Iterator[tuple[Part, ...]]:
-    """Yields parts of one kind that follow one another. Kernels take at most MAX_PARTS quantized
-    ones at a time."""
+def _runs(parts: Sequence[Part], out: Tensor) -> Iterator[tuple[tuple[Part, ...], Tensor]]:
+    """Yields parts of one kind that follow one another, with their columns of `out`. Kernels take
+    at most MAX_PARTS quantized ones at a time."""
+    start = 0
     for kind, group in groupby(parts, type):
         alike = tuple(group)
         most = cuda.MAX_PARTS if kind is CudaQuantLinear else len(alike)
         for first in range(0, len(alike), most):
-            yield alike[first : first + most]
+            some = alike[first : first + most]
+            end = start + sum(part.out_features for part in some)
+            yield some, out[:, start:end]
+            start = end
+
+
+def _layouts(groups: Iterable[tuple[tuple[Part, ...], Tensor]]) -> Iterator[bool]:
+    """Yields for each quantized group whether all of its codes are integers."""
+    for group, _ in groups:
+        quantized = all_quantized(group)
+        if quantized is not None:
+            yield all(part.has_integers for part in quantized)
 
 
 def _split(parts: Sequence[Part], out: Tensor) -> Iterator[tuple[Part, Tensor]]:

@@ -50,7 +50,8 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
     _gpu: Gpu
 
     def stack(self, experts: Sequence[PackedLinear]) -> PackedExperts:
-        self._counters(1), self._row_counters()  # made here, and not in a capture
+        self._counters(1)  # made here, and not in a capture
+        self._row_counters()
         stacked = StackedExperts.of(experts)
         parts = [parts_of(one) for one in experts]
         indexed = grouped(parts)

@@ -103,13 +103,13 @@ class CudaRecurrentOps:
     ) -> None:
         """Memory for the chunked form, if some sequence of the pass may be long.
 
-        Its size is that of the next power of two of rows: a smaller buffer is kept when a larger
-        one replaces it.
+        Its size is a power of two, so that all smaller buffers, which are kept when a larger one
+        replaces them, take less than the largest one.
         """
         rows, seqs = operands.rows.rows, operands.rows.seqs
-        if self._gpu.size("recurrence_workspace", rows, seqs, heads, key_heads, depth):
-            most = 1 << (rows - 1).bit_length()
-            workspace = self._gpu.workspace("recurrence", most, seqs, heads, key_heads, depth)
+        size = self._gpu.size("recurrence_workspace", rows, seqs, heads, key_heads, depth)
+        if size:
+            workspace = self._gpu.buffer("recurrence", 1 << (size - 1).bit_length())
             operands.workspace = workspace.data_ptr()
             operands.workspace_bytes = workspace.numel()
 

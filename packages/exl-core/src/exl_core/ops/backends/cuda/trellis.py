@@ -146,8 +146,9 @@ class Trellis:
         form, form_rows = "plain", rows
         if rows <= self._max_rows:
             form = "halves"
-            if self._gpu.is_invariant and self._max_rows > DECODE_ROWS:
-                form_rows = max(rows, DECODE_ROWS + 1)
+            if self._gpu.is_invariant:  # one form for every number of rows
+                if self._max_rows > DECODE_ROWS:
+                    form_rows = max(rows, DECODE_ROWS + 1)
             elif rows <= INTEGER_ROWS and w.layout.codebook == "mul1":
                 form = "integers"
         number = FORMS[form]

@@ -1,0 +1,130 @@
+"""Host code of the GPU's op table, with stand-ins for the library and for packed matrices."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from exl_core.ops.backends.cuda import matmul
+from exl_core.ops.backends.cuda.library import Gpu
+from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
+from exl_core.ops.backends.cuda.recurrent import CudaRecurrentOps
+from exl_core.ops.backends.cuda.slices import Slices
+from exl_core.ops.backends.cuda.trellis import DECODE_ROWS, Trellis
+from exl_core.ops.recurrent import StateRows, StateScan
+from exl_core.ops.weights import Codebook, Formula, GroupedLayout, GroupRun, TrellisLayout
+
+SLOT_BYTES = 3 << 20
+
+
+class Library:
+    """Writes down the calls. A pass needs a slot of the workspace for each 64 rows and sequence."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def call(self, name: str, *operands: Any) -> None:
+        self.calls.append((name, operands))
+
+    def size(self, name: str, *operands: int) -> int:
+        rows, seqs = operands[:2]
+        return SLOT_BYTES * (rows // 64 + seqs) if name == "recurrence_workspace" else 64
+
+
+class GpuOnCpu(Gpu):
+    """A Gpu whose memory is the CPU's, and whose calls do nothing."""
+
+    def __init__(self, *, is_invariant: bool = False) -> None:
+        self.device, self.is_invariant = torch.device("cpu"), is_invariant
+        self.library = Library()
+        self._library = cast(Any, self.library)
+        self._least_rows, self._least_other_rows = 9, 2  # of compute capability 9.0
+        self._workspaces, self._retired = {}, []
+
+    def call(self, name: str, *operands: object) -> None:
+        self.library.call(name, *operands)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(one.numel() for one in (*self._workspaces.values(), *self._retired))
+
+
+def matrix_of(formula: Formula) -> CudaQuantLinear:
+    """A matrix [128, 64] without codes."""
+    matrix = object.__new__(CudaQuantLinear)
+    matrix.layout = GroupedLayout(64, 128, (GroupRun(4, 1, 128),), None, torch.float16, formula)
+    matrix.permutation, matrix.num_blocks = torch.arange(128, dtype=torch.int32), 4
+    return matrix
+
+
+class Products(matmul.Linears):
+    """Writes down the least rows of each product's inputs, and those that its kernel needs."""
+
+    def __init__(self, gpu: GpuOnCpu) -> None:
+        self._gpu, self.found = gpu, list[tuple[int, int]]()
+
+    def _new_arguments(self, *_: Any, **__: Any) -> Any:
+        return None
+
+    def _launch_codes(self, args: Any, parts: Any, inputs: Any) -> None:
+        prepared = [operands[0] for name, operands in self.gpu.calls if name == "prepare"]
+        kinds = all(part.has_integers for part in parts)
+        self.found.append((prepared[-1].least_rows, self._gpu.least_rows(has_integers=kinds)))
+
+    def _multiply_dense(self, *_: Any) -> None:
+        pass
+
+    @property
+    def gpu(self) -> Library:
+        return cast(GpuOnCpu, self._gpu).library
+
+
+@pytest.mark.parametrize("formulas", [("middle", "iq4_nl"), ("iq4_nl", "middle")])
+def test_inputs_have_the_layout_of_each_kernel(formulas: tuple[Formula, Formula]) -> None:
+    """Batch-invariant mode: joined matrices that no kernel multiplies together."""
+    first, last = map(matrix_of, formulas)
+    dense = matmul.CudaLinear(torch.zeros(64, 128), None)
+    products, x = Products(GpuOnCpu(is_invariant=True)), torch.ones(3, 128)
+    products._multiply_mixed(x, (first, dense, last), torch.empty(3, 192), None, False)
+    assert len(products.found) == 2
+    assert all(got == needed for got, needed in products.found)
+
+
+@pytest.mark.parametrize("max_rows", [DECODE_ROWS, 96])
+@pytest.mark.parametrize("codebook", ["mul1", "mcg"])
+def test_trellis_inputs_have_one_form_in_the_batch_invariant_mode(
+    codebook: Codebook, max_rows: int
+) -> None:
+    """`max_rows`: of a device without the small-batch kernel, and of one with it."""
+    gpu = GpuOnCpu(is_invariant=True)
+    gpu.trellis_max_rows = max_rows
+    trellis = Trellis(gpu, cast(Slices, None))
+    w = trellis.new(TrellisLayout(128, 128, 64, codebook))
+    found = [trellis.inputs_for(w, rows) for rows in range(1, max_rows + 1)]
+    assert len({one.form for one in found}) == 1
+    assert len({one.form_rows > DECODE_ROWS for one in found}) == 1
+
+
+class Recurrent(CudaRecurrentOps):
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+
+    def _bound(self, rows: StateRows) -> StateRows:
+        return rows
+
+
+def test_more_sequences_do_not_add_up_workspaces() -> None:
+    """A prompt beside 1, 2, 3, ... other sequences."""
+    gpu = GpuOnCpu()
+    ops, heads = Recurrent(gpu), torch.zeros(2)
+    scan = StateScan(2, 4, 8, 1, heads, heads, heads, (0.0, 1.0))
+    needed = 0
+    for seqs in range(1, 40):
+        ids = torch.zeros(seqs + 1, dtype=torch.int32)
+        rows = StateRows(ids, ids[1:], ids[1:])
+        xbc, states = torch.zeros(256 + seqs, 24), torch.zeros(1, 2, 4, 8)
+        ops.state_scan(xbc, torch.zeros(len(xbc), 2), scan, states, rows)
+        needed = SLOT_BYTES * (len(xbc) // 64 + seqs)
+    assert gpu.held_bytes <= 4 * needed
