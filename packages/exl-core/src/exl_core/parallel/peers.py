@@ -73,12 +73,13 @@ class PeerExchange:
     def spread_(self, values: Tensor) -> Tensor:
         return self._inner.spread_(values)
 
-    def abort(self) -> None:
-        """Ends all ops on this GPU that wait for another rank (`NcclExchange.abort`)."""
+    def abort(self, wait_s: float = 0.0) -> None:
+        """Ends all ops on this GPU that wait for another rank, and frees what `NcclExchange.abort`
+        frees, for which it waits up to `wait_s` seconds. May be called again."""
         self.peers.abort()
-        abort: Callable[[], None] | None = getattr(self._inner, "abort", None)
+        abort: Callable[[float], None] | None = getattr(self._inner, "abort", None)
         if abort is not None:
-            abort()
+            abort(wait_s)
 
     def close(self) -> None:
         """Frees the memory, once no rank runs a pass any more. May be called again."""
