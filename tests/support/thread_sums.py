@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ from exl_core.ops.table import OpTable
 from exl_core.parallel.model import RankTransformer
 from exl_core.parallel.peers import PeerExchange
 from exl_core.session.load import LoadOptions
-from support.thread_ranks import ThreadExchange, rank_model
+from exl_core.session.open import open_model
+from support.thread_ranks import ThreadExchange, logits_of, on_ranks, rank_model
+
+T = TypeVar("T")
 
 
 class _Pending(NamedTuple):
@@ -78,11 +82,12 @@ class ThreadSums:
         return self._exchange.sum(torch.where(is_own.bool()[:, None], part, 0.0))
 
     def multiply(self, x: Inputs, w: PackedLinear) -> bool:
-        if not isinstance(x, Tensor) or not next(self._sends):
+        if not next(self._sends):
             return False
-        if (len(x), w.out_features) != self._shape:
+        plain = x.plain if isinstance(x, Prepared) else cast(Tensor, x)
+        if (len(plain), w.out_features) != self._shape:
             return False
-        self.send(self.ops.linear(x, w))
+        self.send(self.ops.linear(plain, w))
         return True
 
     def send(self, part: Tensor) -> None:
@@ -159,26 +164,70 @@ class _NoMemory:
         pass
 
 
-def peer_model(
-    path: Path, exchange: ThreadExchange, options: LoadOptions, width: int
-) -> tuple[RankTransformer, ThreadSums]:
-    """One rank's part of a model whose states have this width, and its sums."""
-    sums: Any = ThreadSums(exchange, width)
-    memory: Any = _NoMemory()
-    peers: Any = PeerExchange(exchange, sums, memory)
-    model = rank_model(path, peers, options)
-    _let_write_columns(model.ops)
-    sums.ops = model.ops
-    return model, sums
+def through_memory(
+    path: Path, count: int, options: LoadOptions, work: Callable[[RankTransformer, ThreadSums], T]
+) -> list[T]:
+    """Results of `work` by rank, for a model whose small passes go through shared memory."""
+    width = open_model(path).config.hidden_size
+
+    def run(exchange: ThreadExchange) -> T:
+        sums: Any = ThreadSums(exchange, width)
+        memory: Any = _NoMemory()
+        peers: Any = PeerExchange(exchange, sums, memory)
+        model = rank_model(path, peers, options)
+        _act_like_a_gpu(model.ops)
+        sums.ops = model.ops
+        return work(model, sums)
+
+    return on_ranks(count, run)
 
 
-def _let_write_columns(table: Any) -> None:
-    """Lets a CPU table write to columns of a tensor, as the table of a GPU does."""
-    product = table.norm_linear
+def logits_through_memory(
+    path: Path, count: int, options: LoadOptions
+) -> tuple[tuple[Tensor, Tensor], int]:
+    """Logits as `logits_on_ranks` has them, and the number of sums that a later op completes."""
+
+    def work(model: RankTransformer, sums: ThreadSums) -> tuple[tuple[Tensor, Tensor], int]:
+        return logits_of(model), sums.num_deferred
+
+    return through_memory(path, count, options, work)[0]
+
+
+class Prepared(NamedTuple):
+    """Inputs in a kernel's own form: only the table knows what is in it."""
+
+    plain: Tensor
+
+
+def _act_like_a_gpu(table: Any) -> None:
+    """Lets a CPU table write to columns of a tensor, and to prepared inputs of a matrix."""
+    product, add = table.norm_linear, table.linear_add_
 
     def norm_linear(x: Tensor, norm: Norm, w: PackedLinear, out: Tensor | None = None) -> Tensor:
         if out is None or out.is_contiguous():
             return product(x, norm, w, out)
         return out.copy_(product(x, norm, w))
 
-    table.norm_linear = norm_linear
+    def linear_add_(x: Tensor | Prepared, w: PackedLinear, residual: Tensor) -> Tensor:
+        return add(x.plain if isinstance(x, Prepared) else x, w, residual)
+
+    def writing(op: Any, place: int | None) -> Any:
+        """`op` with prepared inputs as `out`, which may be its argument number `place`."""
+
+        def run(*operands: Any, **named: Any) -> Any:
+            if place is not None and len(operands) > place:
+                operands, named["out"] = operands[:place], operands[place]
+            out = named.get("out")
+            if not isinstance(out, Prepared):
+                return op(*operands, **named)
+            found = op(*operands, **{**named, "out": None})
+            out.plain.copy_(found)
+            return out
+
+        return run
+
+    table.norm_linear, table.linear_add_ = norm_linear, linear_add_
+    table.attend_ = writing(table.attend_, None)
+    for name in ("norm_gated_linear", "norm_activated_linear"):
+        setattr(table, name, writing(getattr(table, name), 4))
+    table.inputs_for = lambda _, plain: Prepared(plain)

@@ -30,7 +30,8 @@ MAX_ROWS = 64
 TRIAL_TIMEOUT_MS = 2000
 TRIALS = 4
 """Sums at load: more than there are stages."""
-_MOST_BYTES = 200  # of what a rank tells the others
+_MOST_BYTES = 200
+"""Longest text that a rank tells the others."""
 
 
 class Link(NamedTuple):

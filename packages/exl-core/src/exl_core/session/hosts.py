@@ -65,6 +65,8 @@ _OWN_FIELDS = (
     "job",
 )
 """Fields of `LoadOptions` that each process chooses, or that rank 0 alone knows."""
+_LINK = Link(False, "torchrun has started their processes")
+"""How the GPUs of a job exchange, whatever `LoadOptions.exchange` asks for."""
 _LOG = logging.getLogger("exl.load")
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
@@ -204,7 +206,7 @@ def load_on_hosts(
         load_s=time.perf_counter() - started,
         exact=options.exact,
         changes=changes_of(options),
-        link=None if connecting is None else Link(False, "torchrun has started their processes"),
+        link=_LINK if ops.device.type == "cuda" and rank.count > 1 else None,
     )
 
 
