@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.main import get_command
 
+from exl_cli import option_groups
 from exl_cli.commands.chat import chat
 from exl_cli.commands.generate import generate
+from exl_cli.engine_options import EngineChoices
 from exl_cli.main import app
 from exl_cli.model_options import ModelOptions
 from exl_cli.option_groups import PromptOptions, RunningOptions
@@ -97,3 +100,24 @@ def test_dry_breakers_option(option: str | None, texts: set[str]) -> None:
     assert (special <= breakers) == bool(texts)
     assert {tokenizer.token_text(i) for i in breakers - special} == texts
     assert SamplingOptions(**chosen).params(tokenizer).dry_breakers == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, True), ({"device": "cpu"}, False), ({"exact": True}, False), ({"device": "cuda"}, True)],
+)
+def test_ranks_that_start_ahead_start_gpus_only_for_a_load_on_gpus(
+    given: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class StartedError(Exception):
+        pass
+
+    def start(num_ranks: int, *, may_use_gpu: bool) -> None:
+        raise StartedError(num_ranks, may_use_gpu)
+
+    monkeypatch.setattr(option_groups, "resolve_model", Path)
+    monkeypatch.setattr(option_groups, "start_ahead", start)
+    options = RunningOptions(tensor_parallel="2", **given)
+    with pytest.raises(StartedError) as caught:
+        options.open("model", EngineChoices(), is_quiet=True)
+    assert caught.value.args == (2, expected)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from exl_core.errors import RankError, RequestError
+from exl_core.ops.backends.cuda.peers import PeerSums
+from exl_core.ops.backends.cuda.trellis import CudaTrellisInputs
 from exl_core.ops.open import get_table
-from exl_core.parallel.exchange import Exchange
+from exl_core.parallel.exchange import Exchange, NoExchange
+from exl_core.parallel.followers import END_S, Group
 from exl_core.parallel.peers import (
     MAX_RANKS,
     MAX_ROWS,
@@ -24,9 +28,14 @@ from exl_core.parallel.peers import (
     tried,
     with_peers,
 )
-from exl_core.parallel.plan import parse_exchange
-from exl_core.session.load import load_model
+from exl_core.parallel.plan import Rank, parse_exchange
+from exl_core.session import ranks
+from exl_core.session.hosts import load_part
+from exl_core.session.load import LoadOptions, load_model
+from exl_core.session.open import open_model
+from exl_core.session.weights import Loading
 from support.thread_ranks import ThreadExchange, on_ranks
+from support.tiny_models import save, tiny_llama
 
 WIDTH = 64
 CPU = torch.device("cpu")
@@ -201,6 +210,35 @@ def test_only_small_passes_go_through_shared_memory() -> None:
     on_ranks(2, work)
 
 
+class Aborted(NoExchange):
+    """An exchange that records the times that `abort` may wait."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def abort(self, wait_s: float) -> None:
+        self.waits.append(wait_s)
+
+
+@pytest.mark.parametrize("is_failure", [False, True])
+def test_the_end_of_the_group_ends_what_waits_in_shared_memory(
+    is_failure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A follower that hangs is killed when the model is unloaded. A pass of rank 0 that waits for
+    its sums must end, because memory is freed after it."""
+    inner = Aborted()
+    sums, unused, group = FakeSums(inner), None, Group([], lambda: inner)
+    found: Any = PeerExchange(inner, sums, FakeMemory(0)), Link(True, "it works")  # type: ignore[arg-type]
+    monkeypatch.setattr(ranks, "with_peers", lambda *_: found)
+    assert ranks._with_peers(inner, group, unused, unused, "auto") == found  # type: ignore[arg-type]
+    assert not sums.was_aborted
+    if is_failure:
+        group.abandon("failed")
+    group.close()
+    assert sums.was_aborted
+    assert inner.waits == ([0.0] if is_failure else []) + [END_S]
+
+
 def test_ranks_of_the_cpu_have_no_link() -> None:
     def work(exchange: ThreadExchange) -> None:
         table = get_table("cpu", threads=1)
@@ -220,3 +258,30 @@ def test_the_kind_of_exchange_is_checked_before_anything_is_read() -> None:
         parse_exchange("mpi")
     with pytest.raises(RequestError, match="no such exchange"):
         load_model("no-model", exchange="mpi")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("place", ["cpu", "device"])
+def test_every_rank_has_the_embedding_where_the_options_say(
+    place: Literal["cpu", "device"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    read = Loading.whole
+
+    def whole(loading: Loading, *rest: Any) -> Any:
+        seen.append(loading.embed_on_host)
+        return read(loading, *rest)
+
+    monkeypatch.setattr(Loading, "whole", whole)
+    files = open_model(save(tiny_llama(), tmp_path / "model"))
+    options = LoadOptions(device="cpu", embeddings_on=place)
+    load_part(files, options, Rank(1, 2), get_table("cpu", threads=1))
+    assert seen == [place == "cpu"]
+
+
+def test_inputs_of_every_form_are_multiplied_or_left_to_the_caller() -> None:
+    """Inputs for trellis codes have no shape: no kernel sends their products."""
+    sums = PeerSums.__new__(PeerSums)
+    sums._shape = 3, WIDTH
+    matrix: Any = None
+    inputs = CudaTrellisInputs(matrix, 3, 0, 3, torch.empty(0, dtype=torch.uint8))
+    assert not sums.multiply(inputs, matrix)

@@ -24,6 +24,7 @@ from support import tiny_models as tiny
 from support.adapters import random_pairs, stored, write_adapter
 from support.quantized_models import quantized_llama
 from support.thread_ranks import mean_kl, on_ranks, rank_model
+from support.thread_sums import through_memory
 
 EXACT = LoadOptions(device="cpu", exact=True)
 IDS = torch.randint(3, 259, (3, 20), generator=torch.Generator().manual_seed(3)).tolist()
@@ -110,3 +111,28 @@ def test_an_expert_family_with_adapters_on_attention_and_shared_mlp(tmp_path: Pa
     path = tiny.save(model, tmp_path / "model")
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     assert_equal_on_ranks(path, adapters_of(model, tmp_path, linears=names), 1e-7)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_linears_whose_sums_are_shared(name: str, tmp_path: Path) -> None:
+    """Deltas need whole states: no op completes a sum later."""
+    model = FAMILIES[name]()
+    path, folders = tiny.save(model, tmp_path / "model"), adapters_of(model, tmp_path)
+    expected = on_ranks(2, lambda rank: logits(rank_model(path, rank, EXACT), folders))[0]
+    found = through_memory(path, 2, EXACT, lambda model, _: logits(model, folders))[0]
+    assert mean_kl(expected, found) < 1e-7
+
+
+def test_ranges_of_logits_with_a_head_of_their_own(tmp_path: Path) -> None:
+    """Three ranges: the model's head, the same with a delta, and another head, on rank 0 alone."""
+    model = tiny.tiny_llama()
+    path = tiny.save(model, tmp_path / "model")
+    whole = {"base_model.model.lm_head.weight": -model.lm_head.weight.detach()}
+    folders = (
+        write_adapter(tmp_path / "1", stored(random_pairs(model, linears=("lm_head",)))),
+        write_adapter(tmp_path / "2", whole),
+    )
+    for count in (2, 3):
+        expected = on_ranks(count, lambda rank: logits(rank_model(path, rank, EXACT), folders))[0]
+        found = through_memory(path, count, EXACT, lambda model, _: logits(model, folders))[0]
+        assert mean_kl(expected, found) < 1e-7

@@ -10,10 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from torch import Tensor
 
 from exl_core.arch.layers import MLA, Attention
-from exl_core.cache.format import KVFormat
+from exl_core.cache.format import PAGE_SIZE, KVFormat
 from exl_core.errors import RequestError
+from exl_core.model.observe import StateRecorder
+from exl_core.model.runner import make_batch, store_for
+from exl_core.model.segment import LogitRows, Segment
+from exl_core.parallel.model import RankTransformer
 from exl_core.parallel.plan import Rank, head_share, latent_heads
 from exl_core.session.load import LoadOptions
 from support import tiny_latent
@@ -23,7 +28,8 @@ from support.gguf_latent import write_latent
 from support.gguf_models import write_gguf
 from support.mxfp4 import save_as_mxfp4
 from support.quantized_models import METHODS, SIZES, TIED, quantize, quantized_llama
-from support.thread_ranks import logits_on_one, logits_on_ranks, mean_kl
+from support.thread_ranks import logits_on_one, logits_on_ranks, mean_kl, on_ranks, rank_model
+from support.thread_sums import logits_through_memory, through_memory
 
 OTHERS = {
     "qwen3-moe": tiny.tiny_qwen3_moe,
@@ -45,6 +51,8 @@ OTHERS = {
 }
 EXACT = LoadOptions(device="cpu", exact=True)
 FAST = LoadOptions(device="cpu")
+DEFERRING = ("llama", "gpt2")
+"""Families whose sums are completed by a product after a norm."""
 
 
 def save_model(name: str, folder: Path) -> Path:
@@ -63,6 +71,37 @@ def test_every_family_has_the_logits_of_one_process(name: str, tmp_path: Path) -
         for one, other in zip(expected, found, strict=True):
             assert mean_kl(one, other) < 1e-7
             torch.testing.assert_close(other, one, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
+def test_every_family_has_the_logits_of_sums_that_are_not_shared(name: str, tmp_path: Path) -> None:
+    path = save_model(name, tmp_path / "model")
+    for count in (2, 3):
+        expected = logits_on_ranks(path, count, EXACT)
+        found, num_deferred = logits_through_memory(path, count, EXACT)
+        for one, other in zip(expected, found, strict=True):
+            torch.testing.assert_close(other, one, atol=2e-4, rtol=1e-4)
+        assert num_deferred > 0 or name not in DEFERRING
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "cohere", "glm4-moe", "deepseek3"])
+def test_rank_0_alone_may_record_states(name: str, tmp_path: Path) -> None:
+    """It completes every sum at once, while the others go on completing them later."""
+    path = save_model(name, tmp_path / "model")
+
+    def states(model: RankTransformer) -> tuple[Tensor, Tensor]:
+        recorder = StateRecorder((0, 1))
+        is_first = model._exchange.rank.index == 0
+        segment = Segment(tuple(range(3, 20)), 0, (0,), LogitRows.LAST)
+        store = store_for(model, KVFormat.FP32, 1)
+        batch = make_batch((segment,), PAGE_SIZE)
+        logits = model.forward(batch, store, recorder if is_first else None)
+        return logits, torch.cat([recorder.embedding, *recorder.layers.values()])
+
+    expected = on_ranks(3, lambda rank: states(rank_model(path, rank, EXACT)))[0]
+    found = through_memory(path, 3, EXACT, lambda model, _: states(model))[0]
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("is_mxfp4", [False, True])
@@ -86,6 +125,16 @@ def test_every_quantized_checkpoint(method: str, count: int, tmp_path: Path) -> 
         expected, found = logits_on_one(path, options), logits_on_ranks(path, count, options)
         assert mean_kl(expected[0], found[0]) < prefill_bound
         assert mean_kl(expected[1], found[1]) < decode_bound
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_quantized_checkpoints_whose_sums_are_shared(method: str, tmp_path: Path) -> None:
+    path = quantized_llama(method, tmp_path / "model")
+    expected = logits_on_ranks(path, 2, EXACT)
+    found, num_deferred = logits_through_memory(path, 2, EXACT)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one, atol=2e-4, rtol=1e-4)
+    assert num_deferred > 0
 
 
 @pytest.mark.parametrize("method", ["exl2", "exl3", "gptq"])

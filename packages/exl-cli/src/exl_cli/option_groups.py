@@ -99,7 +99,8 @@ class RunningOptions(ModelOptions):
         path = resolve_model(spec)  # reports an unknown name before torch is imported
         num_ranks = parse_ranks(self.tensor_parallel)
         if job is None and num_ranks not in (1, AUTO):
-            start_ahead(num_ranks, may_use_gpu=self.device not in ("cpu", "reference"))
+            may_use_gpu = not self.exact and self.device not in ("cpu", "reference")
+            start_ahead(num_ranks, may_use_gpu=may_use_gpu)
         with exits_at_once():
             from exl_cli.load import loader
             from exl_core.session.runtime import DraftOptions, RuntimeOptions, open_runtime

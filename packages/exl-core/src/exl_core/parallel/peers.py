@@ -30,7 +30,8 @@ MAX_ROWS = 64
 TRIAL_TIMEOUT_MS = 2000
 TRIALS = 4
 """Sums at load: more than there are stages."""
-_MOST_BYTES = 200  # of what a rank tells the others
+_MOST_BYTES = 200
+"""Longest text that a rank tells the others."""
 
 
 class Link(NamedTuple):
@@ -73,12 +74,13 @@ class PeerExchange:
     def spread_(self, values: Tensor) -> Tensor:
         return self._inner.spread_(values)
 
-    def abort(self) -> None:
-        """Ends all ops on this GPU that wait for another rank (`NcclExchange.abort`)."""
+    def abort(self, wait_s: float = 0.0) -> None:
+        """Ends all ops on this GPU that wait for another rank, and frees what `NcclExchange.abort`
+        frees, for which it waits up to `wait_s` seconds. May be called again."""
         self.peers.abort()
-        abort: Callable[[], None] | None = getattr(self._inner, "abort", None)
+        abort: Callable[[float], None] | None = getattr(self._inner, "abort", None)
         if abort is not None:
-            abort()
+            abort(wait_s)
 
     def close(self) -> None:
         """Frees the memory, once no rank runs a pass any more. May be called again."""

@@ -29,6 +29,7 @@ from exl_core.parallel.followers import Group
 from exl_core.parallel.hosts import Hops, HostTransformer, WholeModel, layer_part
 from exl_core.parallel.leader import LeadingTransformer
 from exl_core.parallel.liveness import Watchdog
+from exl_core.parallel.peers import Link
 from exl_core.parallel.plan import Rank
 from exl_core.parallel.rendezvous import Meeting
 from exl_core.parallel.shares import Shares
@@ -64,6 +65,8 @@ _OWN_FIELDS = (
     "job",
 )
 """Fields of `LoadOptions` that each process chooses, or that rank 0 alone knows."""
+_LINK = Link(False, "torchrun has started their processes")
+"""How the GPUs of a job exchange, whatever `LoadOptions.exchange` asks for."""
 _LOG = logging.getLogger("exl.load")
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
@@ -148,7 +151,9 @@ def load_part(
         divided, own = sharded(whole, config, rank)
         tensors, shares = divided, divided.shares
     torch.set_num_threads(1 if ops.device.type == "cuda" else ops.threads)
-    weights = Loading(own, tensors, files.path, ops.threads, progress).whole(ops, None)
+    on_host = options.embeddings_on == "cpu"
+    loading = Loading(own, tensors, files.path, ops.threads, progress, on_host)
+    weights = loading.whole(ops, None)
     return Part(config, weights, ops, shares, whole_model)
 
 
@@ -201,6 +206,7 @@ def load_on_hosts(
         load_s=time.perf_counter() - started,
         exact=options.exact,
         changes=changes_of(options),
+        link=_LINK if ops.device.type == "cuda" and rank.count > 1 else None,
     )
 
 

@@ -329,13 +329,14 @@ def met(
 def _with_peers(
     exchange: Exchange, followers: Followers, ops: OpTable, config: ModelConfig, kind: ExchangeKind
 ) -> tuple[Exchange, Link | None]:
-    """The exchange with memory that the ranks share, if they can."""
+    """The exchange with memory that the ranks share, if they can. The end of the group ends what
+    waits in it."""
     try:
         connected, link = with_peers(exchange, ops, config, kind)
     except RankError as error:
         raise followers.cause(error) from error
     if isinstance(connected, PeerExchange):
-        followers.on_failure = connected.abort
+        followers.on_failure = followers.on_close = connected.abort
     return connected, link
 
 
