@@ -5,8 +5,8 @@
 // Mapping    A block takes successive items of 256 columns and 128 rows. Its 16 warps are 4 column
 //            groups x 4 steps of a unit. A warp decodes the tiles of its step in registers, as A
 //            operands, and multiplies them with all rows of the batch. The 4 warps of a step share
-//            their inputs, and are synchronized by a named barrier once per item. Sums of the 4
-//            steps are added in shared memory, in their order.
+//            their inputs, and are synchronized by a named barrier once per item. The 4 warps of the
+//            same columns add their sums in shared memory, in an order that does not vary.
 // Accuracy   Values of the codes, inputs in float16, sums in float32. MUL1's products are those of
 //            raw_fragment_of, which leave out its rounding to float16 (2.1e-4 of the weights' RMS).
 //            The finish kernel subtracts the offset and scales.
@@ -22,8 +22,8 @@ namespace exl::cuda::trellis {
 
 constexpr int kBatchWarps = 16, kColumnWarps = 4;
 constexpr int kRowTiles = kBatchRows / 8;
-constexpr int kBatchInputBytes = kSteps * kRowTiles * 512;  // of a unit
-constexpr int kBatchSumBytes = kColumnWarps * kUnitColumns * kBatchRows * 4;
+constexpr int kBatchInputBytes = kSteps * kRowTiles * 512;                       // of a unit
+constexpr int kBatchSumBytes = kBatchWarps * kUnitColumns * kBatchRows / 2 * 4;  // half of the sums
 
 template <int kWordsOfTile, int kBook>
 struct BatchShape {
@@ -31,10 +31,10 @@ struct BatchShape {
     static constexpr int kStepBytes = step_bytes(kTileWords);
     // Codes of all warps, and inputs.
     static constexpr int kStageBytes = kBatchWarps * kStepBytes + kBatchInputBytes;
-    // As many stages as fit beside two buffers of sums.
-    static constexpr int kMost = ((227 << 10) - 2 * kBatchSumBytes) / kStageBytes;
+    // As many stages as fit beside the sums.
+    static constexpr int kMost = ((227 << 10) - kBatchSumBytes) / kStageBytes;
     static constexpr int kBatchStages = kMost < 4 ? kMost : 4;
-    static constexpr int kSharedBytes = kBatchStages * kStageBytes + 2 * kBatchSumBytes;
+    static constexpr int kSharedBytes = kBatchStages * kStageBytes + kBatchSumBytes;
     static_assert(kBatchStages >= 3);
 };
 
@@ -107,46 +107,60 @@ __device__ __forceinline__ void add_step(
     }
 }
 
-// Adds the sums of the four steps: those of steps 2 and 3 to 0 and 1, then those of step 1 to 0.
-// `buffers`: two of kBatchSumBytes. Ends with a barrier before they are written again.
-__device__ __forceinline__ void add_steps(
-    float* buffers, int column_warp, int step, int lane, BatchSums& sums
+// A warp's part of the sums of all steps: a tile of its columns.
+using TileSums = float[kRowTiles * 4];
+
+// Gives half of a warp's sums to another warp of the same columns, and adds what that one gives to
+// the other half. `sum(i)`: sum i of the lane. `keeps_second`: which half is the warp's own. Writes
+// to `to` and reads `from`.
+template <int kCount, class Sum>
+__device__ __forceinline__ void exchange(
+    const Sum& sum, bool keeps_second, float* to, const float* from, int barrier,
+    float (&own)[kCount]
 ) {
-    constexpr int kThreads = kColumnWarps * kWarp, kBuffer = kBatchSumBytes / 4;
-    float* of_thread = buffers + column_warp * kWarp + lane;
 #pragma unroll
-    for (int count = 2; count >= 1; count /= 2) {
-        float* to = of_thread + step % count * kBuffer;
-        if (step >= count && step < 2 * count) {
-#pragma unroll
-            for (int i = 0; i < kUnitTiles * kRowTiles * 4; ++i) {
-                to[i * kThreads] = sums[i / (kRowTiles * 4)][i / 4 % kRowTiles][i % 4];
-            }
-        }
-        __syncthreads();
-        if (step < count) {
-#pragma unroll
-            for (int i = 0; i < kUnitTiles * kRowTiles * 4; ++i) {
-                sums[i / (kRowTiles * 4)][i / 4 % kRowTiles][i % 4] += to[i * kThreads];
-            }
-        }
-        __syncthreads();
+    for (int i = 0; i < kCount; ++i) {
+        to[i * kWarp] = keeps_second ? sum(i) : sum(kCount + i);
+        own[i] = keeps_second ? sum(kCount + i) : sum(i);
     }
+    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) own[i] += from[i * kWarp];
 }
 
-// Stores the sums of a column group to a block's slot, in the warps that have them.
-__device__ __forceinline__ void store_slot(
-    float* slot, int m, int column_warp, int lane, const BatchSums& sums
+// Adds the sums of the four steps: of steps 0 and 1, and of 2 and 3, then both. Each warp gets a tile
+// of the result, number step % 2 * 2 + step / 2. `buffers`: kBatchSumBytes.
+__device__ __forceinline__ void add_steps(
+    float* buffers, int column_warp, int step, int lane, const BatchSums& sums, TileSums& own
 ) {
-    float* to = slot + column_warp * kUnitColumns + lane / 4;
+    constexpr int kHalf = kUnitTiles * kRowTiles * 2;  // sums of a lane that a warp sends
+    const auto place = [&](int of_step) {
+        return buffers + (column_warp * kSteps + of_step) * kHalf * kWarp + lane;
+    };
+    const int barrier = 1 + kSteps + column_warp;
+    float half[kHalf];
+    constexpr int kOfTile = kRowTiles * 4;
+    const auto all = [&](int i) { return sums[i / kOfTile][i % kOfTile / 4][i % 4]; };
+    exchange<kHalf>(all, step % 2 != 0, place(step), place(step ^ 1), barrier, half);
+    // The place that this warp has read is free.
+    exchange<kHalf / 2>(
+        [&](int i) { return half[i]; }, step / 2 != 0, place(step ^ 1), place(step ^ 3), barrier,
+        own
+    );
+    // Before the next exchange all have read.
+    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+}
+
+// Stores a warp's tile of the sums of a column group to a block's slot.
+__device__ __forceinline__ void store_tile(
+    float* slot, int m, int column_warp, int step, int lane, const TileSums& own
+) {
+    const int tile = step % 2 * 2 + step / 2;
+    float* to = slot + column_warp * kUnitColumns + tile * 16 + lane / 4;
 #pragma unroll
-    for (int tile = 0; tile < kUnitTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < kRowTiles * 4; ++i) {
-            const int row = i / 4 * 8 + lane % 4 * 2 + i % 2;
-            const int column = tile * 16 + i / 2 % 2 * 8;
-            if (row < m) to[row * kBatchColumns + column] = sums[tile][i / 4][i % 4];
-        }
+    for (int i = 0; i < kRowTiles * 4; ++i) {
+        const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, column = i / 2 % 2 * 8;
+        if (row < m) to[row * kBatchColumns + column] = own[i];
     }
 }
 
@@ -207,13 +221,12 @@ __global__ void __launch_bounds__(kBatchWarps* kWarp, 1) batch_kernel(
             }
             continue;
         }
-        add_steps(buffers, column_warp, step, lane, sums);
-        if (step == 0) {
-            const int64_t slot = args.division.slot(at.group, blockIdx.x);
-            store_slot(
-                args.sums + slot * (kBatchRows * kBatchColumns), args.m, column_warp, lane, sums
-            );
-        }
+        TileSums own;
+        add_steps(buffers, column_warp, step, lane, sums, own);
+        const int64_t slot = args.division.slot(at.group, blockIdx.x);
+        store_tile(
+            args.sums + slot * (kBatchRows * kBatchColumns), args.m, column_warp, step, lane, own
+        );
         if (end == last) break;
         at.start += group_items, ++at.group;
     }
@@ -223,7 +236,7 @@ struct BatchLaunch {
     template <int kTileWords, int kCodebook>
     cudaError_t run(const WorkArgs& args, void* stream) const {
         using Shape = BatchShape<kTileWords, kCodebook>;
-        return launch(
+        return launch_overlapping(
             batch_kernel<Shape>, dim3(args.division.blocks), dim3(kBatchWarps * kWarp),
             Shape::kSharedBytes, stream, args
         );

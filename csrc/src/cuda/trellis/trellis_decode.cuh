@@ -34,10 +34,11 @@ constexpr int kItemSteps = 2;    // of an item, half a unit
 constexpr int kSumBuffers = 2;   // of column groups whose sums are not all there yet
 constexpr int kEarlyStages = 2;  // filled with codes before the previous kernel has ended
 
-// Shared memory of each of `blocks` thread blocks that share the 228 KiB of a multiprocessor, with 1
-// KiB reserved and less than 1 KiB of static memory. Smaller ones would let another block in, and
-// leave another multiprocessor with one less.
-__host__ __device__ constexpr int decode_bytes(int blocks) { return (228 << 10) / blocks - 2048; }
+// Shared memory of a thread block: two blocks fit in the 228 KiB of a multiprocessor, with 1 KiB
+// reserved and less than 1 KiB of static memory for each. Smaller blocks ask for more than a third:
+// three on one multiprocessor would leave another one with one.
+constexpr int kDecodeBytes = (228 << 10) / kDecodeBlocks - 2048;
+constexpr int kLeastDecodeBytes = (228 << 10) / (kDecodeBlocks + 1);
 
 // Index of a warp's sum. Eight columns of four rows are in different banks.
 __device__ __forceinline__ int sum_at(int row, int column) {
@@ -56,9 +57,7 @@ struct DecodeShape {
     static constexpr int kSums = kRows * kUnitColumns;
     static constexpr int kSumBytes = kSumBuffers * kSums * 4;
     // As many stages as fit in the shared memory of a block, but no more than hide the latency.
-    static constexpr int kBlocks = decode_blocks(kTileWords, kHasIntegers);
-    static constexpr int kMostBytes = decode_bytes(kBlocks) / kDecodeWarps;
-    static constexpr int kFitting = (kMostBytes - kSumBytes) / kStageBytes;
+    static constexpr int kFitting = (kDecodeBytes / kDecodeWarps - kSumBytes) / kStageBytes;
     static constexpr int kStages = kFitting < 4 ? kFitting : 4;
     static constexpr int kWarpBytes = kStages * kStageBytes + kSumBytes;
     static_assert(kStages >= kEarlyStages);
@@ -280,7 +279,7 @@ __device__ __forceinline__ void store_sums(
 }
 
 template <class Shape>
-__global__ void __launch_bounds__(kDecodeWarps* kWarp, Shape::kBlocks) decode_kernel(
+__global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_kernel(
     const __grid_constant__ WorkArgs args
 ) {
     extern __shared__ __align__(128) uint8_t shared[];
@@ -373,9 +372,8 @@ cudaError_t launch_shape(const WorkArgs& args, void* stream) {
     int warps = kDecodeWarps;
     while (warps > 1 && warps * Shape::kWarpBytes > info.shared_per_block) warps /= 2;
     int bytes = warps * Shape::kWarpBytes;
-    constexpr int kLeast = decode_bytes(Shape::kBlocks + 1) + 2048;
-    if (info.shared_per_block >= decode_bytes(Shape::kBlocks)) bytes = std::max(bytes, kLeast);
-    return launch(
+    if (info.shared_per_block >= kDecodeBytes) bytes = std::max(bytes, kLeastDecodeBytes);
+    return launch_overlapping(
         decode_kernel<Shape>, dim3(args.division.blocks), dim3(warps * kWarp), bytes, stream, args
     );
 }
@@ -393,9 +391,7 @@ struct DecodeLaunch {
 };
 
 template <int kCodebook>
-cudaError_t launch_decode(
-    int tile_words, bool has_integers, const WorkArgs& args, void* stream
-) {
+cudaError_t launch_decode(int tile_words, bool has_integers, const WorkArgs& args, void* stream) {
     return for_rate<kCodebook>(tile_words, DecodeLaunch(), has_integers, args, stream);
 }
 

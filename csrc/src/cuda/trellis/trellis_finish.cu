@@ -24,9 +24,8 @@ struct Slots {
     int64_t size;            // floats of a slot
     uint32_t count;
 
-    __device__ __forceinline__ Slots(
-        const FinishPart& part, int row, int first_row, int first
-    ) : from(nullptr), of_inputs(nullptr), size(0), count(0) {
+    __device__ __forceinline__ Slots(const FinishPart& part, int row, int first_row, int first)
+        : from(nullptr), of_inputs(nullptr), size(0), count(0) {
         const Sums& sums = part.sums;
         if (sums.columns == 0) return;
         const Division& division = sums.division;
@@ -44,7 +43,7 @@ struct Slots {
 
 // Adds slots in the order of their blocks. Loads some together, so that their latencies overlap.
 __device__ __forceinline__ void add_slots(const Slots& slots, float (&v)[kValues]) {
-    constexpr int kTogether = 6;
+    constexpr int kTogether = 8;
 #pragma unroll
     for (float& one : v) one = 0.0f;
     for (uint32_t first = 0; first < slots.count; first += kTogether) {
@@ -196,7 +195,7 @@ cudaError_t launch_finish(const FinishArgs& args, void* stream) {
                           : finish_kernel<EXL_EPILOGUE_GATED, __half>;
     }
     const dim3 grid(args.m, static_cast<unsigned>(ceil_div(args.blocks, kWarps)));
-    return launch(kernel, grid, dim3(kWarps * kWarp), 0, stream, args);
+    return launch_overlapping(kernel, grid, dim3(kWarps * kWarp), 0, stream, args);
 }
 
 }  // namespace exl::cuda::trellis

@@ -16,8 +16,9 @@ namespace exl::cuda::trellis {
 namespace {
 
 constexpr int kMaxRows = 96;
-constexpr int kBatchSharedBytes = 227 << 10;  // that the small-batch kernel may need
-constexpr int kIntegerRows = 4;               // most of the decode kernel
+constexpr int kBatchSharedBytes = 227 << 10;      // that the small-batch kernel may need
+constexpr int kIntegerRows = 4;                   // most of the decode kernel
+constexpr int kDecodeItems = 8, kBatchItems = 4;  // least per block, unless there is only one
 
 bool has_batch_kernel(const DeviceInfo& info) { return info.shared_per_block >= kBatchSharedBytes; }
 
@@ -32,7 +33,7 @@ int64_t slot_floats(int64_t n, int parts, bool batch, int multiprocessors) {
         const int64_t groups = ceil_div(n, kBatchColumns) + parts;
         return (groups + multiprocessors) * kBatchRows * kBatchColumns;
     }
-    return (n / kUnitColumns + kMostDecodeBlocks * multiprocessors) * kDecodeRows * kUnitColumns;
+    return (n / kUnitColumns + kDecodeBlocks * multiprocessors) * kDecodeRows * kUnitColumns;
 }
 
 template <int kCodebook>
@@ -141,17 +142,18 @@ class Products {
             const Target target(part);
             // The inputs of a chunk of 32 rows are contiguous.
             const int64_t skipped = halves_bytes(first_row / kBatchRows * kBatchRows, target.k);
-            work.parts[i] = {
-                reinterpret_cast<const uint8_t*>(part.matrix->words), target.out + skipped,
-                target.scales, static_cast<uint32_t>(part.matrix->n / kUnitColumns), first_group,
-                groups
-            };
+            work.parts[i] = {reinterpret_cast<const uint8_t*>(part.matrix->words),
+                             target.out + skipped,
+                             target.scales,
+                             static_cast<uint32_t>(part.matrix->n / kUnitColumns),
+                             first_group,
+                             groups};
         }
         const uint32_t group_items = batch ? k_units : 2 * k_units, items = groups * group_items;
-        const ExlTrellisInputs& one = args_.parts[first];
-        const int per =
-            batch ? 1 : decode_blocks(one.matrix->tile_words, one.form == EXL_TRELLIS_INTEGERS);
-        const uint32_t blocks = std::min(items, static_cast<uint32_t>(per * info_.multiprocessors));
+        const uint32_t most = info_.multiprocessors * (batch ? 1 : kDecodeBlocks);
+        // With fewer items, adding the slots of more blocks would take longer.
+        const int64_t busy = ceil_div(items, batch ? kBatchItems : kDecodeItems);
+        const uint32_t blocks = std::min(most, static_cast<uint32_t>(busy));
         if (static_cast<uint64_t>(groups) * group_items >= (1ull << 31)) {
             return cudaErrorInvalidValue;
         }

@@ -10,6 +10,7 @@
 
 #include "cuda/trellis/trellis_rates.cuh"
 #include "cuda/trellis/trellis_rows.cuh"
+#include "cuda/trellis/trellis_work.cuh"
 
 namespace exl::cuda::trellis {
 
@@ -147,5 +148,7 @@ extern "C" int exl_cuda_trellis_prepare(const ExlTrellisPrepare* args, void* str
         args->norm == nullptr
             ? (bytes == 4 ? prepare_kernel<float, false> : prepare_kernel<__half, false>)
             : (bytes == 4 ? prepare_kernel<float, true> : prepare_kernel<__half, true>);
-    return launch(kernel, dim3(args->m, slices), dim3(kWarps * kWarp), 0, stream, operands);
+    return launch_overlapping(
+        kernel, dim3(args->m, slices), dim3(kWarps * kWarp), 0, stream, operands
+    );
 }

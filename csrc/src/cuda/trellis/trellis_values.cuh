@@ -17,7 +17,7 @@ constexpr int kUnitTiles = 4;  // tiles across the columns of a unit
 
 // Value of MUL1 without its rounding: kAlpha * (t - kZero).
 constexpr float kAlpha = 1774.0f / 262144.0f;
-constexpr float kZero = 510.26833f;  // 1329 / 128 / kAlpha - 1024
+constexpr float kZero = 510.26833f;          // 1329 / 128 / kAlpha - 1024
 constexpr float kRawZero = 1024.0f + kZero;  // of raw_fragment_of
 
 __host__ __device__ constexpr int step_bytes(int tile_words) { return 16 * tile_words; }

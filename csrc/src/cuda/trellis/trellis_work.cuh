@@ -102,10 +102,22 @@ struct WorkArgs {
 constexpr int kDecodeRows = 8, kBatchRows = 32;
 constexpr int kBatchColumns = 256;
 
-// Thread blocks per multiprocessor of the decode kernel: as many as have room for their stages.
-constexpr int kMostDecodeBlocks = 3;
-__host__ __device__ constexpr int decode_blocks(int tile_words, bool has_integers) {
-    return has_integers && tile_words <= 64 ? kMostDecodeBlocks : 2;
+constexpr int kDecodeBlocks = 2;  // of the decode kernel, per multiprocessor
+
+// Launches a kernel that shares multiprocessors with those before and after it. All of them ask for
+// the largest shared memory: a multiprocessor has to be empty before its division into shared memory
+// and L1 cache changes.
+template <class... Params, class... Args>
+cudaError_t launch_overlapping(
+    void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
+    Args... args
+) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
+        cudaSharedmemCarveoutMaxShared
+    );
+    if (error != cudaSuccess) return error;
+    return launch(kernel, grid, block, shared_bytes, stream, args...);
 }
 
 // Launches for a codebook, which has a source file of its own (trellis_decode.cuh,
