@@ -14,6 +14,7 @@
 //            scheduler runs the code of a step, which takes longer to fetch than to run.
 #pragma once
 
+#include "cuda/common/hopper.cuh"
 #include "cuda/trellis/trellis_rates.cuh"
 #include "cuda/trellis/trellis_values.cuh"
 #include "cuda/trellis/trellis_work.cuh"
@@ -22,7 +23,8 @@ namespace exl::cuda::trellis {
 
 constexpr int kBatchWarps = 16, kColumnWarps = 4;
 constexpr int kRowTiles = kBatchRows / 8;
-constexpr int kBatchInputBytes = kSteps * kRowTiles * 512;                       // of a unit
+constexpr int kHalfBytes = kBatchRows * 16;                 // of inputs, half a tile
+constexpr int kBatchInputBytes = kSteps * kRowTiles * 512;  // of a unit
 constexpr int kBatchSumBytes = kBatchWarps * kUnitColumns * kBatchRows / 2 * 4;  // half of the sums
 
 template <int kWordsOfTile, int kBook>
@@ -38,8 +40,9 @@ struct BatchShape {
     static_assert(kBatchStages >= 3);
 };
 
-// Sums of a warp: 64 columns, 32 rows.
-using BatchSums = float[kUnitTiles][kRowTiles][4];
+// Sums of a warp: 64 columns, 32 rows. Element [i][4 q + c] is column 16 i + 8 (c / 2) + lane / 4
+// and row 8 q + 2 (lane % 4) + c % 2.
+using BatchSums = float[kUnitTiles][kRowTiles * 4];
 
 template <class Shape>
 struct BatchStream {
@@ -80,20 +83,39 @@ struct BatchStream {
     }
 };
 
-// Adds the products of a warp's step.
+// Adds the products of a warp's step. The products of the last two tiles may not have ended
+// afterwards where they are those of a warpgroup.
 template <class Shape>
 __device__ __forceinline__ void add_step(
     const uint8_t* codes, const uint8_t* inputs, int lane, BatchSums& sums
 ) {
     StepWords<Shape::kTileWords> words;
     words.load(codes, lane);
-    uint4 x[kRowTiles];
+#if EXL_IS_HOPPER
+    const uint32_t b = matrix_start(inputs, kHalfBytes);
+    uint32_t a[2][4] = {};
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-        x[i] = *reinterpret_cast<const uint4*>(inputs + i * 512 + lane * 16);
+    for (int i = 0; i < kTiles; ++i) {
+        uint32_t states[kPositions];
+        words.states(i, states);
+        raw_fragment_of<Shape::kCodebook>(states, a[i % 2]);
+        group_fence(a);
+        group_product<false>(
+            sums[i % kUnitTiles], a[i % 2], b + i / kUnitTiles * (2 * kHalfBytes >> 4)
+        );
+        group_commit();
+        group_wait<1>();  // the next tile's weights replace those of the tile before
     }
+#else
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
+        uint32_t x[kRowTiles][2];
+#pragma unroll
+        for (int i = 0; i < 2 * kRowTiles; ++i) {
+            x[i / 2][i % 2] = *reinterpret_cast<const uint32_t*>(
+                inputs + (2 * row + i % 2) * kHalfBytes + i / 2 * 128 + lane * 4
+            );
+        }
 #pragma unroll
         for (int tile = 0; tile < kUnitTiles; ++tile) {
             uint32_t states[kPositions], a[4];
@@ -101,10 +123,21 @@ __device__ __forceinline__ void add_step(
             raw_fragment_of<Shape::kCodebook>(states, a);
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
-                mma_16816(sums[tile][i], a, row == 0 ? x[i].x : x[i].z, row == 0 ? x[i].y : x[i].w);
+                auto& c = reinterpret_cast<float (&)[4]>(sums[tile][4 * i]);
+                mma_16816(c, a, x[i][0], x[i][1]);
             }
         }
     }
+#endif
+}
+
+// Waits until all products have ended: their inputs have been read, and their sums are there.
+__device__ __forceinline__ void end_products(BatchSums& sums) {
+#if EXL_IS_HOPPER
+    group_wait<0>();
+#pragma unroll
+    for (auto& tile : sums) group_results(tile);
+#endif
 }
 
 // A warp's part of the sums of all steps: a tile of its columns.
@@ -140,7 +173,7 @@ __device__ __forceinline__ void add_steps(
     const int barrier = 1 + kSteps + column_warp;
     float half[kHalf];
     constexpr int kOfTile = kRowTiles * 4;
-    const auto all = [&](int i) { return sums[i / kOfTile][i % kOfTile / 4][i % 4]; };
+    const auto all = [&](int i) { return sums[i / kOfTile][i % kOfTile]; };
     exchange<kHalf>(all, step % 2 != 0, place(step), place(step ^ 1), barrier, half);
     // The place that this warp has read is free.
     exchange<kHalf / 2>(
@@ -192,7 +225,11 @@ __global__ void __launch_bounds__(kBatchWarps* kWarp, 1) batch_kernel(
 #pragma unroll 1
         while (at.item < end) {
             if (is_real) {
+                end_products(sums);  // before the stage that they read is filled
                 wait_copies<kStages - 2>();
+#if EXL_IS_HOPPER
+                fence_copies();  // products of a warpgroup read shared memory in their own way
+#endif
                 // The inputs that the other warps of the step have copied are visible afterwards,
                 // and these warps have read the stage that is filled next.
                 asm volatile("bar.sync %0, 128;" ::"r"(step + 1) : "memory");
@@ -211,6 +248,7 @@ __global__ void __launch_bounds__(kBatchWarps* kWarp, 1) batch_kernel(
             stage = stage == kStages - 1 ? 0 : stage + 1;
             ++at.item;
         }
+        end_products(sums);
         if (!is_real) {
             is_real = true;
             wait_for_inputs();

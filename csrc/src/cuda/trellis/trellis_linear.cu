@@ -22,9 +22,7 @@ constexpr int kDecodeItems = 8, kBatchItems = 4;  // least per block, unless the
 
 bool has_batch_kernel(const DeviceInfo& info) { return info.shared_per_block >= kBatchSharedBytes; }
 
-bool is_batch(const ExlTrellisInputs& part) {
-    return part.form == EXL_TRELLIS_HALVES && part.rows > kDecodeRows;
-}
+bool is_batch(const ExlTrellisInputs& part) { return part.form == EXL_TRELLIS_MATRICES; }
 
 // Floats of the slots of a launch with parts of n columns in total. Bounds for a workspace, too:
 // every part may end within a group.
@@ -141,7 +139,8 @@ class Products {
             }
             const Target target(part);
             // The inputs of a chunk of 32 rows are contiguous.
-            const int64_t skipped = halves_bytes(first_row / kBatchRows * kBatchRows, target.k);
+            const int64_t skipped =
+                halves_bytes(EXL_TRELLIS_MATRICES, first_row / kBatchRows * kBatchRows, target.k);
             work.parts[i] = {reinterpret_cast<const uint8_t*>(part.matrix->words),
                              target.out + skipped,
                              target.scales,

@@ -38,7 +38,7 @@ INTEGER_ROWS = 4
 SCRATCH_HALVES = 48 << 20
 """Largest slice of decoded weights, in float16 numbers. There are two such buffers."""
 
-FORMS = {"integers": 0, "halves": 1, "plain": 2}
+FORMS = {"integers": 0, "halves": 1, "plain": 2, "matrices": 3}
 CODEBOOKS = {"3inst": 0, "mcg": 1, "mul1": 2}
 
 
@@ -106,7 +106,6 @@ class CudaTrellisInputs:
     w: CudaTrellis
     rows: int
     form: int
-    form_rows: int  # rows that the form has space for
     memory: Tensor
 
     @property
@@ -119,7 +118,7 @@ class CudaTrellisInputs:
             matrix=ctypes.pointer(self.w.matrix),
             out=self.memory.data_ptr(),
             form=self.form,
-            rows=self.form_rows,
+            rows=self.rows,
         )
 
 
@@ -142,17 +141,19 @@ class Trellis:
 
     def inputs_for(self, w: CudaTrellis, rows: int) -> CudaTrellisInputs:
         """Buffer for prepared inputs of `w`."""
-        form, form_rows = "plain", rows
+        form = "plain"
         if rows <= self._max_rows:
-            form = "halves"
-            if self._gpu.is_invariant and self._max_rows > DECODE_ROWS:
-                form_rows = max(rows, DECODE_ROWS + 1)
+            has_batch_kernel = self._max_rows > DECODE_ROWS
+            if rows > DECODE_ROWS or (self._gpu.is_invariant and has_batch_kernel):
+                form = "matrices"
             elif rows <= INTEGER_ROWS and w.layout.codebook == "mul1":
                 form = "integers"
+            else:
+                form = "halves"
         number = FORMS[form]
-        size = self._gpu.size("trellis_inputs_bytes", number, form_rows, w.layout.stored_in)
+        size = self._gpu.size("trellis_inputs_bytes", number, rows, w.layout.stored_in)
         memory = self._gpu.empty(size, dtype=torch.uint8)
-        return CudaTrellisInputs(w, rows, number, form_rows, memory)
+        return CudaTrellisInputs(w, rows, number, memory)
 
     def prepare(self, x: Tensor, norm: RmsNorm | None, inputs: Sequence[CudaTrellisInputs]) -> None:
         """Fills up to three prepared inputs from x [m, k] strided rows, float32 or float16."""
@@ -246,7 +247,7 @@ class Trellis:
                 args.sums[i] = held[-1].data_ptr()
         if not held:
             n = max(self._max_n, sum(one.w.layout.stored_out for one in inputs))
-            rows = first.form_rows if first.form_rows <= DECODE_ROWS else self._max_rows
+            rows = self._max_rows if first.form == FORMS["matrices"] else DECODE_ROWS
             workspace = self._gpu.workspace("trellis_linear", n, rows)
             args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
         self._gpu.call("trellis_linear", args)
