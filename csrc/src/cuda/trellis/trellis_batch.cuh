@@ -44,12 +44,47 @@ struct BatchShape {
 // and row 8 q + 2 (lane % 4) + c % 2.
 using BatchSums = float[kUnitTiles][kRowTiles * 4];
 
+// Copies of one warp from device memory to the stages of its block: where the next item is. A warp
+// copies its own codes and a quarter of its step's inputs.
 template <class Shape>
 struct BatchStream {
     const WorkArgs& args;
     uint8_t* shared;
-    int column_warp, step, lane;
+    const int column_warp, step, lane;
+    uint32_t item, group, group_end;  // group_end: first item after the group
+    const uint8_t *from_codes, *from_inputs;
+    bool exists;  // columns past the end of a matrix have no codes; their sums are never read
 
+    __device__ __forceinline__ BatchStream(
+        const WorkArgs& work, uint8_t* memory, const Place& first, int of_columns, int of_step,
+        int of_lane
+    )
+        : args(work),
+          shared(memory),
+          column_warp(of_columns),
+          step(of_step),
+          lane(of_lane),
+          item(first.item),
+          group(first.group) {
+        enter_group(first.start);
+    }
+    __device__ __forceinline__ void enter_group(uint32_t start) {
+        const WorkPart& part = args.part_of(group);
+        const uint32_t column = (group - part.first_group) * kColumnWarps + column_warp;
+        const uint32_t k_unit = item - start, unit = column * args.division.group_items + k_unit;
+        exists = column < part.n_units;
+        from_codes =
+            part.words + static_cast<int64_t>(unit * kSteps + step) * Shape::kStepBytes + lane * 16;
+        from_inputs = part.inputs + (k_unit * kSteps + step) * (kRowTiles * 512) +
+                      column_warp * 512 + lane * 16;
+        group_end = start + args.division.group_items;
+    }
+    __device__ __forceinline__ void advance() {
+        ++item;
+        from_codes += kSteps * Shape::kStepBytes;
+        from_inputs += kBatchInputBytes;
+        if (item == group_end) ++group, enter_group(group_end);
+    }
     __device__ __forceinline__ uint8_t* codes(int stage) const {
         return shared + stage * Shape::kStageBytes +
                (step * kColumnWarps + column_warp) * Shape::kStepBytes;
@@ -58,28 +93,18 @@ struct BatchStream {
         return shared + stage * Shape::kStageBytes + kBatchWarps * Shape::kStepBytes +
                step * kRowTiles * 512;
     }
-    // Columns past the end of a matrix have no codes; their sums are never read.
-    __device__ __forceinline__ void copy_codes(const Place& place, int stage) const {
-        const WorkPart& part = args.part_of(place.group);
-        const uint32_t column = (place.group - part.first_group) * kColumnWarps + column_warp;
-        if (column >= part.n_units) return;
-        const uint32_t unit = column * args.division.group_items + (place.item - place.start);
-        const uint8_t* from =
-            part.words + static_cast<int64_t>(unit * kSteps + step) * Shape::kStepBytes;
-        uint8_t* to = codes(stage);
+    __device__ __forceinline__ void copy_codes(int stage) const {
+        if (!exists) return;
+        uint8_t* to = codes(stage) + lane * 16;
 #pragma unroll
         for (int i = 0; i < Shape::kTileWords; i += kWarp) {
-            if (i + lane < Shape::kTileWords) {
-                copy_async_16(to + (i + lane) * 16, from + (i + lane) * 16);
+            if (i + kWarp <= Shape::kTileWords || i + lane < Shape::kTileWords) {
+                copy_async_16(to + i * 16, from_codes + i * 16);
             }
         }
     }
-    __device__ __forceinline__ void copy_inputs(const Place& place, int stage) const {
-        const uint32_t unit = place.item - place.start;
-        const int at = column_warp * 512 + lane * 16;
-        const uint8_t* from =
-            args.part_of(place.group).inputs + (unit * kSteps + step) * (kRowTiles * 512) + at;
-        copy_async_16(inputs(stage) + at, from);
+    __device__ __forceinline__ void copy_inputs(int stage) const {
+        copy_async_16(inputs(stage) + column_warp * 512 + lane * 16, from_inputs);
     }
 };
 
@@ -208,13 +233,14 @@ __global__ void __launch_bounds__(kBatchWarps* kWarp, 1) batch_kernel(
     auto* buffers = reinterpret_cast<float*>(shared + kStages * Shape::kStageBytes);
     let_next_begin();
 
-    const BatchStream<Shape> stream{args, shared, column_warp, step, lane};
     const uint32_t group_items = args.division.group_items;
     const uint32_t last = args.division.first_item(blockIdx.x + 1);
-    Place at = args.division.first_place(blockIdx.x), ahead = at, early = at;
+    Place at = args.division.first_place(blockIdx.x);
+    BatchStream<Shape> ahead(args, shared, at, column_warp, step, lane);
+    BatchStream<Shape> early = ahead;
 #pragma unroll 1
-    for (int i = 0; i < kStages - 1; ++i, early.advance(1, group_items)) {
-        if (early.item < last) stream.copy_codes(early, i);
+    for (int i = 0; i < kStages - 1; ++i, early.advance()) {
+        if (early.item < last) early.copy_codes(i);
     }
     int stage = 0;
     bool is_real = false;  // false: the warm-up pass
@@ -235,14 +261,14 @@ __global__ void __launch_bounds__(kBatchWarps* kWarp, 1) batch_kernel(
                 asm volatile("bar.sync %0, 128;" ::"r"(step + 1) : "memory");
                 const int free_stage = stage == 0 ? kStages - 1 : stage - 1;
                 if (ahead.item < last) {
-                    stream.copy_codes(ahead, free_stage);
-                    stream.copy_inputs(ahead, free_stage);
+                    ahead.copy_codes(free_stage);
+                    ahead.copy_inputs(free_stage);
                 }
                 commit_copies();
-                ahead.advance(1, group_items);
+                ahead.advance();
             }
             if (is_real || step == 0) {
-                add_step<Shape>(stream.codes(stage), stream.inputs(stage), lane, sums);
+                add_step<Shape>(ahead.codes(stage), ahead.inputs(stage), lane, sums);
             }
             if (!is_real) break;
             stage = stage == kStages - 1 ? 0 : stage + 1;
@@ -253,8 +279,8 @@ __global__ void __launch_bounds__(kBatchWarps* kWarp, 1) batch_kernel(
             is_real = true;
             wait_for_inputs();
 #pragma unroll 1
-            for (int i = 0; i < kStages - 1; ++i, ahead.advance(1, group_items)) {
-                if (ahead.item < last) stream.copy_inputs(ahead, i);
+            for (int i = 0; i < kStages - 1; ++i, ahead.advance()) {
+                if (ahead.item < last) ahead.copy_inputs(i);
                 commit_copies();
             }
             continue;
