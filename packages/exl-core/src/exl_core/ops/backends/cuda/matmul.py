@@ -228,7 +228,7 @@ class Linears:
             elif kind is CudaLinear:
                 self._multiply_dense(halves, same_kind, columns, is_added)
             elif is_direct:
-                for part, own in _split(same_kind, columns):
+                for part, own in split_columns(same_kind, columns):
                     epilogue = cuda.ADD if is_added else cuda.STORE
                     alone = (cast(CudaQuantLinear, part),)
                     self._multiply_codes(halves, alone, own, epilogue=epilogue)
@@ -428,8 +428,8 @@ class Linears:
     def _multiply_dense(
         self, x: Tensor, parts: tuple[Part, ...], out: Tensor, is_added: bool
     ) -> None:
-        multiply = _fixed_product if self._gpu.is_invariant else _product
-        for part, columns in _split(parts, out):
+        multiply = _fixed_product if self._gpu.is_invariant else product
+        for part, columns in split_columns(parts, out):
             multiply(x, cast(CudaLinear, part).weight.T, columns, is_added)
             if part.bias is not None:
                 columns.add_(part.bias)
@@ -442,7 +442,17 @@ class Linears:
         Dequantization is memory-bound and the product is compute-bound. Therefore the next slice is
         dequantized on a second stream during the product of the current one.
         """
-        rows, columns = x.shape[1], out.shape[1]
+        for columns, dense in self._filled_slices(parts, x.shape[1]):
+            product(x, dense, out[:, columns], is_added)
+        for part, own in split_columns(parts, out):
+            if part.bias is not None:
+                own.add_(part.bias)
+
+    def _filled_slices(
+        self, parts: tuple[CudaQuantLinear, ...], rows: int
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Slices of the columns of joined parts, dequantized: float16 [rows, columns]."""
+        columns = sum(part.out_features for part in parts)
         count = -(-columns * rows // SCRATCH_HALVES)
         width = -(-columns // count // 128) * 128
         for first in range(0, columns, width):
@@ -452,10 +462,7 @@ class Linears:
                 dense = slice_.memory.view(rows, pitch)[:, : last - first]
                 with slice_.filling():
                     _unpack(parts, first, last, dense)
-                _product(x, dense, out[:, first:last], is_added)
-        for part, own in _split(parts, out):
-            if part.bias is not None:
-                own.add_(part.bias)
+                yield slice(first, last), dense
 
     def _max_direct_rows(self, parts: Sequence[Part]) -> int:
         """Largest number of rows for which kernels read the codes of these parts directly."""
@@ -469,18 +476,22 @@ class Linears:
         if norm is None and x.dtype is torch.float16:
             return x
         out = self._gpu.empty(*x.shape, dtype=torch.float16)
+        self._to_float16(x, norm, out)
+        return out
+
+    def _to_float16(self, x: Tensor, norm: Norm | None, out: Tensor) -> None:
+        """out float16 [m, k], contiguous, = x, after the norm if there is one."""
         prepare = _prepare(x, norm)
         prepare.to[0] = cuda.Prepared(None, out.data_ptr(), 0, 1)
         prepare.count = 1
         self._gpu.call("prepare", prepare)
-        return out
 
 
 def parts_of(w: PackedLinear) -> tuple[Part, ...]:
     return w.parts if isinstance(w, CudaJoined) else (cast(Part, w),)
 
 
-def _split(parts: Sequence[Part], out: Tensor) -> Iterator[tuple[Part, Tensor]]:
+def split_columns(parts: Sequence[Part], out: Tensor) -> Iterator[tuple[Part, Tensor]]:
     """Yields each part with its columns of `out`."""
     first = 0
     for part in parts:
@@ -530,7 +541,7 @@ def _prepare(x: Tensor, norm: Norm | None) -> cuda.Prepare:
     return args
 
 
-def _product(x: Tensor, weight: Tensor, out: Tensor, is_added: bool) -> None:
+def product(x: Tensor, weight: Tensor, out: Tensor, is_added: bool) -> None:
     """out = x [m, k] @ weight [k, n], or += if `is_added`; accumulates in float32."""
     if is_added:
         torch.addmm(out, x, weight, out_dtype=torch.float32, out=out)
@@ -541,7 +552,7 @@ def _product(x: Tensor, weight: Tensor, out: Tensor, is_added: bool) -> None:
 
 
 def _fixed_product(x: Tensor, weight: Tensor, out: Tensor, is_added: bool) -> None:
-    """The same as `_product`, in chunks of exactly `FIXED_ROWS` rows."""
+    """The same as `product`, in chunks of exactly `FIXED_ROWS` rows."""
     chunks = torch.split(x, FIXED_ROWS), torch.split(out, FIXED_ROWS)
     for rows, sums in zip(*chunks, strict=True):
         padded = x.new_zeros(FIXED_ROWS, x.shape[1])
