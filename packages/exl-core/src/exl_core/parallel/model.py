@@ -235,6 +235,7 @@ class RankTransformer(Transformer):
         ranks = (Rank(index, rank.count) for index in range(rank.count))
         self._tokens = [share(config.vocab_size, one) for one in ranks]
 
+    @torch.inference_mode()
     def run_stage(
         self,
         index: int,
@@ -247,6 +248,7 @@ class RankTransformer(Transformer):
         self._is_plain = observe is None and not batch.adapters
         if self._peers is None:
             return super().run_stage(index, batch, store, x, observe=observe)
+        self._smoothing_for(store)  # measured by a pass of its own, with other rows
         with self._peers.passing(len(batch.token_ids)):
             return super().run_stage(index, batch, store, x, observe=observe)
 
