@@ -32,11 +32,16 @@ __host__ __device__ constexpr int mantissa_shift(int form, int quarter) {
 }
 
 // Power of two by which fragments are divided, apart from the mantissa shift: subnormal numbers for
-// integers, E4M3 numbers as float16.
-__host__ __device__ constexpr int fragment_exponent(int form) { return form == kE4m3 ? 8 : 24; }
+// integers, E4M3 numbers as float16, and E2M1 numbers as float16, which MXFP4 counts in halves.
+__host__ __device__ constexpr int fragment_exponent(int form) {
+    return form == kE4m3 ? 8 : form == kMxfp4 ? 15 : 24;
+}
+
+// Whether fragments are codes less an offset. Otherwise they are the numbers themselves.
+__host__ __device__ constexpr bool has_offsets(int form) { return form != kE4m3 && form != kMxfp4; }
 
 // Factor 2^(24 - shift) that turns sums of products with subnormal codes of these columns into sums
-// of products with the codes. 2^8 for E4M3 numbers.
+// of products with the codes. 2^8 for E4M3 numbers, 2^15 for MXFP4.
 __host__ __device__ constexpr float subnormal_factor(int form, int quarter) {
     return static_cast<float>(1 << (fragment_exponent(form) - mantissa_shift(form, quarter)));
 }
@@ -51,6 +56,7 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t c
 template <int kForm>
 struct BlockCodes {
     static constexpr int kBits = width_of(kForm);
+    static constexpr bool kHasOffsets = has_offsets(kForm);
     uint32_t words[kBits];
 
     __device__ __forceinline__ void load(const uint8_t* block, int lane) {
@@ -102,6 +108,7 @@ struct BlockCodes {
 // 4 q + j for q = 0 .. 3, whose first codes are in its low half.
 template <int form>
 struct TableCodes {
+    static constexpr bool kHasOffsets = true;
     uint32_t values[4][2];  // [word][code of the pair], one byte per q
 
     __device__ __forceinline__ void load(const uint8_t* block, int lane) {
@@ -130,8 +137,33 @@ struct TableCodes {
 };
 template <>
 struct BlockCodes<kIq4> : TableCodes<kIq4> {};
+
+// E2M1 codes: their bits are the sign, the low exponent bits and the high mantissa bit of a float16
+// number that is 2^-14 times the number. Numbers below 1 are subnormal in both formats.
 template <>
-struct BlockCodes<kMxfp4> : TableCodes<kMxfp4> {};
+struct BlockCodes<kMxfp4> {
+    static constexpr bool kHasOffsets = false;
+    uint32_t words[4];
+
+    __device__ __forceinline__ void load(const uint8_t* block, int lane) {
+        load_words<4>(words, block, lane);
+    }
+    template <int kPair>
+    __device__ __forceinline__ uint32_t pair() const {
+        constexpr int kSign = 12 - 4 * (kPair / 4);  // to bit 15
+        const uint32_t word = words[kPair % 4];
+        const uint32_t rest = kSign < 3 ? word >> 3 : word << (kSign < 3 ? 0 : kSign - 3);
+        return and_or(word << kSign, 0x80008000u, rest & 0x0e000e00u);
+    }
+    template <int kColumns, int kStep>
+    __device__ __forceinline__ void fragment(uint32_t (&a)[4]) const {
+        constexpr int kFirst = 8 * kColumns + 2 * kStep;
+        a[0] = pair<kFirst>();
+        a[1] = pair<kFirst + 4>();
+        a[2] = pair<kFirst + 1>();
+        a[3] = pair<kFirst + 5>();
+    }
+};
 
 }  // namespace exl::cuda
 

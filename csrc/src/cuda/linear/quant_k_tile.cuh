@@ -6,7 +6,8 @@
 //
 // With small groups, the same for each half block (SmallGroupSums).
 //
-// Tensor cores compute both sums. The A operand of sum(x) is a matrix of ones.
+// Tensor cores compute both sums. The A operand of sum(x) is a matrix of ones. Numbers without an
+// offset need the first sum only.
 #pragma once
 
 #include <type_traits>
@@ -129,7 +130,7 @@ struct KTileSums {
             const uint32_t b0 = kStep ? x.z : x.x, b1 = kStep ? x.w : x.y;
             mma_16816(codes[i][0], a_low, b0, b1);
             mma_16816(codes[i][1], a_high, b0, b1);
-            mma_16816(inputs[i], ones, b0, b1);
+            if constexpr (Codes::kHasOffsets) mma_16816(inputs[i], ones, b0, b1);
         }
     }
     template <class Codes>
@@ -153,7 +154,9 @@ struct KTileSums {
                 for (int c = 0; c < Shape::kLaneRows; ++c) {
                     float& to = total[i][q][c];
                     to = fmaf(scale, codes[i][q / 2][2 * (q % 2) + c], to);
-                    to = fmaf(factors.offsets[q], inputs[i][c], to);
+                    if constexpr (has_offsets(kForm)) {
+                        to = fmaf(factors.offsets[q], inputs[i][c], to);
+                    }
                 }
             }
         }
