@@ -1,6 +1,6 @@
 """Sums through the ranks' own memory: several ranks take turns on one GPU, and two on two GPUs.
 
-On one GPU every rank sends before any rank reads, so that nobody waits. The results have the bits
+On one GPU every rank sends before any rank reads, so that no rank waits. The results have the bits
 of products, sums in the order of the ranks, and norms that are computed one after the other.
 """
 

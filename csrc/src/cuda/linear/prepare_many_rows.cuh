@@ -1,7 +1,7 @@
 // The kernel of exl_cuda_prepare (prepare.cu) for prompts.
 //
 // Used for   More than EXL_CUDA_CHUNK_ROWS rows, without LayerNorm and plain forms. Only the
-//            batch-invariant mode prepares so many rows.
+//            batch-invariant mode prepares more rows than that at once.
 // Floor      The bytes at memory bandwidth.
 // Mapping    A block takes 4 or 8 rows of the batch and keeps them in shared memory as float16. In
 //            the small-batch layout the same 8 positions of adjacent rows follow each other, so

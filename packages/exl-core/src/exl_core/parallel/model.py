@@ -111,7 +111,7 @@ class PeerOps(SummingOps):
     by the op that reads it next."""
 
     def __init__(self, inner: LayerOps, exchange: PeerExchange, *, is_plain: bool) -> None:
-        """`is_plain`: `inner` is the GPU's own table, and nobody else looks at the states."""
+        """`is_plain`: `inner` is the GPU's own table, and no observer reads the states."""
         super().__init__(inner, exchange)
         self._peers = exchange.peers
         self._is_plain = is_plain

@@ -89,7 +89,7 @@ class PeerExchange:
 
     @contextmanager
     def passing(self, rows: int) -> Iterator[None]:
-        """Context of a pass over so many rows. RankError after `abort`."""
+        """Context of a pass over `rows` rows. RankError after `abort`."""
         if self.peers.has_ended:
             raise RankError("the other ranks of this model have ended")
         if not 0 < rows <= MAX_ROWS:
