@@ -20,7 +20,6 @@ from exl_core.errors import RankError
 from exl_core.lora.adapter import load_adapter
 from exl_core.model.adapters import AdapterUse
 from exl_core.parallel.followers import Followers
-from exl_core.parallel.leader import LeadingTransformer
 from exl_core.parallel.nccl import Connecting
 from exl_core.sampling.params import SamplerParams
 from exl_core.session import ranks
@@ -30,6 +29,7 @@ from support.adapters import random_pairs, stored, write_adapter
 from support.driving import ask, run_all, submit
 from support.launched_jobs import PROMPT, START_S, TOKENS, Job, complete, is_free, job
 from support.quantized_models import quantized_llama
+from support.rank_failures import processes_of
 from support.tiny_models import save, tiny_llama
 
 pytestmark = [
@@ -65,12 +65,6 @@ def text_of(path: Path, *adapters: Path) -> str:
     text: str = loaded.tokenizer.decode(reply(loaded, *uses))
     loaded.unload()
     return text
-
-
-def processes_of(loaded: LoadedModel) -> tuple[int, ...]:
-    assert isinstance(loaded.model, LeadingTransformer)
-    assert isinstance(loaded.model.followers, Followers)
-    return loaded.model.followers.process_ids
 
 
 def free_bytes() -> tuple[int, int]:
