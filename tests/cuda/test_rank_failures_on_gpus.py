@@ -39,6 +39,7 @@ def ranks_of(*counts: int) -> pytest.MarkDecorator:
     found = [
         pytest.param(
             count,
+            id=f"{count} ranks",
             marks=pytest.mark.skipif(
                 torch.cuda.device_count() < count, reason=f"needs {count} GPUs"
             ),
