@@ -145,9 +145,10 @@ def test_random_jobs(soak: Soak, tmp_path: Path) -> None:
 
 
 def gap_of(whole: LoadedModel, reply: Reply, choices: Sequence[tuple[AdapterUse, ...]]) -> float:
-    """The largest difference between the best logit of one process and that of a reply's token."""
+    """The largest difference between the best logit of one process and that of a reply's token.
+    The engine samples only ids that have a text."""
     ids = torch.tensor([(*reply.prompt, *reply.token_ids)])
     logits = Context(whole.model, 512).forward(ids, adapters=choices[reply.choice])[0]
-    of_tokens = logits[len(reply.prompt) - 1 : -1]
+    of_tokens = logits[len(reply.prompt) - 1 : -1, : whole.tokenizer.vocab_size]
     chosen = of_tokens.gather(1, ids[0, len(reply.prompt) :, None].to(of_tokens.device))[:, 0]
     return float((of_tokens.amax(1) - chosen).max())
