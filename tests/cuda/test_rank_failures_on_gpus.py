@@ -74,7 +74,7 @@ def large(folder: Path) -> Path:
     """A model of which every one of four ranks has about 100 MB."""
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4}
     model = tiny_llama(**sizes, num_attention_heads=16, num_key_value_heads=4, head_dim=128)
-    return save(model.half(), folder)
+    return save(model.to(torch.float16), folder)
 
 
 def filled(rank: int, left_bytes: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from exl_core.engine.engine import Engine
 from exl_core.engine.events import FinishEvent
-from exl_core.errors import RankError
+from exl_core.errors import DeviceError, RankError
 from exl_core.lora.adapter import load_adapter
 from exl_core.model.adapters import AdapterUse
 from exl_core.parallel.followers import Followers
@@ -157,6 +157,19 @@ def test_a_rank_that_is_killed_while_gpus_connect_ends_the_load(
     with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
         load_model(tiny, device="cuda", tensor_parallel=2)
     assert time.monotonic() - started[0] < END_LIMIT_S
+
+
+def test_a_failure_of_nccl_on_rank_0_ends_the_load(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks wait for its id, and rank 0 has read nothing yet."""
+
+    def fail() -> bytes:
+        raise DeviceError("no NCCL")
+
+    monkeypatch.setattr(ranks, "new_id", fail)
+    with pytest.raises(DeviceError, match="no NCCL"):
+        load_model(tiny, device="cuda", tensor_parallel=2)
 
 
 def test_connections_stay_on_the_loopback_interface(tiny: Path) -> None:

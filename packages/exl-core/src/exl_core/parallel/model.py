@@ -291,9 +291,7 @@ class RankTransformer(Transformer):
             peers.send_logits(x, norm, self._weights.head, own.start)
             return x.new_empty(len(x), len(own))
         logits = x.new_empty(len(x), vocab) if out is None else out
-        part = logits[
-            :, own.start : own.stop
-        ]  # to which the tables of GPUs write, strided as it is
+        part = logits[:, own.start : own.stop]  # a GPU writes to columns of a wider tensor
         found = read_linear(self.ops, x, norm, self._weights.head, part)
         if found is not part:
             part.copy_(found)

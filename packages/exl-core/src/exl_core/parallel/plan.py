@@ -82,6 +82,25 @@ def parse_exchange(text: str) -> ExchangeKind:
     return AUTO
 
 
+def check_alternatives(
+    split: str, cpu_layers: int | None, experts_on: str, *, has_limit: bool
+) -> None:
+    """RequestError for options that contradict tensor parallelism. `has_limit`: memory for weights
+    is limited."""
+    for is_given, option in (
+        (split not in ("auto", "none"), "--split"),
+        (cpu_layers is not None, "--cpu-layers"),
+        (experts_on not in ("auto", "device"), "--experts-on"),
+        (has_limit, "--held-memory"),
+    ):
+        if is_given:
+            raise RequestError(
+                "every rank has a part of every layer",
+                expected=f"--tensor-parallel or {option}",
+                got="both",
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class HeadShare:
     """Heads of one rank. Several ranks may have the same key-value head, but no query head.
