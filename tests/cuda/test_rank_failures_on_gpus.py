@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
@@ -23,13 +22,14 @@ from exl_core.engine.events import FailEvent
 from exl_core.errors import ExlError, RankError
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
+from exl_core.session import ranks
 from exl_core.session.load import LoadedModel, load_model
+from support import limited_follower
 from support.driving import ask, submit
 from support.rank_failures import is_alive, processes_of, remains, starting_with
 from support.tiny_models import save, tiny_llama
 
 END_LIMIT_S = 5.0
-GRAPH_END_S = 20.0
 STEPS = 40
 """Passes before a failure: the graph of a decode step has been captured and replayed."""
 MB = 1 << 20
@@ -74,15 +74,22 @@ def large(folder: Path) -> Path:
     """A model of which every one of four ranks has about 100 MB."""
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4}
     model = tiny_llama(**sizes, num_attention_heads=16, num_key_value_heads=4, head_dim=128)
-    return save(model.to(torch.float16), folder)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.half()
+    return save(model, folder)
 
 
-def filled(rank: int, left_bytes: int) -> torch.Tensor:
-    """Fills a GPU up to `left_bytes`, as another program would."""
-    with torch.cuda.device(rank):
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
-        return torch.empty(max(0, free - left_bytes), dtype=torch.uint8, device="cuda")
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Limits the memory that torch may allocate in one rank, by its number and bytes."""
+    path = os.pathsep.join((str(Path(__file__).parents[1]), *filter(None, sys.path)))
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setattr(ranks, "MODULE", limited_follower.MODULE)
+
+    def set_limit(rank: int, limit_bytes: int) -> None:
+        monkeypatch.setenv(limited_follower.LIMIT, f"{rank}:{limit_bytes}")
+
+    return set_limit
 
 
 def running(loaded: LoadedModel) -> Engine:
@@ -138,38 +145,32 @@ def test_a_lost_rank_is_named(tiny: Path, count: int, number: signal.Signals, ca
 
 
 def test_a_rank_without_memory_ends_a_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: Callable[[int, int], None],
+    count: int,
 ) -> None:
-    """One GPU has less memory than a load takes, by more and more."""
     path, last = large(tmp_path / "large"), count - 1
-    torch.zeros(1, device=f"cuda:{last}")
-    before = torch.cuda.mem_get_info(last)[0]
-    loaded = load_model(path, device="cuda", tensor_parallel=count)
-    needed = before - torch.cuda.mem_get_info(last)[0]
-    loaded.unload()
-    print(f"a rank takes {needed >> 20} MB of its GPU")
     made = starting_with(monkeypatch)
-    for missing in (60 * MB, 200 * MB, needed - 200 * MB):
-        other = filled(last, needed - missing)
-        started = time.monotonic()
+    for limit_bytes in (2 * MB, 60 * MB):
+        limit(last, limit_bytes)
         with pytest.raises(ExlError) as caught:
             load_model(path, device="cuda", tensor_parallel=count).unload()
-        print(f"{missing >> 20} MB less, {time.monotonic() - started:.1f} s: {caught.value}")
-        del other
-        torch.cuda.empty_cache()
+        print(f"{limit_bytes >> 20} MB: {caught.value}", flush=True)
         assert f"rank {last} of {count} failed: " in str(caught.value)
         assert "memory" in str(caught.value)
         assert "\n" not in str(caught.value)
         assert not any(is_alive(one) for group in made for one in group.process_ids)
 
 
-def test_a_rank_without_memory_ends_a_pass(tiny: Path, count: int) -> None:
-    """A cache whose memory one GPU does not have, in a pass of a long prompt."""
+def test_a_rank_without_memory_ends_a_pass(
+    tiny: Path, limit: Callable[[int, int], None], count: int
+) -> None:
+    """Prompts fill a cache whose memory one GPU does not have."""
+    limit(count - 1, 300 * MB)
     loaded = load_model(tiny, device="cuda", tensor_parallel=count)
     processes = processes_of(loaded)
-    running(loaded)
-    other = filled(count - 1, 4 * MB)
-    store = store_for(loaded.model, KVFormat.FP16, 8192)
+    store = store_for(loaded.model, KVFormat.FP16, 8192, grows=True)
     runner = Runner(loaded.model, store)
     ids = tuple(range(3, 203)) * 10
     started = time.monotonic()
@@ -179,11 +180,9 @@ def test_a_rank_without_memory_ends_a_pass(tiny: Path, count: int) -> None:
             runner.run([Segment(ids, 0, pages, LogitRows.LAST)]).cpu()
             started = time.monotonic()
     assert time.monotonic() - started < END_LIMIT_S
+    assert "\n" not in str(caught.value)
     print(caught.value)
-    del other, store, runner
     loaded.unload()
-    gc.collect()
-    torch.cuda.empty_cache()
     assert not any(map(is_alive, processes))
 
 

@@ -96,8 +96,8 @@ class Recorded(Connecting):
 
     made: list[Recorded]
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.made.append(self)
 
 

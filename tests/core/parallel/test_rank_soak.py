@@ -46,9 +46,12 @@ def resident_kb(process: int) -> int:
 
 
 def used_kb(soak: Soak) -> tuple[int, ...]:
-    """Used memory of the ranks' GPUs; none on the CPU."""
+    """Used memory of the ranks' GPUs; none on the CPU. With `EXL_TEST_SHARED_GPUS`, other programs
+    use the GPUs too, and only rank 0's own memory counts."""
     if soak.device == "cpu":
         return ()
+    if os.environ.get("EXL_TEST_SHARED_GPUS"):
+        return (torch.cuda.memory_reserved(0) >> 10,)
     sizes = [torch.cuda.mem_get_info(index) for index in range(soak.ranks)]
     return tuple((total - free) >> 10 for free, total in sizes)
 
