@@ -1,4 +1,4 @@
-"""Hybrids divided among two and four GPUs, against the same models on one GPU."""
+"""Hybrids divided among ranks on one, two and four GPUs, against the same models on one GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FinishEvent
-from exl_core.session.load import LoadedModel, load_model
+from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from support.driving import ask, run_all, submit
-from support.thread_ranks import logits_of, mean_kl
+from support.thread_ranks import logits_of, logits_on_one, logits_on_ranks, mean_kl
 from support.tiny_hybrids import (
     tiny_granite_hybrid,
     tiny_kimi_linear,
@@ -55,6 +55,19 @@ def replies(loaded: LoadedModel, max_tokens: int = 40) -> list[tuple[int, ...]]:
         submit(engine, ask(list(ids), max_tokens=max_tokens, request_id=str(number)))
     ends = [event for event in run_all(engine) if isinstance(event, FinishEvent)]
     return [end.token_ids for end in sorted(ends, key=lambda end: end.request_id)]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_ranks_that_share_a_gpu_have_its_logits(name: str, tmp_path: Path) -> None:
+    """The ranks are threads. Kernels run on shares of any number of heads."""
+    path, options = save(HYBRIDS[name](), tmp_path / "model"), LoadOptions(device="cuda:0")
+    expected = [one.cpu() for one in logits_on_one(path, options)]
+    for count in (2, 3):
+        found = [one.cpu() for one in logits_on_ranks(path, count, options)]
+        kls = [mean_kl(one, other) for one, other in zip(expected, found, strict=True)]
+        print(f"{name}, {count} ranks: KL of prompt and decode {kls[0]:.1e}, {kls[1]:.1e}")
+        assert kls[0] <= 1e-4
+        assert kls[1] <= 1e-5
 
 
 @pytest.mark.parametrize("count", [2, 4])

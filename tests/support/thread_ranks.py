@@ -85,7 +85,7 @@ def rank_model(path: Path, exchange: ThreadExchange, options: LoadOptions) -> Ra
     files = open_model(path)
     config = with_options(files.config, options)
     checkpoint = checkpoint_of(files, config, options)
-    ops = get_table("reference" if options.device == "reference" else "cpu", threads=1)
+    ops = get_table(options.device, threads=1)
     tensors, own = sharded(checkpoint, config, exchange.rank)
     weights = Loading(own, tensors, path, 1, None).whole(ops, None)
     return RankTransformer(
