@@ -36,6 +36,7 @@ from exl_core.session.hosts import load_part
 from exl_core.session.load import LoadOptions, load_model
 from exl_core.session.open import open_model
 from exl_core.session.weights import Loading
+from exl_kernels import cuda
 from support.thread_ranks import ThreadExchange, on_ranks
 from support.tiny_models import save, tiny_llama
 
@@ -300,7 +301,7 @@ def test_own_memory_is_freed_even_if_that_of_another_rank_cannot_be_closed(
             if address == 2:
                 raise RuntimeError("cannot be closed")
 
-    monkeypatch.setattr(cuda_peers.cuda, "load", Library)
+    monkeypatch.setattr(cuda, "load", Library)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     with pytest.raises(RuntimeError, match="cannot be closed"):
         cuda_peers._free(CPU, 1, [2, 3])

@@ -5,7 +5,9 @@ The ranks are threads; `test_rank_processes.py` has processes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ from support.quantized_models import METHODS, SIZES, TIED, quantize, quantized_l
 from support.thread_ranks import logits_on_one, logits_on_ranks, mean_kl, on_ranks, rank_model
 from support.thread_sums import logits_through_memory, through_memory
 
-OTHERS = {
+OTHERS: dict[str, Callable[[], Any]] = {
     "qwen3-moe": tiny.tiny_qwen3_moe,
     "qwen2-moe": tiny.tiny_qwen2_moe,
     "glm4-moe": tiny.tiny_glm4_moe,
