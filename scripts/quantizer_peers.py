@@ -64,18 +64,21 @@ def require_exllamav3() -> None:
 
 
 def convert_by_exllamav3(source: Path, out: Path, *, bits: float, head_bits: int) -> None:
-    """Runs exllamav3's converter on a folder of safetensors with a `tokenizer.json`."""
+    """Runs exllamav3's converter on a folder of safetensors with a `tokenizer.json`. Its output goes
+    to a file beside `out`, with the ending `.log`."""
     if not (source / "tokenizer.json").is_file():
         raise RequestError("exllamav3 needs a tokenizer.json", where=source)
-    partial, work = (out.with_name(out.name + end) for end in (".partial", ".work"))
+    partial, work, log = (out.with_name(out.name + end) for end in (".partial", ".work", ".log"))
     for folder in (partial, work):
         shutil.rmtree(folder, ignore_errors=True)
     options = {"-i": source, "-o": partial, "-w": work, "-b": bits, "-hb": head_bits}
     words = [str(word) for option in options.items() for word in option]
     command = [sys.executable, "-m", "exllamav3.conversion.convert_model", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with log.open("w", encoding="utf-8") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
     if done.returncode or not (partial / "config.json").is_file():
-        raise ExlError("exllamav3's converter failed", got=_last_line(done.stderr or done.stdout))
+        last = _last_line(log.read_text(encoding="utf-8", errors="replace"))
+        raise ExlError("exllamav3's converter failed", where=log, got=last)
     partial.rename(out)
     shutil.rmtree(work, ignore_errors=True)
 
@@ -266,5 +269,5 @@ def _silence(ffi: Any) -> Any:
 
 
 def _last_line(text: str) -> str:
-    lines = text.strip().splitlines() or ["nothing on stderr"]
+    lines = text.strip().splitlines() or ["no output"]
     return lines[-1][:300]
