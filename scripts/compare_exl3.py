@@ -267,7 +267,7 @@ class Bench:
         out, values, started = self.work / f"llama-{kind}.gguf", self.importance, time.monotonic()
         quantize_by_llama_cpp(self.path, out, kind, values)
         facts = since(started)
-        with LlamaPasses(out, longest_of(self.layout)) as passes:
+        with LlamaPasses(out, longest_of(self.layout), self.device) as passes:
             found = self.evaluate(cast(TextPasses, passes))  # has the method that is called
         return {"bits": gguf_bits_per_weight(out), **facts, **found}
 

@@ -201,8 +201,10 @@ def gguf_bits_per_weight(path: Path) -> float:
 class LlamaPasses:
     """Predictions of llama.cpp along texts, with the method `logits` of exl's `TextPasses`."""
 
-    def __init__(self, path: Path, longest: int) -> None:
-        """Loads a file, for texts of at most `longest` tokens."""
+    def __init__(self, path: Path, longest: int, device: str) -> None:
+        """Loads a file, for texts of at most `longest` tokens. Computes on the CPU; the logits are
+        moved to `device`."""
+        self._device = device
         self._ffi, self._lib = ffi, lib = _llama_cpp()
         lib.llama_backend_init()
         self._model = lib.llama_model_load_from_file(
@@ -246,7 +248,7 @@ class LlamaPasses:
             found = torch.frombuffer(memory, dtype=torch.float32).view(count, self._vocab_size)
             skipped = max(0, first - 1 - start)
             if skipped < count:
-                yield start + 1 + skipped, found[skipped:]
+                yield start + 1 + skipped, found[skipped:].to(self._device)
 
 
 def _llama_cpp() -> tuple[Any, Any]:
