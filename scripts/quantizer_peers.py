@@ -64,8 +64,10 @@ def require_exllamav3() -> None:
 
 
 def convert_by_exllamav3(source: Path, out: Path, *, bits: float, head_bits: int) -> None:
-    """Runs exllamav3's converter on a folder of safetensors with a `tokenizer.json`. Its output goes
-    to a file beside `out`, with the ending `.log`."""
+    """Runs exllamav3's converter on a folder of safetensors with a `tokenizer.json`.
+
+    What it prints goes to a file beside `out` that ends in `.log`.
+    """
     if not (source / "tokenizer.json").is_file():
         raise RequestError("exllamav3 needs a tokenizer.json", where=source)
     partial, work, log = (out.with_name(out.name + end) for end in (".partial", ".work", ".log"))
