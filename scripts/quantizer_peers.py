@@ -1,8 +1,9 @@
 """Other quantizers that `compare_exl3.py` compares with: exllamav3's converter, llama.cpp's.
 
 exllamav3's converter runs in a process of its own. `pip install --no-deps exllamav3==1.6.5` (and
-the packages that its import names) compiles its extension when it is first imported; how to build
-the extension faster is in docs/experiments/exl3-writer.md.
+the packages that its import names) compiles its extension when it is first imported. How to build
+the extension faster, and which line of exllamav3 hides the tensors of Gemma 3's text models from
+it, is in docs/experiments/exl3-writer.md.
 
 llama.cpp is called through llama-cpp-py-sync (`pip install llama-cpp-py-sync cffi`), which comes
 with llama.cpp's libraries. Its quantizer takes an importance matrix from memory. The quantized file
