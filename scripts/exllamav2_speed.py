@@ -1,9 +1,9 @@
 """Time exllamav2 on an EXL2 or GPTQ directory. Usage: exllamav2_speed.py DIR [--batch 1,8] ...
 
 Times the same work as `exl bench`. Decode: `--decode` steps after `--depth` cached tokens. Each
-step is fed the likeliest tokens of the previous one, which are read back. Prefill: from an empty
-cache, with logits of the last token only. One repetition runs unmeasured first. The last line is
-JSON.
+step is fed the likeliest tokens of the previous one, which are read back, and sequences begin with
+different tokens. Prefill: from an empty cache, with logits of the last token only. One repetition
+runs unmeasured first. The last line is JSON.
 
 Needs a GPU and exllamav2 0.3.2, which compiles its extension at the first import. Without
 flash-attn its prefill computes wrong attention unless EXLLAMA_NO_SDPA=1 is set. The comparison
@@ -36,10 +36,12 @@ def main() -> int:
     parser.add_argument("--depth", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
-    batches, prompts = ([int(n) for n in text.split(",")] for text in (args.batch, args.prefill))
+    batches, prompts = (
+        [int(n) for n in text.split(",") if n] for text in (args.batch, args.prefill)
+    )
     config = ExLlamaV2Config(args.model)
-    config.max_batch_size = max(batches)
-    config.max_seq_len = max(*prompts, args.depth + args.decode)
+    config.max_batch_size = max([1, *batches])
+    config.max_seq_len = max([*prompts, args.depth + args.decode])
     started = time.perf_counter()
     model = ExLlamaV2(config)
     model.load()
@@ -57,7 +59,7 @@ def main() -> int:
 def decode_rate(model: ExLlamaV2, batch: int, depth: int, decode: int, repeat: int) -> float:
     """Tokens per second over all sequences."""
     cache = ExLlamaV2Cache(model, batch_size=batch, max_seq_len=depth + decode)
-    first = torch.full((batch, 1), 100)
+    first = 100 + torch.arange(batch).unsqueeze(1)
     for _ in range(depth):
         model.forward(first, cache)
 
