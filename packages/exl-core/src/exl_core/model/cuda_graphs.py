@@ -41,8 +41,8 @@ cost little time, and each graph costs some memory."""
 # Row counts and sequence counts of other passes.
 PROMPT_BUCKETS = (*BUCKETS, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 LONG_BUCKETS = (*PROMPT_BUCKETS, 1280, 1536, 1792, 2048)
-"""Row counts of other passes of ranks. Their kernels take so little time that launches take longer,
-up to 2048 rows."""
+"""Row counts of other passes of ranks. Up to 2048 rows, launches take the host longer than a rank's
+part of the work takes its GPU."""
 
 SEQUENCE_BUCKETS = (1, 4, 16, 64, 128)
 PASSES_BEFORE_CAPTURE = 3
