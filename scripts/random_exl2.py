@@ -300,7 +300,9 @@ def write_file(path: Path, tensors: Parts) -> None:
             file.write(one.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
-def write_model(out: Path, size: Size, writer: Writer, *, repeats: bool) -> dict[str, object]:
+def write_model(
+    out: Path, size: Size, writer: Writer, *, repeats: bool = False
+) -> dict[str, object]:
     out.mkdir(parents=True, exist_ok=True)
     tensors = outer_parts(size, writer)
     held = [

@@ -11,6 +11,8 @@ import torch
 
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FinishEvent
+from exl_core.errors import UnsupportedModelError
+from exl_core.session import ranks
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from support.driving import ask, run_all, submit
 from support.thread_ranks import logits_of, logits_on_one, logits_on_ranks, mean_kl
@@ -72,9 +74,12 @@ def test_ranks_that_share_a_gpu_have_its_logits(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_gpus_write_the_text_of_one(name: str, count: int, tmp_path: Path) -> None:
+def test_gpus_write_the_text_of_one(
+    name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs")
+    monkeypatch.setattr(ranks, "check_mixers", lambda *_: None)
     path = save(HYBRIDS[name](), tmp_path / "model")
     whole = load_model(path, device="cuda:0", split="none")
     expected, text = [one.cpu() for one in logits_of(whole.model)], replies(whole)
@@ -90,3 +95,12 @@ def test_gpus_write_the_text_of_one(name: str, count: int, tmp_path: Path) -> No
     finally:
         divided.unload()
         whole.unload()
+
+
+def test_recurrent_layers_on_gpus_are_refused(tmp_path: Path) -> None:
+    """By the load itself: nothing is read, and no process stays."""
+    path = save(HYBRIDS["lfm2"](), tmp_path / "model")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    with pytest.raises(UnsupportedModelError, match="does not divide recurrent layers yet"):
+        load_model(path, device="cuda", tensor_parallel=2)

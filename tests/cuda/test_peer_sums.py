@@ -6,7 +6,7 @@ of products, sums in the order of the ranks, and norms that are computed one aft
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, permutations
 
 import pytest
@@ -153,6 +153,13 @@ def test_products_send_their_sums_and_the_next_product_reads_them(
         x = targets[0]
     assert x.isfinite().all()
     ranks.end()
+
+
+@pytest.fixture(autouse=True)
+def first_gpu_afterwards() -> Iterator[None]:
+    """Opening the table of another GPU makes that the current one of the thread."""
+    yield
+    torch.cuda.set_device(0)
 
 
 def connected_tables(number: int) -> list[CudaTable]:

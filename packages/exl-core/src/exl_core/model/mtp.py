@@ -107,6 +107,7 @@ class MtpModel:
         self.config = layer.config
         self.ops = target.ops
         self.stages = (Stage(layer.config, range(1), self.ops),)
+        self.num_ranks = 1
         # A capture does not span devices.
         self.can_capture = target.can_capture and target.embedding_ops.device == self.ops.device
         self._layer = layer

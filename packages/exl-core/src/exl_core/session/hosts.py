@@ -45,6 +45,7 @@ from exl_core.session.load import (
 from exl_core.session.open import ModelFiles, open_model
 from exl_core.session.ranks import (
     check_ranks,
+    check_mixers,
     connecting_leader,
     device_of,
     digest_of,
@@ -148,6 +149,7 @@ def load_part(
     tensors: WeightTensors = whole
     own, shares = config, Shares(config, rank)
     if rank.count > 1:
+        check_mixers(config, ops)
         divided, own = sharded(whole, config, rank)
         tensors, shares = divided, divided.shares
     torch.set_num_threads(1 if ops.device.type == "cuda" else ops.threads)

@@ -20,7 +20,7 @@ import torch
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import free_memory_bytes
-from exl_core.errors import ExlError, RankError, RequestError
+from exl_core.errors import ExlError, RankError, RequestError, UnsupportedModelError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.ops.table import OpTable
 from exl_core.parallel.checkpoint import ShardedCheckpoint
@@ -272,6 +272,7 @@ def load_leader(
             loading.progress(done_bytes, total_bytes)
 
     try:
+        check_mixers(loading.config, ops)
         check_memory(needed, free_memory_bytes(ops.device), files.path)
         tensors, config = sharded(checkpoint, loading.config, Rank(0, num_ranks))
         own = replace(loading, config=config, checkpoint=tensors, progress=report)
@@ -294,6 +295,16 @@ def load_leader(
     except BaseException:
         followers.close()
         raise
+
+
+def check_mixers(config: ModelConfig, ops: OpTable) -> None:
+    """UnsupportedModelError for recurrent layers on GPUs. Their division is tested on CPUs only."""
+    if ops.device.type == "cuda" and any(shape is not None for shape in config.state_shapes):
+        raise UnsupportedModelError(
+            "tensor parallel on GPUs does not divide recurrent layers yet",
+            expected="attention in every layer",
+            next_step="Divide the layers instead (--split), or run the ranks with --device cpu.",
+        )
 
 
 def connecting_leader(group: Group, rank: Rank, ops: OpTable) -> Connecting | None:
