@@ -44,8 +44,8 @@ from exl_core.session.load import (
 )
 from exl_core.session.open import ModelFiles, open_model
 from exl_core.session.ranks import (
-    check_ranks,
     check_mixers,
+    check_ranks,
     connecting_leader,
     device_of,
     digest_of,
