@@ -5,10 +5,11 @@ exl and the peer run one after the other in separate processes, on the same GPU,
 prompt length, cached tokens, steps and batch sizes. Rates are medians of `--repeat` repetitions.
 
 Prints one JSON object per line: "ratio" is how many times better exl is than the peer. The last
-lines compare the formats of the models, if there are several: "ratio" of the best rate of exl to
-the best of the peers. `exllamav2_speed.py` and `exllamav3_speed.py` describe what the peers do,
-`packages/exl-eval/src/exl_eval/speed.py` what exl does. exl's prefill includes the logits of the
-last token, exllamav3's does not.
+lines compare formats, if several models are given, which must be one model in several formats, and
+nothing failed: "ratio" of the best rate of exl to the best of the peers. exl launches a step before
+the host has read the tokens of the previous one; the peers do not. `exllamav2_speed.py` and
+`exllamav3_speed.py` describe what the peers do, `packages/exl-eval/src/exl_eval/speed.py` what exl
+does. exl's prefill includes the logits of the last token, exllamav3's does not.
 
 `--ranks 2` loads tensor parallel, in exl and in exllamav3. A peer that fails is reported by a line
 with "error"; the exit status is then 1.
@@ -62,7 +63,7 @@ def main() -> int:
                 own = found
             report(model.name, name, found, own)
             merge(best["exl" if name == "exl" else "peers"], found)
-    if len(args.models) > 1:
+    if len(args.models) > 1 and not has_failed:
         report("best of each", "peers", best["peers"], best["exl"])
     return int(has_failed)
 
@@ -154,13 +155,14 @@ def peer_rates(script: str, model: Path, *options: str) -> Rates | None:
 
 
 def measured(*arguments: str) -> Figures | None:
-    """Last line of this interpreter's output with these arguments, as JSON. A failure is reported
+    """The last JSON object that this interpreter prints with these arguments. A failure is reported
     and None."""
     started = time.monotonic()
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
     note(f"{time.monotonic() - started:.0f} s: {' '.join(arguments)}")
-    if done.returncode == 0:
-        figures: Figures = json.loads(done.stdout.strip().splitlines()[-1])
+    objects = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode == 0 and objects:
+        figures: Figures = json.loads(objects[-1])
         return figures
     note(done.stderr[-4000:])
     lines = done.stderr.strip().splitlines() or [""]

@@ -41,10 +41,10 @@ def main() -> int:
     batches, prompts = (
         [int(n) for n in text.split(",") if n] for text in (args.batch, args.prefill)
     )
+    started = time.perf_counter()
     config = ExLlamaV2Config(args.model)
     config.max_batch_size = max([1, *batches])
     config.max_seq_len = max([*prompts, args.depth + args.decode])
-    started = time.perf_counter()
     model = ExLlamaV2(config)
     model.load()
     torch.cuda.synchronize()

@@ -44,9 +44,9 @@ def main() -> int:
     )
     span = paged(args.depth + args.decode)
     tokens = max([span * size for size in batches] + [paged(count) for count in prompts])
+    started = time.perf_counter()
     model = Model.from_config(Config.from_directory(args.model))
     cache = Cache(model, max_num_tokens=tokens, max_batch_size=max([1, *batches]))
-    started = time.perf_counter()
     if args.ranks > 1:
         model.load(tensor_p=True, tp_backend=args.backend, progressbar=False)
     else:
