@@ -11,7 +11,6 @@ import torch
 
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FinishEvent
-from exl_core.errors import UnsupportedModelError
 from exl_core.session import ranks
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from support.driving import ask, run_all, submit
@@ -95,12 +94,3 @@ def test_gpus_write_the_text_of_one(
     finally:
         divided.unload()
         whole.unload()
-
-
-def test_recurrent_layers_on_gpus_are_refused(tmp_path: Path) -> None:
-    """By the load itself: nothing is read, and no process stays."""
-    path = save(HYBRIDS["lfm2"](), tmp_path / "model")
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    with pytest.raises(UnsupportedModelError, match="does not divide recurrent layers yet"):
-        load_model(path, device="cuda", tensor_parallel=2)

@@ -54,8 +54,8 @@ pytestmark = [pytest.mark.cuda, ranks_of(2, 4)]
 
 @pytest.fixture(autouse=True)
 def own_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A temporary folder of this test alone. Nothing of the ranks is left there, and nothing in
-    shared memory."""
+    """A temporary folder of this test alone, in which nothing of the ranks is left. Prints what is
+    left in shared memory, where other programs may write too."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

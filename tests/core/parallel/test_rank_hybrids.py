@@ -88,7 +88,7 @@ def test_more_ranks_than_heads_are_refused(tmp_path: Path) -> None:
     path = save(hybrids.tiny_kimi_linear(), tmp_path / "model")
     config = load_model(path, EXACT).config
     share_config(config, Rank(2, 3))
-    with pytest.raises(RequestError, match="too few attention heads"):
+    with pytest.raises(RequestError, match="too few heads"):
         share_config(config, Rank(0, 4))
 
 

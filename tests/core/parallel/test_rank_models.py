@@ -207,7 +207,7 @@ def test_latent_attention_in_every_format_of_the_cache(kv_format: KVFormat, tmp_
 def test_more_ranks_than_heads_of_latent_attention_are_refused() -> None:
     spec = MLA(2, 0, kv_rank=64, nope_dim=32, rope_dim=32, value_dim=32, scale=1.0)
     assert [latent_heads(spec, Rank(index, 2)) for index in range(2)] == [range(1), range(1, 2)]
-    with pytest.raises(RequestError, match="too few attention heads"):
+    with pytest.raises(RequestError, match="too few heads"):
         latent_heads(spec, Rank(0, 3))
 
 

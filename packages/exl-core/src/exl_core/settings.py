@@ -84,8 +84,8 @@ def launched() -> Launched | None:
 
 
 def visible_gpus() -> int:
-    """At most so many GPUs are visible to this process, by their device files and
-    `CUDA_VISIBLE_DEVICES`; 0: unknown."""
+    """Upper bound on the number of GPUs that this process can use, by their device files and
+    `CUDA_VISIBLE_DEVICES`; 0 if unknown."""
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return gpus if named is None else min(gpus, len([one for one in named.split(",") if one]))

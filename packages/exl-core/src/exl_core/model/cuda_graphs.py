@@ -44,6 +44,11 @@ LONG_BUCKETS = (*PROMPT_BUCKETS, 1280, 1536, 1792, 2048)
 """Row counts of other passes of ranks. Up to 2048 rows, launches take the host longer than a rank's
 part of the work takes its GPU."""
 
+LONG_PASS_BYTES = 2 << 30
+"""Memory of a GPU that must be free before a pass of more rows than `PROMPT_BUCKETS` is captured.
+The graphs keep the activations of their largest pass, beside those of passes that are not
+captured."""
+
 SEQUENCE_BUCKETS = (1, 4, 16, 64, 128)
 PASSES_BEFORE_CAPTURE = 3
 """A bucket's graph is captured at its third pass; a capture takes as long as about ten passes."""
@@ -247,6 +252,8 @@ class CudaGraphs:
             self._passes[shape] += 1
             is_early = self._passes[shape] < PASSES_BEFORE_CAPTURE
             is_rare = not shape.is_decoding and (is_early or len(self._graphs) >= MAX_GRAPHS)
+            if shape.rows > PROMPT_BUCKETS[-1] and not is_rare and not is_decided:
+                is_rare = torch.cuda.mem_get_info(self._device)[0] < LONG_PASS_BYTES
             if is_rare and not is_decided:
                 return None
         with self._model.replaying(self._store, segments):

@@ -17,10 +17,11 @@ MICROBATCH_ROWS = 512
 for longer."""
 
 MIN_SPLIT_SEQUENCES = 128
-"""Fewest sequences in decode that are divided. Each microbatch reads all weights, and with two of
-them each stage waits for half of a step, because all tokens are sampled after the last one. So
-dividing pays only where the time of a pass grows with its rows: on two GPUs, 8 and 32 sequences
-decoded at 0.58 and 0.64 of the speed of one GPU when they were divided."""
+"""Fewest sequences in decode that are divided. Each microbatch reads all weights, each stage waits
+for half of a step with two of them, because all tokens are sampled after the last one, and the next
+step begins only when the host has read the tokens. So dividing pays only where the time of a pass
+grows with its rows: on two GPUs, 8 and 32 sequences decoded at 0.58 and 0.64 of the speed of one
+GPU when they were divided."""
 
 
 def microbatches(

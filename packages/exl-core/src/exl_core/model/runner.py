@@ -219,14 +219,15 @@ class Runner:
 
     def next_ids(self, segments: Sequence[Segment]) -> Tensor | None:
         """Tensor from which `run_on` reads the tokens of these segments: int64 [n] on the device
-        that samples. None if a graph is missing for such a pass."""
-        parts = [tuple(segments)] if len(self._graphs) == 1 else self._parts(segments)
+        that samples. None if a graph is missing for such a pass, or the pass is divided: its later
+        microbatches would make the host wait for the tokens."""
+        if len(self._graphs) > 1 and len(self._parts(segments)) > 1:
+            return None
         found: Tensor | None = None
         for graphs in self._graphs:
-            for part in parts:
-                found = None if graphs is None else graphs.next_ids(part)
-                if found is None:
-                    return None
+            found = None if graphs is None else graphs.next_ids(segments)
+            if found is None:
+                return None
         if len(self._graphs) == 1:
             return found
         if self._sampled_ids is None or len(self._sampled_ids) < len(segments):
@@ -242,26 +243,15 @@ class Runner:
         host does not synchronize, and the token ids in `segments` are ignored.
         """
         with device_failures(self.store.device, f"a pass of {len(segments)} sequences"):
-            if len(self._graphs) == 1:
-                return self._run_stages(segments, None, has_tokens=True)
-            return self._run_split_on(segments, self._parts(segments))
+            if len(self._graphs) > 1:
+                self._bring_ids(segments)
+            return self._run_stages(segments, None, has_tokens=True)
 
-    def _run_split_on(
-        self, segments: Sequence[Segment], parts: Sequence[tuple[Segment, ...]]
-    ) -> Tensor:
-        """As `run_on`, for a model with several stages. The first one has the embedding, and is the
-        only one that reads tokens."""
-        ids, first = self._sampled_ids, self._graphs[0]
-        if ids is None or first is None:
-            raise AssertionError("run_on: next_ids has not been called")
-        found: list[Tensor] = []
-        for part, own_ids in zip(
-            parts, ids[: len(segments)].split_with_sizes([*map(len, parts)]), strict=True
-        ):
-            to = first.next_ids(part)
-            if to is None:
-                raise AssertionError("run_on: the first stage has no graph of such a pass")
-            to.copy_(own_ids, non_blocking=True)
-            logits = self._run_stages(part, None, has_tokens=True)
-            found.append(logits if len(parts) == 1 else logits.clone())
-        return found[0] if len(parts) == 1 else torch.cat(found)
+    def _bring_ids(self, segments: Sequence[Segment]) -> None:
+        """Queues the copy of the sampled ids to the first of several stages, which has the
+        embedding and is the only one that reads tokens."""
+        first = self._graphs[0]
+        target = None if first is None else first.next_ids(segments)
+        if self._sampled_ids is None or target is None:
+            raise AssertionError("run_on: next_ids has no place for the tokens of such a pass")
+        target.copy_(self._sampled_ids[: len(segments)], non_blocking=True)

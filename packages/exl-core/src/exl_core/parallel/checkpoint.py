@@ -1,8 +1,8 @@
 """The tensors of one rank of tensor parallelism, cut out of a checkpoint while they are read.
 
-Columns are divided of the matrices before a mixer (by heads, or by channels of a short
-convolution), of gate and up, and of embedding and head (by tokens). Rows are divided of the last
-matrix of a mixer and of the MLPs, whose products are summed over the ranks. All else is whole on
+The matrices before a mixer are divided by columns (by heads, or by channels of a short
+convolution), and so are gate and up, embedding and head (by tokens). The last matrices of mixers
+and MLPs are divided by rows; their products are summed over the ranks. All else is whole on
 every rank: norms, routers, matrices to latent vectors. Experts are divided like any MLP.
 
 Gate and up follow the rows of their `down` matrix. With act-order these are scattered features, so
@@ -121,7 +121,7 @@ class ShardedCheckpoint:
         return row.shard is not Shard.IN_FEATURES or self._rank.index == 0
 
     def _shape(self, row: ModuleRow) -> tuple[int, ...]:
-        """Shape of the rank's part of a tensor."""
+        """Shape of the rank's part of a matrix; that of the whole tensor for others."""
         own = self.shares.mixer_rows(row)
         if own is not None:
             width = len(own)

@@ -35,7 +35,9 @@ from exl_core.parallel.plan import (
 
 def mixer_rows(spec: Mixer, row: ModuleRow, rank: Rank) -> Tensor | None:
     """The rank's rows of a tensor of a mixer, int64, ascending, or its input features of the last
-    matrix. None for a tensor that is whole on every rank."""
+    matrix. None for a tensor that is whole on every rank, or that belongs to an expert."""
+    if row.expert is not None:  # thousands of matrices, for each of which all rows would be listed
+        return None
     match spec:
         case Attention():
             found = _attention_rows(spec, row, rank)

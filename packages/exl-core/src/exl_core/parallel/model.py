@@ -1,6 +1,6 @@
 """The forward pass of one rank: its part of every matrix, and sums over the ranks in between.
 
-After the last matrix of attention and of each MLP, the ranks' partial products are summed and added
+After the last matrix of each mixer and each MLP, the ranks' partial products are summed and added
 to the states, so every rank has the same whole states, to the bit. The embedding and the head are
 divided by tokens: rank 0 gets whole logits.
 """
@@ -34,7 +34,7 @@ from exl_core.model.weights import (
     MoeWeights,
     RecurrentWeights,
 )
-from exl_core.ops.backends.composed import ComposedExpertOps
+from exl_core.ops.backends.composed import ComposedExpertOps, by_vectors
 from exl_core.ops.checks import check_range
 from exl_core.ops.elementwise import ActivationKind, GateKind, Gating, Norm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
@@ -77,8 +77,8 @@ class DividedNorm(RmsNorm):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedGroupNorm(RmsNorm):
-    """The norm of a group of heads of Mamba-2, of which a rank has some: `weight` are the factors
-    of these.
+    """Norm over a group of Mamba-2 heads that several ranks share. `weight` has the factors of the
+    rank's own heads.
 
     size    values of all heads of a group
     group   number of the rank's group
@@ -129,7 +129,7 @@ class SummingOps(ComposedExpertOps, WrappedOps):
         norm = gating.norm
         if not isinstance(norm, SharedGroupNorm):
             return super().gate_heads(x, gate, gating, to)
-        x = x * torch.nn.functional.silu(gate.to(x.dtype))
+        x = x * by_vectors(torch.nn.functional.silu, gate.to(x.dtype))
         squares = x.new_zeros(len(x), norm.groups, dtype=torch.float32)
         squares[:, norm.group] = x.float().square().sum(-1)
         mean = self._exchange.sum(squares)[:, norm.group, None] / norm.size  # [rows, 1]

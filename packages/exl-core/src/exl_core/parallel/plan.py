@@ -120,8 +120,7 @@ class HeadShare:
     """Heads of one rank. Several ranks may have the same key-value head, but no query head.
     `kv_copies`: ranks that have this rank's key-value heads.
 
-    Of a delta net, value heads take the place of query heads, and its key heads that of key-value
-    heads. Of Mamba-2, the groups take the place of key-value heads.
+    In a delta net, `q` are value heads and `kv` are key heads. In Mamba-2, `kv` are groups.
     """
 
     q: range
@@ -182,7 +181,7 @@ def _grouped_heads(q_heads: int, kv_heads: int, rank: Rank) -> HeadShare:
     sharing = [index for index, head in enumerate(heads) if head == own]
     if len(sharing) > group:
         raise RequestError(
-            "the model has too few attention heads for so many ranks",
+            "the model has too few heads for so many ranks",
             expected=f"at most {q_heads} ranks",
             got=f"--tensor-parallel {rank.count}",
         )
@@ -201,7 +200,7 @@ def even_heads(heads: int, rank: Rank) -> range:
     """The rank's part of heads that share nothing. RequestError if there are too few."""
     if rank.count > heads:
         raise RequestError(
-            "the model has too few attention heads for so many ranks",
+            "the model has too few heads for so many ranks",
             expected=f"at most {heads} ranks",
             got=f"--tensor-parallel {rank.count}",
         )

@@ -61,7 +61,7 @@ def start_ahead(num_ranks: int, *, may_use_gpu: bool) -> None:
     """Starts the other ranks of the next load with `tensor_parallel=num_ranks`, which takes them.
 
     They import torch while this process does. They end with it if no load takes them. Starts none
-    for a number of ranks that the load will refuse.
+    if there are fewer GPUs than ranks, which the load will refuse.
     """
     drop_ahead()
     if num_ranks > MOST_RANKS or (may_use_gpu and 0 < visible_gpus() < num_ranks):

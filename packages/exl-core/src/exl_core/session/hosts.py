@@ -149,7 +149,7 @@ def load_part(
     tensors: WeightTensors = whole
     own, shares = config, Shares(config, rank)
     if rank.count > 1:
-        check_mixers(config, ops)
+        check_mixers(config, ops.device.type)
         divided, own = sharded(whole, config, rank)
         tensors, shares = divided, divided.shares
     torch.set_num_threads(1 if ops.device.type == "cuda" else ops.threads)

@@ -140,6 +140,7 @@ def _obstacle(
         if not has_access(one, other):
             return f"{gpus[one].device} has no access to the memory of {gpus[other].device}"
     try:
+        check_mixers(config, "cuda")
         share_config(config, Rank(0, len(used)))
     except ExlError as error:
         return str(error)
@@ -210,6 +211,7 @@ def started_followers(
     if num_ranks in (1, AUTO):
         yield None
         return
+    check_mixers(config, device)
     share_config(config, Rank(0, num_ranks))
     followers = start_followers(path, device, fields)
     try:
@@ -272,7 +274,6 @@ def load_leader(
             loading.progress(done_bytes, total_bytes)
 
     try:
-        check_mixers(loading.config, ops)
         check_memory(needed, free_memory_bytes(ops.device), files.path)
         tensors, config = sharded(checkpoint, loading.config, Rank(0, num_ranks))
         own = replace(loading, config=config, checkpoint=tensors, progress=report)
@@ -297,9 +298,9 @@ def load_leader(
         raise
 
 
-def check_mixers(config: ModelConfig, ops: OpTable) -> None:
+def check_mixers(config: ModelConfig, device: str) -> None:
     """UnsupportedModelError for recurrent layers on GPUs. Their division is tested on CPUs only."""
-    if ops.device.type == "cuda" and any(shape is not None for shape in config.state_shapes):
+    if device.startswith("cuda") and any(shape is not None for shape in config.state_shapes):
         raise UnsupportedModelError(
             "tensor parallel on GPUs does not divide recurrent layers yet",
             expected="attention in every layer",

@@ -23,22 +23,22 @@ from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import ExpertLayer, RoutedOps
 
 VECTORS = 64
-"""A multiple of the numbers that torch's elementwise loops take at a time, on any CPU."""
+"""Elements; a multiple of every vector width of torch's loops."""
 
 ONE_THREAD = 1 << 15
-"""Numbers that one thread of torch computes; more are divided among several."""
+"""Elements that one thread of torch computes; more are divided among several."""
 
 
 class _Ops(RowOps, RoutedOps, Protocol): ...
 
 
 def by_vectors(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The elementwise `op` of x, where no number depends on its place in x. torch computes the last
-    numbers of each thread by other code, which rounds differently."""
+    """Applies the elementwise `op` to x. The result of an element does not depend on its index.
+    torch uses scalar code for the tail of each thread's range, which rounds differently."""
     if x.device.type != "cpu":
         return op(x)
     flat = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % VECTORS))
-    parts = [op(part) for part in flat.split(ONE_THREAD)]
+    parts = [op(part) for part in torch.split(flat, ONE_THREAD)]
     return torch.cat(parts)[: x.numel()].view(x.shape)
 
 

@@ -315,7 +315,8 @@ class Trellis:
 
 
 def _is_joint(first: CudaTrellisInputs, x: CudaTrellisInputs, before: int) -> bool:
-    """Whether x can be multiplied with `first` and what is between, `before` parts in all."""
+    """Whether x can join a product of `before` parts that begins with `first`: all have one shape,
+    and together at most JOINT_COLUMNS columns."""
     a, b = first.w.layout, x.w.layout
     is_alike = (a.stored_in, a.stored_out) == (b.stored_in, b.stored_out)
     return is_alike and (before + 1) * a.stored_out <= JOINT_COLUMNS
