@@ -85,7 +85,14 @@ class ExactOps:
 
     @staticmethod
     def delta_rule(
-        _: object, qkv: Tensor, ba: Tensor, rule: DeltaRule, states: Tensor, rows: StateRows
+        _: object,
+        qkv: Tensor,
+        ba: Tensor,
+        rule: DeltaRule,
+        states: Tensor,
+        rows: StateRows,
+        *,
+        conv: None,  # noqa: ARG004 - the layer convolves
     ) -> Tensor:
         out = torch.zeros(len(qkv), rule.value_heads * rule.value_dim, device=qkv.device)
         for span in spans(rows):
@@ -97,7 +104,14 @@ class ExactOps:
 
     @staticmethod
     def state_scan(
-        _: object, xbc: Tensor, dt: Tensor, scan: StateScan, states: Tensor, rows: StateRows
+        _: object,
+        xbc: Tensor,
+        dt: Tensor,
+        scan: StateScan,
+        states: Tensor,
+        rows: StateRows,
+        *,
+        conv: None,  # noqa: ARG004 - as above
     ) -> Tensor:
         out = torch.zeros(len(xbc), scan.heads * scan.head_dim, device=xbc.device)
         for span in spans(rows):
@@ -135,6 +149,7 @@ class BothWays:
         with self._patch.context() as patch:
             for op in ("causal_conv", "delta_rule", "state_scan"):
                 patch.setattr(CudaRecurrentOps, op, getattr(ExactOps, op))
+            patch.setattr(CudaRecurrentOps, "fuses_conv", lambda *_: False)
             patch.setattr(cuda_graphs, "shape_of", lambda *_: None)  # no captured graphs
             exact = self._runners[1].run(segments).double()
         error = float((kernels - exact).norm() / exact.norm())

@@ -20,7 +20,7 @@ from exl_core.ops.backends.recurrence import (
     scan_steps,
 )
 from exl_core.ops.open import available_isas, get_table
-from exl_core.ops.recurrent import DeltaRule, StateRows, StateScan, Taps
+from exl_core.ops.recurrent import Convolution, DeltaRule, StateRows, StateScan, Taps
 from exl_core.ops.table import OpTable
 
 LENGTHS = (1, 70, 0, 9, 2)  # 70: more than a chunk
@@ -105,6 +105,69 @@ CASES = {
     "scan": run_scan(scan_of(6, 1, 16)),
     "scan-groups": run_scan(scan_of(6, 2, 37)),
 }
+
+
+MIXERS: dict[str, DeltaRule | StateScan] = {
+    "delta": delta_rule_of(2, 6, 20),
+    "delta-tiled": delta_rule_of(2, 6, 128, is_tiled=True, key_dim=128),
+    "delta-equal": delta_rule_of(3, 3, 33, key_dim=40),
+    "delta-wide": delta_rule_of(1, 2, 65, key_dim=250),
+    "delta-by-row": delta_rule_of(3, 3, 128, is_by_row=True, key_dim=128),
+    "delta-by-row-odd": delta_rule_of(2, 6, 33, is_tiled=True, is_by_row=True, key_dim=21),
+    "scan": scan_of(6, 1, 16),
+    "scan-groups": scan_of(6, 2, 37),
+    "scan-128": scan_of(4, 2, 128),
+}
+
+
+def mix(  # noqa: PLR0917 - as the op
+    table: OpTable, name: str, x: Tensor, states: Tensor, rows: StateRows, conv: Convolution
+) -> Tensor:
+    """A mixer with a convolution of its inputs."""
+    mixer, width = MIXERS[name], conv.taps.weight.shape[1]
+    if isinstance(mixer, DeltaRule):
+        return table.delta_rule(x[:, :width], x[:, width:], mixer, states, rows, conv=conv)
+    return table.state_scan(x[:, :width], x[:, width:], mixer, states, rows, conv=conv)
+
+
+def mixer_sizes(name: str) -> tuple[tuple[int, ...], int, int]:
+    """Shape of the state, channels of the convolution, and columns of the gates."""
+    mixer = MIXERS[name]
+    if isinstance(mixer, DeltaRule):
+        shape: tuple[int, ...] = (mixer.value_heads, mixer.key_dim, mixer.value_dim)
+        return shape, *input_widths(mixer)
+    shape = (mixer.heads, mixer.head_dim, mixer.state_size)
+    channels = mixer.heads * mixer.head_dim + 2 * mixer.groups * mixer.state_size
+    return shape, channels, mixer.heads
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1,), (1, 1, 1, 1, 1), (1, 0, 1), (0, 3, 0, 0, 2), (7, 0, 0, 0, 0), (1, 5, 1)]
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixers_convolve_their_inputs(
+    table: OpTable, name: str, lengths: tuple[int, ...], *, has_bias: bool
+) -> None:
+    """With as many sequences as rows, a GPU convolves in the mixer's kernel. Three passes, so that
+    what one leaves in the states is what the next one reads."""
+    shape, channels, gates = mixer_sizes(name)
+    rng = torch.Generator().manual_seed(len(lengths))
+    bias = normal(rng, channels) if has_bias else None
+    taps = Taps(normal(rng, 4, channels) / 2, bias, has_silu=has_bias)
+    states, inputs = normal(rng, SLOTS, *shape), normal(rng, SLOTS, 3, channels)
+    exact_states, exact_inputs = states.clone(), inputs.clone()
+    past = tuple(0 if i == 1 else i + 2 for i in range(len(lengths)))
+    for turn in range(3):
+        x = strided_rows(rng, sum(lengths), channels + gates)
+        rows = rows_of(lengths, past if turn == 0 else tuple(5 for _ in lengths))
+        reference, kept = get_table("reference", threads=1), Convolution(taps, exact_inputs)
+        exact = mix(reference, name, x, exact_states, rows, kept)
+        y = mix(table, name, x, states, rows, Convolution(taps, inputs))
+        bound = 2e-5 if is_gpu(table) else 5e-6
+        assert (y - exact).abs().max() <= bound * exact.abs().max()
+        assert (states - exact_states).abs().max() <= bound * exact_states.abs().max()
+        assert torch.equal(inputs, exact_inputs), "inputs are kept as they are"
 
 
 @pytest.mark.parametrize("name", CASES)

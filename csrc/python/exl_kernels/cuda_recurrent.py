@@ -8,6 +8,7 @@ from __future__ import annotations
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 MAX_TAPS = 8
+FUSED_TAPS = 4
 MAX_STATE_DEPTH = 256  # elements of a key, or state_size of Mamba-2
 
 
@@ -37,6 +38,17 @@ class CausalConv(Structure):
     )
 
 
+class FusedConv(Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("states", c_void_p),
+        ("counters", c_void_p),
+        ("has_silu", c_int32),
+        ("reserved", c_int32),
+    )
+
+
 class DeltaRule(Structure):
     _fields_ = (
         ("rows", StateRows),
@@ -56,6 +68,7 @@ class DeltaRule(Structure):
         ("is_by_row", c_int32),
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
+        ("conv", FusedConv),
     )
 
 
@@ -79,6 +92,7 @@ class StateScan(Structure):
         ("largest_step", c_float),
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
+        ("conv", FusedConv),
     )
 
 

@@ -45,6 +45,18 @@ typedef struct {
 } ExlCausalConv;
 EXL_CUDA_API int exl_cuda_causal_conv(const ExlCausalConv* args, void* stream);
 
+// A causal convolution of the inputs of the delta rule or of the scan, as exl_cuda_causal_conv of
+// EXL_CUDA_FUSED_TAPS taps, for passes with at least as many sequences as rows.
+#define EXL_CUDA_FUSED_TAPS 4
+typedef struct {
+    const float* weight;  // [EXL_CUDA_FUSED_TAPS, channels]; null: there is no convolution
+    const float* bias;    // [channels], or null
+    float* states;        // [slots, EXL_CUDA_FUSED_TAPS - 1, channels]
+    uint32_t* counters;   // [seqs, key heads], zero, and left zero
+    int32_t has_silu;
+    int32_t reserved;
+} ExlFusedConv;
+
 // The gated delta rule.
 typedef struct {
     ExlStateRows rows;
@@ -65,6 +77,7 @@ typedef struct {
     int32_t is_by_row;  // each row of the state decays by itself
     void* workspace;    // exl_cuda_recurrence_workspace; null: every sequence token by token
     int64_t workspace_bytes;
+    ExlFusedConv conv;  // of qkv
 } ExlDeltaRule;
 EXL_CUDA_API int exl_cuda_delta_rule(const ExlDeltaRule* args, void* stream);
 
@@ -88,6 +101,7 @@ typedef struct {
     float largest_step;
     void* workspace;  // as above
     int64_t workspace_bytes;
+    ExlFusedConv conv;  // of xbc
 } ExlStateScan;
 EXL_CUDA_API int exl_cuda_state_scan(const ExlStateScan* args, void* stream);
 

@@ -21,7 +21,7 @@
 //            token on the fp32 units, 0.13 ms for 2048 tokens of 32 heads of 128 x 128 on an H100.
 #pragma once
 
-#include "cuda/recurrent/matrix_state_group.cuh"
+#include "cuda/recurrent/fused_conv.cuh"
 
 namespace exl::cuda {
 
@@ -232,6 +232,8 @@ __global__ void __launch_bounds__(kStateThreads) matrix_state_kernel(MatrixState
     // The state is read before the wait: no kernel of this pass has written it.
     const int64_t held = args.rows.slots[seq] * args.heads + head;
     float* head_state = args.states + held * args.depth * args.width;
+    const bool has_conv = count == 1 && args.conv.weight != nullptr;
+    FusedConv<blocks> conv;
     HeldState<is_delta, blocks> state = {};
     if (args.rows.past_lens[seq] > 0) {
         state.template move<false>(head_state, args, row_lane, column);
@@ -241,6 +243,7 @@ __global__ void __launch_bounds__(kStateThreads) matrix_state_kernel(MatrixState
     const float skip = is_delta ? 0.0f : args.skip[head];
     const int key_head =
         args.is_tiled ? head % args.key_heads : head / (args.heads / args.key_heads);
+    if (has_conv) conv.start(args, seq, head, key_head, warp == 0, lane);
     wait_for_inputs();
 
     constexpr int kTokens = Tile<blocks, count>::kTokens;
@@ -248,13 +251,24 @@ __global__ void __launch_bounds__(kStateThreads) matrix_state_kernel(MatrixState
     int own = first + warp * count;  // first row of the group that this warp prepares
     if (own < last) {
         load_group(raw, args, head, key_head, own, last, lane);
+        if constexpr (count == 1) {
+            if (has_conv) conv.apply(raw, args, own, lane);
+        }
         prepare(raw, tiles[0], sums[warp], numbers, args, min(count, last - own), warp, lane);
     }
     int current = 0;
     for (int row = first; row < last; row += kTokens) {
         __syncthreads();  // the tile is complete, and the other one is no longer read
         own += kTokens;
-        if (own < last) load_group(raw, args, head, key_head, own, last, lane);
+        if (own < last) {
+            load_group(raw, args, head, key_head, own, last, lane);
+            if constexpr (count == 1) {
+                if (has_conv) conv.apply(raw, args, own, lane);
+            }
+        }
+        if (has_conv && row + kTokens >= last && warp == kStateWarps - 1) {
+            conv.count(args, seq, key_head, lane);
+        }
 #pragma unroll 1
         for (int i = 0; i < kStateWarps && row + i * count < last; ++i) {
             const int from = row + i * count;
@@ -271,6 +285,7 @@ __global__ void __launch_bounds__(kStateThreads) matrix_state_kernel(MatrixState
         }
     }
     state.template move<true>(head_state, args, row_lane, column);
+    if (has_conv && warp == kStateWarps - 1) conv.store(args, last, lane);
 }
 
 template <Rule rule, int blocks, int count>
@@ -299,7 +314,8 @@ cudaError_t run_matrix_state(const MatrixState& args, void* stream) {
     const bool fits = args.rows.rows >= 0 && args.rows.seqs >= 0 && args.rows.seqs < 65535 &&
                       args.heads >= 1 && args.heads < 65536 && args.key_heads >= 1 &&
                       args.heads % args.key_heads == 0 && args.width >= 1 && args.depth >= 1 &&
-                      args.depth <= EXL_CUDA_MAX_STATE_DEPTH;
+                      args.depth <= EXL_CUDA_MAX_STATE_DEPTH &&
+                      (args.conv.weight == nullptr || args.rows.rows <= args.rows.seqs);
     if (!fits) return cudaErrorInvalidValue;
     if (args.rows.rows == 0) return cudaSuccess;
     if (args.depth <= kRowBlock) return launch_matrix_state<rule, 1>(args, stream);

@@ -42,6 +42,9 @@ struct MatrixState {
     int longest;  // sequences with more rows are skipped: they have chunks
     bool is_tiled;
     float least_step, largest_step;
+    ExlFusedConv conv;  // of x; with one token per group only
+
+    __host__ __device__ int channels() const { return 2 * key_heads * depth + heads * width; }
 };
 
 #ifdef __CUDACC__

@@ -83,8 +83,20 @@ class StateScan:
     steps: tuple[float, float]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Convolution:
+    """Convolution of the inputs of a mixer, with the states that `causal_conv` takes."""
+
+    taps: Taps
+    states: Tensor
+
+
 class RecurrentOps(Protocol):
     """Mixers with a state of fixed size."""
+
+    def fuses_conv(self, x: Tensor, taps: Taps, rows: StateRows) -> bool:
+        """Whether `delta_rule` and `state_scan` convolve these inputs x [R, C] themselves."""
+        ...
 
     def causal_conv(self, x: Tensor, taps: Taps, states: Tensor, rows: StateRows) -> Tensor:
         """x [R, C] strided rows -> y [R, C]; y[p] = sum of weight[t] * x[p - T + 1 + t], plus bias.
@@ -94,7 +106,14 @@ class RecurrentOps(Protocol):
         ...
 
     def delta_rule(
-        self, qkv: Tensor, ba: Tensor, rule: DeltaRule, states: Tensor, rows: StateRows
+        self,
+        qkv: Tensor,
+        ba: Tensor,
+        rule: DeltaRule,
+        states: Tensor,
+        rows: StateRows,
+        *,
+        conv: Convolution | None = None,
     ) -> Tensor:
         """qkv [R, 2 * key_heads * key_dim + value_heads * value_dim], ba [R, 2 * value_heads] (b
         first), strided rows -> o [R, value_heads * value_dim]. If the rule `is_by_row`, ba is
@@ -104,12 +123,20 @@ class RecurrentOps(Protocol):
         With g = -decay * softplus(a + dt_bias) and beta = sigmoid(b), for each token of a head:
         S = exp(g) * S; S = S + k (beta * (v - S^T k))^T; o = S^T q.
 
-        states [S, value_heads, key_dim, value_dim].
+        states [S, value_heads, key_dim, value_dim]. With `conv`, which `fuses_conv` has to allow,
+        qkv are inputs of that convolution.
         """
         ...
 
     def state_scan(
-        self, xbc: Tensor, dt: Tensor, scan: StateScan, states: Tensor, rows: StateRows
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        scan: StateScan,
+        states: Tensor,
+        rows: StateRows,
+        *,
+        conv: Convolution | None = None,
     ) -> Tensor:
         """xbc [R, heads * head_dim + 2 * groups * state_size] (x, B, C), dt [R, heads], strided
         rows -> y [R, heads * head_dim].
@@ -117,6 +144,6 @@ class RecurrentOps(Protocol):
         With d = clamp(softplus(dt + dt_bias), steps), for each token of a head:
         h = exp(-decay * d) * h + d * x B^T; y = h C + skip * x.
 
-        states [S, heads, head_dim, state_size].
+        states [S, heads, head_dim, state_size]. `conv` as above, of xbc.
         """
         ...

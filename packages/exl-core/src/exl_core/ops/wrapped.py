@@ -19,7 +19,7 @@ from exl_core.ops.elementwise import ActivationKind, GateKind, Gating, LayerNorm
 from exl_core.ops.latent import LatentUp
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.moe import ExpertLayer, ExpertMlp, Routed, Routing
-from exl_core.ops.recurrent import DeltaRule, StateRows, StateScan, Taps
+from exl_core.ops.recurrent import Convolution, DeltaRule, StateRows, StateScan, Taps
 from exl_core.ops.table import LayerOps
 
 
@@ -129,15 +129,32 @@ class WrappedOps:
     def causal_conv(self, x: Tensor, taps: Taps, states: Tensor, rows: StateRows) -> Tensor:
         return self.inner.causal_conv(x, taps, states, rows)
 
+    def fuses_conv(self, x: Tensor, taps: Taps, rows: StateRows) -> bool:
+        return self.inner.fuses_conv(x, taps, rows)
+
     def delta_rule(
-        self, qkv: Tensor, ba: Tensor, rule: DeltaRule, states: Tensor, rows: StateRows
+        self,
+        qkv: Tensor,
+        ba: Tensor,
+        rule: DeltaRule,
+        states: Tensor,
+        rows: StateRows,
+        *,
+        conv: Convolution | None = None,
     ) -> Tensor:
-        return self.inner.delta_rule(qkv, ba, rule, states, rows)
+        return self.inner.delta_rule(qkv, ba, rule, states, rows, conv=conv)
 
     def state_scan(
-        self, xbc: Tensor, dt: Tensor, scan: StateScan, states: Tensor, rows: StateRows
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        scan: StateScan,
+        states: Tensor,
+        rows: StateRows,
+        *,
+        conv: Convolution | None = None,
     ) -> Tensor:
-        return self.inner.state_scan(xbc, dt, scan, states, rows)
+        return self.inner.state_scan(xbc, dt, scan, states, rows, conv=conv)
 
     def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor:
         return self.inner.rms_norm(x, norm)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from exl_core.arch.layers import GatedDeltaNet, KimiDeltaNet
 from exl_core.model.layers.residual import add_gated, read_linear
-from exl_core.model.layers.state import PassState
+from exl_core.model.layers.state import PassState, convolved
 from exl_core.model.weights import BlockWeights, DeltaNetWeights, KimiDeltaWeights
 from exl_core.ops.table import LayerOps
 
@@ -39,8 +39,8 @@ def delta_net(
     held, rows = state.recurrent.layer(step.layer), state.state_rows
     wide = read_linear(ops, x, weights.norm, weights.wide)  # [R, C + H * V + 2 * H]
     qkv, gate, ba = wide.split_with_sizes(step.widths, -1)
-    qkv = ops.causal_conv(qkv, weights.taps, held.inputs, rows)  # [R, C]
-    y = ops.delta_rule(qkv, ba, weights.rule, held.states, rows)  # [R, H * V]
+    qkv, conv = convolved(ops, qkv, weights.taps, held.inputs, rows)  # [R, C]
+    y = ops.delta_rule(qkv, ba, weights.rule, held.states, rows, conv=conv)  # [R, H * V]
     return add_gated(ops, x, y, gate, block)
 
 
@@ -65,9 +65,9 @@ def kimi_delta(
     held, rows = state.recurrent.layer(step.layer), state.state_rows
     wide = read_linear(ops, x, weights.norm, weights.wide)  # [R, 3 * H * V + 2 * V + H]
     qkv, inner_a, inner_z, b = wide.split_with_sizes(step.widths, -1)
-    qkv = ops.causal_conv(qkv, weights.taps, held.inputs, rows)  # [R, 3 * H * V]
+    qkv, conv = convolved(ops, qkv, weights.taps, held.inputs, rows)  # [R, 3 * H * V]
     a = ops.linear(inner_a, weights.decay_up)  # [R, H * V]
     gate = ops.linear(inner_z, weights.gate_up)  # [R, H * V]
     ba = torch.cat([b.to(a.dtype), a], -1)
-    y = ops.delta_rule(qkv, ba, weights.rule, held.states, rows)  # [R, H * V]
+    y = ops.delta_rule(qkv, ba, weights.rule, held.states, rows, conv=conv)  # [R, H * V]
     return add_gated(ops, x, y, gate, block)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from exl_core.arch.layers import Mamba2
 from exl_core.model.layers.residual import add_gated, read_linear
-from exl_core.model.layers.state import PassState
+from exl_core.model.layers.state import PassState, convolved
 from exl_core.model.weights import BlockWeights, Mamba2Weights
 from exl_core.ops.table import LayerOps
 
@@ -36,6 +36,6 @@ def mamba2(
     held, rows = state.recurrent.layer(step.layer), state.state_rows
     wide = read_linear(ops, x, weights.norm, weights.wide)  # [R, I + C + H]
     gate, xbc, dt = wide.split_with_sizes(step.widths, -1)
-    xbc = ops.causal_conv(xbc, weights.taps, held.inputs, rows)  # [R, C]
-    y = ops.state_scan(xbc, dt, weights.scan, held.states, rows)  # [R, I]
+    xbc, conv = convolved(ops, xbc, weights.taps, held.inputs, rows)  # [R, C]
+    y = ops.state_scan(xbc, dt, weights.scan, held.states, rows, conv=conv)  # [R, I]
     return add_gated(ops, x, y, gate, block)

@@ -14,7 +14,8 @@ from torch import Tensor
 from exl_core.arch.layers import Attention, LayerSpec, QueryTemperature
 from exl_core.cache.state_store import LayerState
 from exl_core.ops.attention import AttentionBatch, CacheLayer, KeySmoothing
-from exl_core.ops.recurrent import StateRows
+from exl_core.ops.recurrent import Convolution, StateRows, Taps
+from exl_core.ops.table import LayerOps
 
 
 class Activations(Protocol):
@@ -102,3 +103,13 @@ def _attention_widths(layer: LayerSpec) -> tuple[int, int]:
     if not isinstance(layer.mixer, Attention):
         return 0, 0
     return layer.mixer.projected_size, layer.mixer.q_size
+
+
+def convolved(
+    ops: LayerOps, x: Tensor, taps: Taps, states: Tensor, rows: StateRows
+) -> tuple[Tensor, Convolution | None]:
+    """Inputs of a recurrent mixer: x [R, C] after the convolution, or x and the convolution, if
+    the mixer convolves its inputs itself."""
+    if ops.fuses_conv(x, taps, rows):
+        return x, Convolution(taps, states)
+    return ops.causal_conv(x, taps, states, rows), None

@@ -6,11 +6,12 @@ a pass are on the CPU, each call copies them. `Stage.bind` therefore brings them
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.upload import upload
-from exl_core.ops.recurrent import DeltaRule, StateRows, StateScan, Taps
+from exl_core.ops.recurrent import Convolution, DeltaRule, StateRows, StateScan, Taps
 from exl_kernels import cuda_recurrent
 
 
@@ -38,9 +39,23 @@ class CudaRecurrentOps:
         self._gpu.call("causal_conv", operands)
         return out
 
+    def fuses_conv(self, x: Tensor, taps: Taps, rows: StateRows) -> bool:
+        is_known = x.dtype is torch.float32 and len(taps.weight) == cuda_recurrent.FUSED_TAPS
+        return is_known and len(x) <= len(rows.slots)
+
     def delta_rule(
-        self, qkv: Tensor, ba: Tensor, rule: DeltaRule, states: Tensor, rows: StateRows
+        self,
+        qkv: Tensor,
+        ba: Tensor,
+        rule: DeltaRule,
+        states: Tensor,
+        rows: StateRows,
+        *,
+        conv: Convolution | None = None,
     ) -> Tensor:
+        if conv is not None and not self.fuses_conv(qkv, conv.taps, rows):
+            qkv = self.causal_conv(qkv, conv.taps, conv.states, rows)
+            conv = None
         out = self._gpu.empty(len(qkv), rule.value_heads * rule.value_dim)
         qkv, ba = qkv.float(), ba.float()
         bound = self._bound(rows)
@@ -61,14 +76,26 @@ class CudaRecurrentOps:
             is_tiled=rule.is_tiled,
             is_by_row=rule.is_by_row,
         )
+        if conv is not None:
+            self._set_conv(operands, conv, rule.key_heads)
         if not rule.is_by_row:
             self._set_workspace(operands, rule.value_heads, rule.key_heads, rule.key_dim)
         self._gpu.call("delta_rule", operands)
         return out
 
     def state_scan(
-        self, xbc: Tensor, dt: Tensor, scan: StateScan, states: Tensor, rows: StateRows
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        scan: StateScan,
+        states: Tensor,
+        rows: StateRows,
+        *,
+        conv: Convolution | None = None,
     ) -> Tensor:
+        if conv is not None and not self.fuses_conv(xbc, conv.taps, rows):
+            xbc = self.causal_conv(xbc, conv.taps, conv.states, rows)
+            conv = None
         out = self._gpu.empty(len(xbc), scan.heads * scan.head_dim)
         xbc, dt = xbc.float(), dt.float()
         bound = self._bound(rows)
@@ -90,9 +117,28 @@ class CudaRecurrentOps:
             least_step=scan.steps[0],
             largest_step=scan.steps[1],
         )
+        if conv is not None:
+            self._set_conv(operands, conv, scan.groups)
         self._set_workspace(operands, scan.heads, scan.groups, scan.state_size)
         self._gpu.call("state_scan", operands)
         return out
+
+    def _set_conv(
+        self,
+        operands: cuda_recurrent.DeltaRule | cuda_recurrent.StateScan,
+        conv: Convolution,
+        key_heads: int,
+    ) -> None:
+        """Lets a kernel convolve its inputs."""
+        size = 4 * key_heads * operands.rows.seqs
+        counters, taps = self._gpu.buffer("fused_conv", max(size, 1 << 16)), conv.taps
+        operands.conv = cuda_recurrent.FusedConv(
+            weight=taps.weight.data_ptr(),
+            bias=None if taps.bias is None else taps.bias.data_ptr(),
+            states=conv.states.data_ptr(),
+            counters=counters.data_ptr(),
+            has_silu=taps.has_silu,
+        )
 
     def _set_workspace(
         self,

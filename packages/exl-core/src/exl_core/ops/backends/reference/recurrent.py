@@ -15,7 +15,7 @@ from exl_core.ops.backends.recurrence import (
     start_of,
 )
 from exl_core.ops.checks import F32, OpInputError, check, check_contiguous, check_range
-from exl_core.ops.recurrent import DeltaRule, StateRows, StateScan, Taps
+from exl_core.ops.recurrent import Convolution, DeltaRule, StateRows, StateScan, Taps
 
 
 class ReferenceRecurrentOps:
@@ -35,10 +35,21 @@ class ReferenceRecurrentOps:
             out[span.first : span.last], states[span.slot] = y, after
         return out
 
-    @staticmethod
+    def fuses_conv(self, x: Tensor, taps: Taps, rows: StateRows) -> bool:  # noqa: ARG002
+        return False
+
     def delta_rule(
-        qkv: Tensor, ba: Tensor, rule: DeltaRule, states: Tensor, rows: StateRows
+        self,
+        qkv: Tensor,
+        ba: Tensor,
+        rule: DeltaRule,
+        states: Tensor,
+        rows: StateRows,
+        *,
+        conv: Convolution | None = None,
     ) -> Tensor:
+        if conv is not None:
+            qkv = self.causal_conv(qkv, conv.taps, conv.states, rows)
         heads, width = rule.value_heads, rule.value_heads * rule.value_dim
         check_rows("delta_rule", rows, states, qkv.shape[0])
         check("delta_rule", "qkv", qkv, F32, None, 2 * rule.key_heads * rule.key_dim + width)
@@ -53,10 +64,18 @@ class ReferenceRecurrentOps:
             out[part], states[span.slot] = y.flatten(1), after
         return out
 
-    @staticmethod
     def state_scan(
-        xbc: Tensor, dt: Tensor, scan: StateScan, states: Tensor, rows: StateRows
+        self,
+        xbc: Tensor,
+        dt: Tensor,
+        scan: StateScan,
+        states: Tensor,
+        rows: StateRows,
+        *,
+        conv: Convolution | None = None,
     ) -> Tensor:
+        if conv is not None:
+            xbc = self.causal_conv(xbc, conv.taps, conv.states, rows)
         width = scan.heads * scan.head_dim
         check_rows("state_scan", rows, states, xbc.shape[0])
         check("state_scan", "xbc", xbc, F32, None, width + 2 * scan.groups * scan.state_size)
