@@ -68,6 +68,8 @@ class DeltaRule(Structure):
         ("is_by_row", c_int32),
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
+        ("is_invariant", c_int32),
+        ("reserved", c_int32),
         ("conv", FusedConv),
     )
 
@@ -92,6 +94,8 @@ class StateScan(Structure):
         ("largest_step", c_float),
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
+        ("is_invariant", c_int32),
+        ("reserved", c_int32),
         ("conv", FusedConv),
     )
 

@@ -29,6 +29,14 @@ from support.gguf_models import write_gguf
 from support.paged import PagedRun
 from support.profiles import first_by_default
 from support.quantized_models import SIZES, quantized_llama
+from support.tiny_hybrids import (
+    tiny_granite_hybrid,
+    tiny_kimi_linear,
+    tiny_lfm2,
+    tiny_nemotron_h,
+    tiny_qwen35,
+    tiny_qwen35_moe,
+)
 from support.tiny_models import (
     VOCAB_SIZE,
     converted,
@@ -45,6 +53,14 @@ WINDOWED = {"gemma2": tiny_gemma2, "gemma3": tiny_gemma3}  # and score and logit
 EXPERTS = {"qwen3-moe": tiny_qwen3_moe}
 FILES = ["gptq", "awq", "compressed-tensors", "fp8"]
 CODECS = ["exl2", *DTYPES, *FILES, *WINDOWED, *EXPERTS, *GGUF_TYPES]
+HYBRIDS: dict[str, Any] = {
+    "lfm2": lambda: tiny_lfm2(hidden_size=192, head_dim=32, block_multiple_of=32),
+    "qwen3.5": lambda: tiny_qwen35(hidden_size=96, head_dim=32, linear_value_head_dim=32),
+    "qwen3.5-moe": lambda: tiny_qwen35_moe(hidden_size=96, head_dim=32, moe_intermediate_size=32),
+    "granite4-hybrid": lambda: tiny_granite_hybrid(hidden_size=192, head_dim=32),
+    "nemotron-h": lambda: tiny_nemotron_h(hidden_size=96, head_dim=32),
+    "kimi-linear": lambda: tiny_kimi_linear(hidden_size=96),
+}
 LENGTHS = (330, 17, 90, 41)  # tokens of each sequence; 330 crosses a page
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
 """Sizes for K types, whose blocks have 256 values."""
@@ -140,6 +156,7 @@ def check_logits(model: Transformer, kv_format: KVFormat) -> None:
             assert same_bits(one, other)
 
 
+FP16 = KVFormat.FP16
 GPU = "gpu"
 ISAS = available_isas()
 FAST_ISAS = ISAS[1:] or ISAS  # the first is scalar
@@ -177,6 +194,14 @@ def test_logits_do_not_depend_on_the_batch(
     paths: dict[str, Path], codec: str, kv_format: KVFormat, isa: str
 ) -> None:
     check_logits(loaded(codec, isa, paths).model, kv_format)
+
+
+@pytest.mark.parametrize("place", [ISAS[-1], on_gpu(GPU)])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_logits_of_hybrids_do_not_depend_on_the_batch(
+    tmp_path: Path, family: str, place: str
+) -> None:
+    check_logits(loaded(family, place, {family: save(HYBRIDS[family](), tmp_path)}).model, FP16)
 
 
 def replies(

@@ -41,7 +41,9 @@ class CudaRecurrentOps:
 
     def fuses_conv(self, x: Tensor, taps: Taps, rows: StateRows) -> bool:
         is_known = x.dtype is torch.float32 and len(taps.weight) == cuda_recurrent.FUSED_TAPS
-        return is_known and len(x) <= len(rows.slots)
+        # Prompts have a kernel for it, whose bits are those of decode in the batch-invariant mode.
+        is_decode = len(x) <= len(rows.slots) and not self._gpu.is_invariant
+        return is_known and is_decode
 
     def delta_rule(
         self,
@@ -75,6 +77,7 @@ class CudaRecurrentOps:
             value_dim=rule.value_dim,
             is_tiled=rule.is_tiled,
             is_by_row=rule.is_by_row,
+            is_invariant=self._gpu.is_invariant,
         )
         if conv is not None:
             self._set_conv(operands, conv, rule.key_heads)
@@ -116,6 +119,7 @@ class CudaRecurrentOps:
             groups=scan.groups,
             least_step=scan.steps[0],
             largest_step=scan.steps[1],
+            is_invariant=self._gpu.is_invariant,
         )
         if conv is not None:
             self._set_conv(operands, conv, scan.groups)
@@ -147,11 +151,14 @@ class CudaRecurrentOps:
         key_heads: int,
         depth: int,
     ) -> None:
-        """Memory for the chunked form, if some sequence of the pass may be long.
+        """Memory for the chunked form, if some sequence of the pass may be long, and none in the
+        batch-invariant mode, as chunks begin where the rows of a pass begin.
 
         Its size is a power of two, so that all smaller buffers, which are kept when a larger one
         replaces them, take less than the largest one.
         """
+        if self._gpu.is_invariant:
+            return
         rows, seqs = operands.rows.rows, operands.rows.seqs
         size = self._gpu.size("recurrence_workspace", rows, seqs, heads, key_heads, depth)
         if size:
