@@ -57,7 +57,7 @@ HYBRIDS: dict[str, Any] = {
     "lfm2": lambda: tiny_lfm2(hidden_size=192, head_dim=32, block_multiple_of=32),
     "qwen3.5": lambda: tiny_qwen35(hidden_size=96, head_dim=32, linear_value_head_dim=32),
     "qwen3.5-moe": lambda: tiny_qwen35_moe(hidden_size=96, head_dim=32, moe_intermediate_size=32),
-    "granite4-hybrid": lambda: tiny_granite_hybrid(hidden_size=192, head_dim=32),
+    "granite4-hybrid": lambda: tiny_granite_hybrid(hidden_size=192, head_dim=32, mamba_d_head=64),
     "nemotron-h": lambda: tiny_nemotron_h(hidden_size=96, head_dim=32),
     "kimi-linear": lambda: tiny_kimi_linear(hidden_size=96),
 }

@@ -5,6 +5,7 @@ Few families need these activations, and they take a small part of a layer's tim
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -21,8 +22,24 @@ from exl_core.ops.elementwise import (
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import ExpertLayer, ExpertMlp, JoinedExperts, RoutedOps
 
+VECTORS = 64
+"""A multiple of the numbers that torch's elementwise loops take at a time, on any CPU."""
+
+ONE_THREAD = 1 << 15
+"""Numbers that one thread of torch computes; more are divided among several."""
+
 
 class _Ops(RowOps, RoutedOps, Protocol): ...
+
+
+def by_vectors(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The elementwise `op` of x, where no number depends on its place in x. torch computes the last
+    numbers of each thread by other code, which rounds differently."""
+    if x.device.type != "cpu":
+        return op(x)
+    flat = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % VECTORS))
+    parts = [op(part) for part in flat.split(ONE_THREAD)]
+    return torch.cat(parts)[: x.numel()].view(x.shape)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -48,7 +65,8 @@ class ComposedGateOps:
         to: PackedLinear | None = None,  # noqa: ARG002 - all matrices take tensors
     ) -> Tensor:
         gate = gate.to(x.dtype)
-        act = torch.sigmoid(gate) if gating.kind == "sigmoid" else torch.nn.functional.silu(gate)
+        kind = torch.sigmoid if gating.kind == "sigmoid" else torch.nn.functional.silu
+        act = by_vectors(kind, gate)
         norm = gating.norm
         if norm is None:
             return x * act
