@@ -47,12 +47,26 @@ struct FusedConv {
         const int value = static_cast<int>(args.value_first) + head * args.width + column;
         channels[kOwn - 1] = column < args.width ? value : -1;
         if (!is_first_warp) return;  // it prepares the first token
+        // No load depends on a branch of its own, so that all are in flight together.
+        float weights[kTaps][kOwn], held[kTaps - 1][kOwn];
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) {
-            before[i] = newest[i] = 0.0f;
-            if (channels[i] < 0) continue;
-            before[i] = sum_before(args, first, channels[i]);
-            newest[i] = args.conv.weight[(kTaps - 1) * args.channels() + channels[i]];
+            const int channel = max(channels[i], 0);
+#pragma unroll
+            for (int t = 0; t < kTaps; ++t) {
+                weights[t][i] = args.conv.weight[t * args.channels() + channel];
+            }
+#pragma unroll
+            for (int t = 0; t < kTaps - 1; ++t) held[t][i] = state[t * args.channels() + channel];
+            before[i] = args.conv.bias == nullptr ? 0.0f : args.conv.bias[channel];
+        }
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+#pragma unroll
+            for (int t = 0; t < kTaps - 1; ++t) {
+                before[i] += weights[t][i] * (has_past ? held[t][i] : 0.0f);
+            }
+            newest[i] = weights[kTaps - 1][i];
         }
     }
 
@@ -114,17 +128,37 @@ struct FusedConv {
     // that counted.
     __device__ __forceinline__ void store(const MatrixState& args, int end, int lane) const {
         const bool has_keys = __shfl_sync(0xffffffffu, is_last, 0);
+        if (has_keys) {
+            store_some<0, kOwn>(args, end);
+        } else {
+            store_some<kOwn - 1, kOwn>(args, end);
+        }
+    }
+
+  private:
+    // The same for some channels. All inputs are loaded before one is stored.
+    template <int from, int to>
+    __device__ __forceinline__ void store_some(const MatrixState& args, int end) const {
+        float inputs[kTaps - 1][to - from];
 #pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-            if (channels[i] < 0 || (i < kOwn - 1 && !has_keys)) continue;
-            float inputs[kTaps - 1];
+        for (int i = from; i < to; ++i) {
+            const int channel = max(channels[i], 0);
 #pragma unroll
             for (int t = 0; t < kTaps - 1; ++t) {
-                inputs[t] = input(args, end, kTaps - 1 - t, channels[i]);
+                const int at = end - (kTaps - 1) + t;  // row of the input, or before the first one
+                const float* const held = state + (at - first + kTaps - 1) * args.channels();
+                const float* const row = args.x + at * args.x_stride;
+                const bool is_row = at >= first;
+                const float found = (is_row ? row : held)[channel];
+                inputs[t][i - from] = is_row || has_past ? found : 0.0f;
             }
+        }
+#pragma unroll
+        for (int i = from; i < to; ++i) {
+            if (channels[i] < 0) continue;
 #pragma unroll
             for (int t = 0; t < kTaps - 1; ++t) {
-                state[t * args.channels() + channels[i]] = inputs[t];
+                state[t * args.channels() + channels[i]] = inputs[t][i - from];
             }
         }
     }

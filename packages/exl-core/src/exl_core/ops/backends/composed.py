@@ -38,7 +38,7 @@ def by_vectors(op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return op(x)
     flat = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % VECTORS))
-    parts = [op(part) for part in flat.split(ONE_THREAD)]
+    parts = [op(part) for part in torch.split(flat, ONE_THREAD)]
     return torch.cat(parts)[: x.numel()].view(x.shape)
 
 
