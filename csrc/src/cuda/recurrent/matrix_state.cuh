@@ -205,7 +205,8 @@ __device__ __forceinline__ void compute_group(
 }
 
 // Grid: parts of 32 columns, heads, sequences and, where there may be padding, one block more.
-template <Rule rule, int blocks, int count>
+// `has_conv`: with a convolution of the inputs, one token per group.
+template <Rule rule, int blocks, int count, bool has_conv>
 __global__ void __launch_bounds__(kStateThreads) matrix_state_kernel(MatrixState args) {
     constexpr bool is_delta = rule != Rule::kScan;
     __shared__ alignas(16) TileOf<rule, blocks, count> tiles[2];
@@ -232,8 +233,7 @@ __global__ void __launch_bounds__(kStateThreads) matrix_state_kernel(MatrixState
     // The state is read before the wait: no kernel of this pass has written it.
     const int64_t held = args.rows.slots[seq] * args.heads + head;
     float* head_state = args.states + held * args.depth * args.width;
-    const bool has_conv = count == 1 && args.conv.weight != nullptr;
-    FusedConv<blocks> conv;
+    [[maybe_unused]] FusedConv<blocks> conv;
     HeldState<is_delta, blocks> state = {};
     if (args.rows.past_lens[seq] > 0) {
         state.template move<false>(head_state, args, row_lane, column);
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(kStateThreads) matrix_state_kernel(MatrixState
     const float skip = is_delta ? 0.0f : args.skip[head];
     const int key_head =
         args.is_tiled ? head % args.key_heads : head / (args.heads / args.key_heads);
-    if (has_conv) conv.start(args, seq, head, key_head, warp == 0, lane);
+    if constexpr (has_conv) conv.start(args, seq, head, key_head, warp == 0, lane);
     wait_for_inputs();
 
     constexpr int kTokens = Tile<blocks, count>::kTokens;
@@ -251,9 +251,7 @@ __global__ void __launch_bounds__(kStateThreads) matrix_state_kernel(MatrixState
     int own = first + warp * count;  // first row of the group that this warp prepares
     if (own < last) {
         load_group(raw, args, head, key_head, own, last, lane);
-        if constexpr (count == 1) {
-            if (has_conv) conv.apply(raw, args, own, lane);
-        }
+        if constexpr (has_conv) conv.apply(raw, args, own, lane);
         prepare(raw, tiles[0], sums[warp], numbers, args, min(count, last - own), warp, lane);
     }
     int current = 0;
@@ -262,12 +260,12 @@ __global__ void __launch_bounds__(kStateThreads) matrix_state_kernel(MatrixState
         own += kTokens;
         if (own < last) {
             load_group(raw, args, head, key_head, own, last, lane);
-            if constexpr (count == 1) {
-                if (has_conv) conv.apply(raw, args, own, lane);
-            }
+            if constexpr (has_conv) conv.apply(raw, args, own, lane);
         }
-        if (has_conv && row + kTokens >= last && warp == kStateWarps - 1) {
-            conv.count(args, seq, key_head, lane);
+        if constexpr (has_conv) {
+            if (row + kTokens >= last && warp == kStateWarps - 1) {
+                conv.count(args, seq, key_head, lane);
+            }
         }
 #pragma unroll 1
         for (int i = 0; i < kStateWarps && row + i * count < last; ++i) {
@@ -285,10 +283,12 @@ __global__ void __launch_bounds__(kStateThreads) matrix_state_kernel(MatrixState
         }
     }
     state.template move<true>(head_state, args, row_lane, column);
-    if (has_conv && warp == kStateWarps - 1) conv.store(args, last, lane);
+    if constexpr (has_conv) {
+        if (warp == kStateWarps - 1) conv.store(args, last, lane);
+    }
 }
 
-template <Rule rule, int blocks, int count>
+template <Rule rule, int blocks, int count, bool has_conv = false>
 cudaError_t launch_matrix_state(const MatrixState& args, void* stream) {
     const bool has_padding = args.rows.rows != args.rows.seqs;
     const dim3 grid(
@@ -296,7 +296,8 @@ cudaError_t launch_matrix_state(const MatrixState& args, void* stream) {
         args.rows.seqs + has_padding
     );
     return launch(
-        matrix_state_kernel<rule, blocks, count>, grid, dim3(kStateThreads), 0, stream, args
+        matrix_state_kernel<rule, blocks, count, has_conv>, grid, dim3(kStateThreads), 0, stream,
+        args
     );
 }
 
@@ -304,6 +305,8 @@ cudaError_t launch_matrix_state(const MatrixState& args, void* stream) {
 // where a pass begins. Otherwise four, or two where two tiles of four would not fit 48 KiB.
 template <Rule rule, int blocks>
 cudaError_t launch_matrix_state(const MatrixState& args, void* stream) {
+    if (args.conv.weight != nullptr)
+        return launch_matrix_state<rule, blocks, 1, true>(args, stream);
     constexpr int kGroup = rule == Rule::kDeltaByRow ? (blocks > 4 ? 1 : 2) : blocks > 4 ? 2 : 4;
     return args.rows.rows <= args.rows.seqs || args.is_invariant
                ? launch_matrix_state<rule, blocks, 1>(args, stream)
