@@ -229,18 +229,6 @@ struct SharedRow {
     }
 };
 
-template <class Shape>
-__device__ __forceinline__ void clear_sums(PanelSums<Shape>& total) {
-#pragma unroll
-    for (int i = 0; i < Shape::kRowTiles; ++i) {
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-#pragma unroll
-            for (int c = 0; c < Shape::kLaneRows; ++c) total[i][q][c] = 0.0f;
-        }
-    }
-}
-
 // Adds a load to `total`, block by block. `inputs` holds its inputs if they are prefetched; those
 // of `next` then replace them.
 template <int kForm, class Shape, class Rows>
@@ -295,7 +283,8 @@ __device__ __forceinline__ void add_whole_load(
     InputFragments<Shape::kRowTiles> local[kStageBlocks];
     if constexpr (!Shape::kPrefetchesInputs) {
 #pragma unroll
-        for (int i = 0; i < kStageBlocks; ++i) rows.load(local[i], own.first_block() + min(i, last));
+        for (int i = 0; i < kStageBlocks; ++i)
+            rows.load(local[i], own.first_block() + min(i, last));
     }
 #pragma unroll
     for (int first = 0; first < kStageBlocks; first += kTileBlocks) {
@@ -307,7 +296,8 @@ __device__ __forceinline__ void add_whole_load(
 #pragma unroll
         for (int j = 0; j < kTileBlocks; ++j) {
             const int i = first + j;
-            auto& x = Shape::kPrefetchesInputs ? inputs[Shape::kPrefetchesInputs ? i : 0] : local[i];
+            auto& x =
+                Shape::kPrefetchesInputs ? inputs[Shape::kPrefetchesInputs ? i : 0] : local[i];
             BlockCodes<kForm> codes;
             codes.load(k_tile + header_bytes + j * kBlockBytes, lane);
             if (j == 0) {
@@ -406,8 +396,8 @@ __device__ __forceinline__ void add_any_load(
 }
 
 // Sum over the loads first .. last - 1 of a column panel, after `fill_ring`. Calls `prepare` before
-// the first one. With `is_cold`, the loop runs once before that, without waiting for weights, and the
-// sums are dropped: fetching its code takes longer than executing it.
+// the first one. With `is_cold`, adds the first load without waiting for inputs and weights: fetching
+// the code takes longer than executing it.
 template <class Shape, class Rows, class Prepare>
 __device__ __forceinline__ void sum_loads(
     PanelSums<Shape>& total, const ExpertArgs& args, const ExlExpertMatrix& w, Ring& ring,
@@ -426,11 +416,11 @@ __device__ __forceinline__ void sum_loads(
         }
     }
 #pragma unroll 1
-    for (int i = is_cold ? first - 1 : first; i < last; ++i) {
+    for (int i = first; i < last; ++i) {
         Load next = {};
         if (i + 1 < last) next = Load::at(w.loads, i + 1);
-        if (i == first) prepare();
-        if (i >= first) ring.wait();
+        if (i == first && !is_cold) prepare();
+        if (!is_cold) ring.wait();
         const auto add = [&](auto form) {
             add_any_load<decltype(form)::value, Shape>(
                 total, inputs, own, next, w, ring.data(), rows, lane
@@ -457,10 +447,7 @@ __device__ __forceinline__ void sum_loads(
             case small_form(3): add_small(std::integral_constant<int, small_form(3)>()); break;
             case small_form(6): add_small(std::integral_constant<int, small_form(6)>()); break;
         }
-        if (i < first) {
-            clear_sums<Shape>(total);
-            continue;
-        }
+        if (is_cold) break;
         __syncwarp();
         if (i + args.num_stages < last) {
             const Load load = Load::at(w.loads, i + args.num_stages);

@@ -49,7 +49,8 @@ struct RowArgs {
     // Stored tiles of each pair, and panels of down that have seen all of them, kCounterStep numbers
     // apart; null: no block waits.
     uint32_t* counters;
-    int32_t table_lines;  // cache lines of the table of matrices of each part, 0 if the ids are known
+    int32_t
+        table_lines;  // cache lines of the table of matrices of each part, 0 if the ids are known
     int32_t off;
     int32_t top_k;
     int32_t num_tiles;  // of a pair
@@ -191,6 +192,23 @@ __device__ __forceinline__ void prefetch_tables(const RowArgs& args) {
     }
 }
 
+// Reads the thread block's own table of matrices and loads into the L1 cache, if it is small, by all
+// warps except the first one. `to` has room for a number of each thread, and keeps the reads alive.
+__device__ __forceinline__ void cache_tables(
+    const RowArgs& args, const ExlExpertLinear& call, float* to
+) {
+    const int line = static_cast<int>(threadIdx.x) - kWarp;
+    const int lines = args.table_lines * call.parts;
+    const int load_lines =
+        call.loads == nullptr ? 0 : (call.num_loads * sizeof(ExlQuantLoad) + 127) / kLineBytes;
+    if (lines == 0 || line < 0 || line >= lines + load_lines || lines > 160) return;
+    const auto* from = reinterpret_cast<const uint8_t*>(call.matrices) + line * kLineBytes;
+    if (line >= lines) {
+        from = reinterpret_cast<const uint8_t*>(call.loads) + (line - lines) * kLineBytes;
+    }
+    to[threadIdx.x] = *reinterpret_cast<const float*>(from);
+}
+
 // Prefetches the weights of a later unit of a warp into the L2 cache.
 template <bool is_dense>
 __device__ __forceinline__ void prefetch_unit(
@@ -254,15 +272,16 @@ __device__ __forceinline__ void end_waiting(uint32_t* counters, uint32_t panels,
     for (int pair = 0; pair < top_k; ++pair) counters[pair * kCounterStep] = 0;
 }
 
-// Adds the slices and the bias of each pair, with all warps. The sums replace those of the first
-// slice.
+// Adds the slices and the bias of each pair, with all warps. With `replaces`, the sums replace those
+// of the first slice.
 __device__ __forceinline__ void add_pairs(
-    UnitSums* sums, int top_k, int slices, int warp, int lane
+    UnitSums* sums, int top_k, int slices, bool replaces, int warp, int lane
 ) {
     const UnitSums* const biases = sums + top_k * slices;
     for (int pair = warp; pair < top_k; pair += kWarps) {
         float& to = sums[pair * slices].columns[lane];
-        to = add_slices(&to, slices, 0, 32) + biases[pair].columns[lane];
+        const float sum = add_slices(&to, slices, 0, 32) + biases[pair].columns[lane];
+        if (replaces) to = sum;
     }
 }
 // Weighted sum of the pairs of a lane's column, in order.
@@ -305,6 +324,7 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_SMALL_GROUPS ?
     const bool has_tile = is_down || tile_pair < args.top_k;
     const int num_units = is_down ? args.top_k * slices : has_tile ? kWarps : 0;
     const int first_unit = is_down ? cluster.rank * kWarps + warp : warp;
+    if (!(args.off & 32)) cache_tables(args, call, sums->columns);
     cluster.wait_for_start();
     if (warp == 0) {
         const int count = is_down ? args.top_k : min(tile_pair + 1, args.top_k);
@@ -354,7 +374,6 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_SMALL_GROUPS ?
     const bool adds_up = is_down && cluster.rank == 0;
     const bool stores = adds_up && warp == 0 && column < call.n;
     const ExlExpertItem item = {has_tile ? experts.ids[tile_pair] : 0, tile_pair, 1, 0};
-    const TileOutputs outputs(own, item);
     for (int pair = warp; adds_up && pair < args.top_k; pair += kWarps) {
         const float* const bias = matrix_of(call, experts.ids[pair], 0).bias;
         const bool has_bias = bias != nullptr && column < call.n;
@@ -363,60 +382,68 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_SMALL_GROUPS ?
     if (args.is_early) wait_for_inputs();
     float before = 0.0f;
     if (stores && call.epilogue == EXL_EPILOGUE_ADD) before = static_cast<float*>(call.y)[column];
+    // The first pass has no inputs and weights, and its results are dropped: fetching code takes longer
+    // than executing it, and the weights are on their way.
 #pragma unroll 1
-    for (int number = first_unit; number < num_units; number += step) {
-        if (number != first_unit) unit = start(number);
-        Blocks blocks = {};
-        __half* inputs = rows + (has_two ? unit.work.part * call.k : 0);
-        if (is_down) {
-            inputs = rows + warp * own.warp_inputs;
-            blocks = blocks_of<Shape::kIsDense>(unit.w, unit.first, unit.last);
-        }
-        const auto prepare = [&] {
-            if (!is_down) return;
-            if (args.counters != nullptr) {
-                wait_for_tiles(args.counters, unit.pair, args.num_tiles, lane);
+    for (int pass = Shape::kIsDense || args.off & 2 ? 1 : 0; pass < 2; ++pass) {
+        const bool is_cold = pass == 0;
+#pragma unroll 1
+        for (int number = first_unit; number < num_units; number += step) {
+            if (number != first_unit) unit = start(number);
+            Blocks blocks = {};
+            __half* inputs = rows + (has_two ? unit.work.part * call.k : 0);
+            if (is_down) {
+                inputs = rows + warp * own.warp_inputs;
+                blocks = blocks_of<Shape::kIsDense>(unit.w, unit.first, unit.last);
             }
-            const int64_t row = static_cast<int64_t>(unit.pair / call.pairs_per_row);
-            const auto* const x = static_cast<const __half*>(call.x[0]);
-            copy_inputs(inputs, x + row * call.x_stride, blocks, lane);
-        };
-        const SharedRow x(inputs, blocks.first, lane);
-        PanelSums<Shape> total = {};
-        if constexpr (Shape::kIsDense) {
-            sum_dense<Shape>(
-                total, own, unit.w, unit.work.panel, unit.first, unit.last, x, lane, prepare
-            );
-        } else {
-            const uint8_t* const bytes = unit.w.tiles + unit.work.panel * unit.w.panel_bytes;
-            const bool is_cold = number == first_unit && !(args.off & 2);
-            sum_loads<Shape>(
-                total, own, unit.w, ring, bytes, unit.first, unit.last, x, lane, is_cold, prepare
-            );
+            const auto prepare = [&] {
+                if (!is_down) return;
+                if (args.counters != nullptr) {
+                    wait_for_tiles(args.counters, unit.pair, args.num_tiles, lane);
+                }
+                const int64_t row = static_cast<int64_t>(unit.pair / call.pairs_per_row);
+                const auto* const x = static_cast<const __half*>(call.x[0]);
+                copy_inputs(inputs, x + row * call.x_stride, blocks, lane);
+            };
+            const SharedRow x(inputs, blocks.first, lane);
+            PanelSums<Shape> total = {};
+            if constexpr (Shape::kIsDense) {
+                sum_dense<Shape>(
+                    total, own, unit.w, unit.work.panel, unit.first, unit.last, x, lane, prepare
+                );
+            } else {
+                const uint8_t* const bytes = unit.w.tiles + unit.work.panel * unit.w.panel_bytes;
+                sum_loads<Shape>(
+                    total, own, unit.w, ring, bytes, unit.first, unit.last, x, lane, is_cold,
+                    prepare
+                );
+            }
+            float* const to = sums[number].columns;
+            store_sums<Shape>(total, to, 1, lane);
+            if (is_cold) break;
+            if (!is_down || cluster.rank == 0) continue;
+            __syncwarp();
+            Cluster::store_in_first(to + lane, to[lane]);
         }
-        float* const to = sums[number].columns;
-        store_sums<Shape>(total, to, 1, lane);
-        if (!is_down || cluster.rank == 0) continue;
-        __syncwarp();
-        Cluster::store_in_first(to + lane, to[lane]);
-    }
-    if (is_down) {
-        cluster.sync();
-        if (cluster.rank != 0) return;
-        if (args.counters != nullptr && threadIdx.x == kThreads - 1) {
+        if (!is_down) {
+            __syncthreads();
+            if (!has_tile) continue;
+            // The products of the first pass are replaced before they are counted.
+            store_tile(own, item, TileOutputs(own, item), tile, sums->columns, 32);
+            if (!is_cold && args.counters != nullptr) add_stored_tile(args.counters, tile_pair);
+            continue;
+        }
+        if (!is_cold) cluster.sync();
+        if (cluster.rank != 0) continue;
+        if (!is_cold && args.counters != nullptr && threadIdx.x == kThreads - 1) {
             end_waiting(args.counters, (gridDim.x - args.first_blocks) / cluster.size, args.top_k);
         }
-        add_pairs(sums, args.top_k, slices, warp, lane);
+        add_pairs(sums, args.top_k, slices, !is_cold, warp, lane);
         __syncthreads();
-        if (!stores) return;
+        if (!stores) continue;
         const float y = weighted_sum(sums, experts.weights, args.top_k, slices, lane);
-        static_cast<float*>(call.y)[column] = before + y;
-        return;
+        if (!is_cold) static_cast<float*>(call.y)[column] = before + y;
     }
-    __syncthreads();
-    if (!has_tile) return;
-    store_tile(own, item, outputs, tile, sums->columns, 32);
-    if (args.counters != nullptr) add_stored_tile(args.counters, tile_pair);
 }
 
 // ---- host --------------------------------------------------------------------------------------
