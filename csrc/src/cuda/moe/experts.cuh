@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "cuda/elementwise/gate.cuh"
 #include "cuda/linear/quant_k_tile.cuh"
@@ -90,6 +91,29 @@ struct Load {
     __device__ __forceinline__ int bits() const { return shape & 0xff; }
     __device__ __forceinline__ int k_tile_blocks() const { return shape >> 16 & 0xff; }
     __device__ __forceinline__ int blocks() const { return shape >> 24; }
+};
+
+// Entries of consecutive loads, one in the registers of each lane: reads of the table would wait behind
+// those of the weights.
+class WarpLoads {
+  public:
+    __device__ __forceinline__ WarpLoads(const ExlQuantLoad* loads, int first, int last, int lane)
+        : loads_(loads), first_(first), own_(Load::at(loads, min(first + lane, last - 1))) {}
+    // The entry with a number. For all lanes.
+    __device__ __forceinline__ Load at(int number) const {
+        const int lane = number - first_;
+        if (lane >= kWarp) return Load::at(loads_, number);
+        return {
+            __shfl_sync(0xffffffffu, own_.offset, lane),
+            __shfl_sync(0xffffffffu, own_.position, lane),
+            __shfl_sync(0xffffffffu, own_.shape, lane)
+        };
+    }
+
+  private:
+    const ExlQuantLoad* loads_;
+    int first_;
+    Load own_;
 };
 
 // Ring of stages in shared memory, for one warp. Devices before 9.0 copy 16 bytes per lane, and
@@ -407,9 +431,10 @@ __device__ __forceinline__ void sum_loads(
     const int values = w.kind >> 14 & 3;
     const bool is_small = Shape::kHasSmall && has_small_groups(w.kind >> 16 & 7);
     if (first >= last) return;
-    Load own = Load::at(w.loads, first);
+    const WarpLoads loads(w.loads, first, last, lane);
     LoadInputs<Shape> inputs = {};
     if constexpr (Shape::kPrefetchesInputs) {
+        const Load own = loads.at(first);
 #pragma unroll
         for (int i = 0; i < kStageBlocks; ++i) {
             if (i < own.blocks()) rows.load(inputs[i], own.first_block() + i);
@@ -417,8 +442,9 @@ __device__ __forceinline__ void sum_loads(
     }
 #pragma unroll 1
     for (int i = first; i < last; ++i) {
+        const Load own = loads.at(i);
         Load next = {};
-        if (i + 1 < last) next = Load::at(w.loads, i + 1);
+        if (Shape::kPrefetchesInputs && i + 1 < last) next = loads.at(i + 1);
         if (i == first && !is_cold) prepare();
         if (!is_cold) ring.wait();
         const auto add = [&](auto form) {
@@ -450,11 +476,10 @@ __device__ __forceinline__ void sum_loads(
         if (is_cold) break;
         __syncwarp();
         if (i + args.num_stages < last) {
-            const Load load = Load::at(w.loads, i + args.num_stages);
+            const Load load = loads.at(i + args.num_stages);
             ring.issue(ring.stage(), panel + load.offset, load.bytes());
         }
         ring.advance();
-        own = next;
     }
 }
 
@@ -501,8 +526,7 @@ __device__ __forceinline__ void sum_dense(
     PanelSums<Shape>& total, const ExpertArgs& args, const ExlExpertMatrix& w, int panel, int first,
     int last, const Rows& rows, int lane, const Prepare& prepare
 ) {
-    // Blocks whose weights are in flight. With one row, three thread blocks fit on a multiprocessor.
-    constexpr int kAtOnce = Shape::kRowTiles == 4 || Shape::kIsOneRow ? 2 : 4;
+    constexpr int kAtOnce = Shape::kRowTiles == 4 ? 2 : 4;  // blocks whose weights are in flight
     const __half* from[4];
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
@@ -621,9 +645,16 @@ __device__ __forceinline__ void store_tile(
 // log2 of the panels of a tile. A warp gets two loads or more, if a panel has them: with fewer, the
 // start and the end of its work take longer than the work. It depends on the matrices alone.
 inline int unit_bits_for(const ExlExpertLinear& call) {
-    const int least = call.epilogue == EXL_EPILOGUE_GATED ? 1 : 0;
+    const char* const text = std::getenv("EXL_ROW_OFF");
+    const int off = text ? std::atoi(text) : 0;
+    const bool is_dense = call.source == EXL_EXPERTS_DENSE;
+    const int loads = is_dense && !(off & 64) ? 6 : off & 128 ? 2 : 3;
+    int least = call.epilogue == EXL_EPILOGUE_GATED ? 1 : 0;
+    if (least && call.n >= 2048 && !(off & 128)) least = 2;
     int slice_bits = 0;
-    while (slice_bits < kWarpBits - least && call.num_loads >> (slice_bits + 1) >= 2) ++slice_bits;
+    while (slice_bits < kWarpBits - least && call.num_loads >> (slice_bits + 1) >= loads) {
+        ++slice_bits;
+    }
     return kWarpBits - slice_bits;
 }
 

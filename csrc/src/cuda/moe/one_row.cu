@@ -256,11 +256,13 @@ __device__ __forceinline__ void wait_for_tiles(
     if (lane == 0) {
         uint32_t stored;
         do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+            asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
                          : "=r"(stored)
                          : "l"(counters + pair * kCounterStep)
                          : "memory");
         } while (stored != count);
+        // Not a read that acquires in the loop: each of them would invalidate the L1 cache.
+        asm volatile("fence.acq_rel.gpu;" ::: "memory");
     }
     __syncwarp();
 }
@@ -297,7 +299,7 @@ __device__ __forceinline__ float weighted_sum(
 }
 
 template <class X, int source>
-__global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_SMALL_GROUPS ? 2 : 3) row_kernel(
+__global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2) row_kernel(
     const __grid_constant__ RowArgs args, const __grid_constant__ ExlRoute route
 ) {
     prefetch_tables(args);
