@@ -53,7 +53,13 @@ __device__ __forceinline__ void multiply_item(
     constexpr int kWarpFloats = Shape::kRows * kPitch;
     store_sums<Shape>(total, sums + warp * kWarpFloats, item.count, lane);
     __syncthreads();
-    store_tile(args, item, TileOutputs(args, item), blockIdx.x, sums, kWarpFloats);
+    const ExlExpertMatrix* const own =
+        call.matrices + static_cast<int64_t>(item.expert) * call.parts;
+    const TileOutputs outputs = {
+        own->bias, args.is_gated() ? own[1].bias : nullptr,
+        call.next == nullptr ? nullptr : call.next[item.expert].inverse_permutation
+    };
+    store_tile(args, item, outputs, blockIdx.x, sums, kWarpFloats);
 }
 
 // kTileRows: most rows of an item, 8 or 32.

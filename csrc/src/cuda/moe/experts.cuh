@@ -82,8 +82,9 @@ __device__ __forceinline__ ExlExpertMatrix matrix_of(
 struct Load {
     uint32_t offset, position, shape;
 
+    // From global or shared memory.
     __device__ __forceinline__ static Load at(const ExlQuantLoad* loads, int index) {
-        const uint4 words = __ldg(reinterpret_cast<const uint4*>(loads + index));
+        const uint4 words = reinterpret_cast<const uint4*>(loads)[index];
         return {words.x, words.y, words.z};
     }
     __device__ __forceinline__ int first_block() const { return position & 0xffff; }
@@ -595,18 +596,10 @@ __device__ __forceinline__ float add_slices(
     return sum;
 }
 
-// Addresses that `store_tile` needs. They are read early, because the table is in global memory.
+// Addresses that `store_tile` needs.
 struct TileOutputs {
     const float *bias, *up_bias;
     const int32_t* places;  // of the columns; null: in order
-
-    __device__ __forceinline__ TileOutputs(const ExpertArgs& args, const ExlExpertItem& item) {
-        const ExlExpertLinear& call = args.call;
-        const ExlExpertMatrix* own = call.matrices + static_cast<int64_t>(item.expert) * call.parts;
-        bias = own->bias;
-        up_bias = args.is_gated() ? own[1].bias : nullptr;
-        places = call.next == nullptr ? nullptr : call.next[item.expert].inverse_permutation;
-    }
 };
 
 // Adds the slices, and stores the tile's outputs. `sums` holds [warp][row][kPitch].

@@ -32,6 +32,7 @@ using Shape = ExpertShape<1, true, source>;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kClusterBlocks = 2;
 constexpr int kLineBytes = 128;
+constexpr int kMaxTableBytes = 8 << 10;
 // Three thread blocks fit on a multiprocessor of 9.0.
 constexpr int kThirdOfShared = 75 << 10;
 
@@ -51,6 +52,8 @@ struct RowArgs {
     uint32_t* counters;
     int32_t
         table_lines;  // cache lines of the table of matrices of each part, 0 if the ids are known
+    int32_t table_experts;  // matrices of each part in `Tables`; 0: none
+    int32_t tables_offset;
     int32_t off;
     int32_t top_k;
     int32_t num_tiles;  // of a pair
@@ -192,22 +195,66 @@ __device__ __forceinline__ void prefetch_tables(const RowArgs& args) {
     }
 }
 
-// Reads the thread block's own table of matrices and loads into the L1 cache, if it is small, by all
-// warps except the first one. `to` has room for a number of each thread, and keeps the reads alive.
-__device__ __forceinline__ void cache_tables(
-    const RowArgs& args, const ExlExpertLinear& call, float* to
-) {
-    const int line = static_cast<int>(threadIdx.x) - kWarp;
-    const int lines = args.table_lines * call.parts;
-    const int load_lines =
-        call.loads == nullptr ? 0 : (call.num_loads * sizeof(ExlQuantLoad) + 127) / kLineBytes;
-    if (lines == 0 || line < 0 || line >= lines + load_lines || lines > 160) return;
-    const auto* from = reinterpret_cast<const uint8_t*>(call.matrices) + line * kLineBytes;
-    if (line >= lines) {
-        from = reinterpret_cast<const uint8_t*>(call.loads) + (line - lines) * kLineBytes;
+// The tables of a part in shared memory: reads after the choice would wait behind those of weights.
+// Without tables, they are read from global memory.
+class Tables {
+  public:
+    // Of one matrix.
+    struct Entry {
+        const uint8_t* tiles;
+        const float* bias;
+        uint32_t kind_and_header;  // the low 14 bits of ExlExpertMatrix::kind are zero
+        uint32_t panel_bytes;
+    };
+    static constexpr uint32_t kHeaderMask = (1 << 14) - 1;
+
+    __host__ __device__ static int bytes(const ExlExpertLinear& call, int experts) {
+        return static_cast<int>(
+            call.num_loads * sizeof(ExlQuantLoad) + experts * call.parts * sizeof(Entry)
+        );
     }
-    to[threadIdx.x] = *reinterpret_cast<const float*>(from);
-}
+    __device__ __forceinline__ Tables(const ExlExpertLinear& call, int experts, uint8_t* memory)
+        : call_(call),
+          experts_(experts),
+          loads_(reinterpret_cast<ExlQuantLoad*>(memory)),
+          entries_(reinterpret_cast<Entry*>(loads_ + call.num_loads)) {}
+    // By all warps except the first one.
+    __device__ __forceinline__ void fill() const {
+        constexpr int kFilling = kThreads - kWarp;
+        const int first = static_cast<int>(threadIdx.x) - kWarp;
+        if (experts_ == 0 || first < 0) return;
+        for (int i = first; i < experts_ * call_.parts; i += kFilling) {
+            const ExlExpertMatrix& w = call_.matrices[i];
+            entries_[i] = {
+                w.tiles, w.bias, w.kind | w.header_bytes, static_cast<uint32_t>(w.panel_bytes)
+            };
+        }
+        for (int i = first; i < call_.num_loads; i += kFilling) loads_[i] = call_.loads[i];
+    }
+    __device__ __forceinline__ ExlExpertMatrix at(int expert, int part) const {
+        if (experts_ == 0) return matrix_of(call_, expert, part);
+        const Entry& entry = entries_[expert * call_.parts + part];
+        ExlExpertMatrix w = {};
+        w.tiles = entry.tiles;
+        w.loads = loads_;
+        w.bias = entry.bias;
+        w.panel_bytes = entry.panel_bytes;
+        w.num_loads = call_.num_loads;
+        w.kind = entry.kind_and_header & ~kHeaderMask;
+        w.header_bytes = static_cast<int32_t>(entry.kind_and_header & kHeaderMask);
+        return w;
+    }
+    __device__ __forceinline__ const float* bias(int expert, int part) const {
+        const int index = expert * call_.parts + part;
+        return experts_ == 0 ? call_.matrices[index].bias : entries_[index].bias;
+    }
+
+  private:
+    const ExlExpertLinear& call_;
+    int experts_;
+    ExlQuantLoad* loads_;
+    Entry* entries_;
+};
 
 // Prefetches the weights of a later unit of a warp into the L2 cache.
 template <bool is_dense>
@@ -251,7 +298,7 @@ __device__ __forceinline__ void add_stored_tile(uint32_t* counters, int pair) {
 }
 // Waits until `count` tiles of a pair are stored. For one warp.
 __device__ __forceinline__ void wait_for_tiles(
-    const uint32_t* counters, int pair, uint32_t count, int lane
+    const uint32_t* counters, int pair, uint32_t count, int lane, int off
 ) {
     if (lane == 0) {
         uint32_t stored;
@@ -262,7 +309,7 @@ __device__ __forceinline__ void wait_for_tiles(
                          : "memory");
         } while (stored != count);
         // Not a read that acquires in the loop: each of them would invalidate the L1 cache.
-        asm volatile("fence.acq_rel.gpu;" ::: "memory");
+        if (!(off & 256)) asm volatile("fence.acq_rel.gpu;" ::: "memory");
     }
     __syncwarp();
 }
@@ -326,7 +373,8 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
     const bool has_tile = is_down || tile_pair < args.top_k;
     const int num_units = is_down ? args.top_k * slices : has_tile ? kWarps : 0;
     const int first_unit = is_down ? cluster.rank * kWarps + warp : warp;
-    if (!(args.off & 32)) cache_tables(args, call, sums->columns);
+    const Tables tables(call, args.table_experts, shared + args.tables_offset);
+    tables.fill();
     cluster.wait_for_start();
     if (warp == 0) {
         const int count = is_down ? args.top_k : min(tile_pair + 1, args.top_k);
@@ -352,7 +400,7 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
         Unit unit = {tile_pair, WarpWork::of(own, tile, warp), {}, 0, 0};
         if (is_down) unit.pair = number / slices, unit.work = {0, tile, number % slices, slices};
         const int expert = static_cast<int>(uniform(experts.ids[unit.pair]));
-        unit.w = matrix_of(call, expert, unit.work.part);
+        unit.w = tables.at(expert, unit.work.part);
         unit.first = unit.work.first(unit.w);
         unit.last = unit.work.panel * 32 < call.n ? unit.work.last(unit.w) : unit.first;
         const uint8_t* const bytes = unit.w.tiles + unit.work.panel * unit.w.panel_bytes;
@@ -368,7 +416,7 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
     for (int number = first_unit + step; number < num_units && !(args.off & 8); number += step) {
         const WarpWork work = {0, tile, number % slices, slices};
         prefetch_unit<Shape::kIsDense>(
-            matrix_of(call, experts.ids[number / slices], 0), work, call.n, lane
+            tables.at(experts.ids[number / slices], 0), work, call.n, lane
         );
     }
     // Operands of the epilogues are read while the weights arrive.
@@ -377,7 +425,7 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
     const bool stores = adds_up && warp == 0 && column < call.n;
     const ExlExpertItem item = {has_tile ? experts.ids[tile_pair] : 0, tile_pair, 1, 0};
     for (int pair = warp; adds_up && pair < args.top_k; pair += kWarps) {
-        const float* const bias = matrix_of(call, experts.ids[pair], 0).bias;
+        const float* const bias = tables.bias(experts.ids[pair], 0);
         const bool has_bias = bias != nullptr && column < call.n;
         sums[args.top_k * slices + pair].columns[lane] = has_bias ? bias[column] : 0.0f;
     }
@@ -401,7 +449,7 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
             const auto prepare = [&] {
                 if (!is_down) return;
                 if (args.counters != nullptr) {
-                    wait_for_tiles(args.counters, unit.pair, args.num_tiles, lane);
+                    wait_for_tiles(args.counters, unit.pair, args.num_tiles, lane, args.off);
                 }
                 const int64_t row = static_cast<int64_t>(unit.pair / call.pairs_per_row);
                 const auto* const x = static_cast<const __half*>(call.x[0]);
@@ -431,7 +479,10 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
             __syncthreads();
             if (!has_tile) continue;
             // The products of the first pass are replaced before they are counted.
-            store_tile(own, item, TileOutputs(own, item), tile, sums->columns, 32);
+            TileOutputs outputs = {tables.bias(item.expert, 0), nullptr, nullptr};
+            if (own.is_gated()) outputs.up_bias = tables.bias(item.expert, 1);
+            if (call.next != nullptr) outputs.places = call.next[item.expert].inverse_permutation;
+            store_tile(own, item, outputs, tile, sums->columns, 32);
             if (!is_cold && args.counters != nullptr) add_stored_tile(args.counters, tile_pair);
             continue;
         }
@@ -519,7 +570,17 @@ cudaError_t launch_row(
     row_bytes = static_cast<int>(ceil_div(row_bytes, 16) * 16);
     const int barrier_bytes = kWarps * static_cast<int>(sizeof(WarpBarriers));
     const int sums_bytes = num_sums * static_cast<int>(sizeof(UnitSums));
-    const int rest = barrier_bytes + sums_bytes + row_bytes + RowExperts::bytes(route, top_k);
+    const int experts_bytes = RowExperts::bytes(route, top_k);
+    int table_bytes = 0;
+    args.table_experts = route.logits != nullptr && !(args.off & 32) ? route.experts : 0;
+    for (int i = has_first ? 0 : 1; i < (has_down ? 2 : 1); ++i) {
+        const ExlExpertLinear& call = args.parts[i].call;
+        if (call.loads == nullptr) args.table_experts = 0;
+        table_bytes = std::max(table_bytes, Tables::bytes(call, route.experts));
+    }
+    if (table_bytes > kMaxTableBytes) args.table_experts = 0;
+    table_bytes = args.table_experts == 0 ? 0 : static_cast<int>(ceil_div(table_bytes, 16) * 16);
+    const int rest = barrier_bytes + sums_bytes + row_bytes + experts_bytes + table_bytes;
     int ring_bytes = 0;
     for (int i = has_first ? 0 : 1; i < (has_down ? 2 : 1); ++i) {
         const int bytes = size_rings(args.parts[i], rest, most);
@@ -528,7 +589,8 @@ cudaError_t launch_row(
     }
     args.sums_offset = ring_bytes + barrier_bytes;
     args.rows_offset = args.sums_offset + sums_bytes;
-    args.experts_offset = args.rows_offset + row_bytes;
+    args.tables_offset = args.rows_offset + row_bytes;
+    args.experts_offset = args.tables_offset + table_bytes;
     const bool is_float = has_first && args.parts[0].call.x_dtype == kF32;
     const auto kernel = is_float ? kernel_for<float>(source) : kernel_for<__half>(source);
     if (cudaError_t error = prefer_shared_memory(kernel); error != cudaSuccess) return error;
