@@ -4,7 +4,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "cuda/elementwise/gate.cuh"
 #include "cuda/linear/quant_k_tile.cuh"
@@ -504,20 +503,7 @@ __device__ __forceinline__ void store_tile(
 
 // ---- host --------------------------------------------------------------------------------------
 
-// log2 of the panels of a tile. A warp gets two loads or more, if a panel has them: with fewer, the
-// start and the end of its work take longer than the work. It depends on the matrices alone.
-inline int unit_bits_for(const ExlExpertLinear& call) {
-    const char* const text = std::getenv("EXL_ROW_OFF");
-    const int off = text ? std::atoi(text) : 0;
-    const bool is_dense = call.source == EXL_EXPERTS_DENSE;
-    const int loads = is_dense && !(off & 64) ? 6 : off & 128 ? 2 : 3;
-    int least = call.epilogue == EXL_EPILOGUE_GATED ? 1 : 0;
-    if (least && call.n >= 2048 && !(off & 128)) least = 2;
-    int slice_bits = 0;
-    while (slice_bits < kWarpBits - least && call.num_loads >> (slice_bits + 1) >= loads) {
-        ++slice_bits;
-    }
-    return kWarpBits - slice_bits;
-}
+// log2 of the panels of a tile (tiles.cu). It depends on the matrices alone.
+int unit_bits_for(const ExlExpertLinear& call);
 
 }  // namespace exl::cuda

@@ -21,6 +21,7 @@
 #include "cuda/common/rows.cuh"
 #include "cuda/moe/choice.cuh"
 #include "cuda/moe/experts.cuh"
+#include "cuda/moe/tables.cuh"
 
 namespace exl::cuda {
 
@@ -31,8 +32,6 @@ using Shape = ExpertShape<1, true, source>;
 
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kClusterBlocks = 2;
-constexpr int kLineBytes = 128;
-constexpr int kMaxTableBytes = 8 << 10;
 // Three thread blocks fit on a multiprocessor of 9.0.
 constexpr int kThirdOfShared = 75 << 10;
 
@@ -50,8 +49,7 @@ struct RowArgs {
     // Stored tiles of each pair, and panels of down that have seen all of them, kCounterStep numbers
     // apart; null: no block waits.
     uint32_t* counters;
-    int32_t
-        table_lines;  // cache lines of the table of matrices of each part, 0 if the ids are known
+    int32_t num_experts;    // 0 if the ids are known
     int32_t table_experts;  // matrices of each part in `Tables`; 0: none
     int32_t tables_offset;
     int32_t off;
@@ -183,79 +181,6 @@ __device__ __forceinline__ void copy_inputs(
     __syncwarp();
 }
 
-// Prefetches the tables of matrices into the L2 cache, before it is known which experts are used.
-__device__ __forceinline__ void prefetch_tables(const RowArgs& args) {
-    const int line = static_cast<int>(blockIdx.x) * kThreads + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const ExlExpertLinear& call = args.parts[i].call;
-        if (line >= args.table_lines * call.parts) continue;
-        const auto* const table = reinterpret_cast<const uint8_t*>(call.matrices);
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(table + line * kLineBytes));
-    }
-}
-
-// The tables of a part in shared memory: reads after the choice would wait behind those of weights.
-// Without tables, they are read from global memory.
-class Tables {
-  public:
-    // Of one matrix.
-    struct Entry {
-        const uint8_t* tiles;
-        const float* bias;
-        uint32_t kind_and_header;  // the low 14 bits of ExlExpertMatrix::kind are zero
-        uint32_t panel_bytes;
-    };
-    static constexpr uint32_t kHeaderMask = (1 << 14) - 1;
-
-    __host__ __device__ static int bytes(const ExlExpertLinear& call, int experts) {
-        return static_cast<int>(
-            call.num_loads * sizeof(ExlQuantLoad) + experts * call.parts * sizeof(Entry)
-        );
-    }
-    __device__ __forceinline__ Tables(const ExlExpertLinear& call, int experts, uint8_t* memory)
-        : call_(call),
-          experts_(experts),
-          loads_(reinterpret_cast<ExlQuantLoad*>(memory)),
-          entries_(reinterpret_cast<Entry*>(loads_ + call.num_loads)) {}
-    // By all warps except the first one.
-    __device__ __forceinline__ void fill() const {
-        constexpr int kFilling = kThreads - kWarp;
-        const int first = static_cast<int>(threadIdx.x) - kWarp;
-        if (experts_ == 0 || first < 0) return;
-        for (int i = first; i < experts_ * call_.parts; i += kFilling) {
-            const ExlExpertMatrix& w = call_.matrices[i];
-            entries_[i] = {
-                w.tiles, w.bias, w.kind | w.header_bytes, static_cast<uint32_t>(w.panel_bytes)
-            };
-        }
-        for (int i = first; i < call_.num_loads; i += kFilling) loads_[i] = call_.loads[i];
-    }
-    __device__ __forceinline__ ExlExpertMatrix at(int expert, int part) const {
-        if (experts_ == 0) return matrix_of(call_, expert, part);
-        const Entry& entry = entries_[expert * call_.parts + part];
-        ExlExpertMatrix w = {};
-        w.tiles = entry.tiles;
-        w.loads = loads_;
-        w.bias = entry.bias;
-        w.panel_bytes = entry.panel_bytes;
-        w.num_loads = call_.num_loads;
-        w.kind = entry.kind_and_header & ~kHeaderMask;
-        w.header_bytes = static_cast<int32_t>(entry.kind_and_header & kHeaderMask);
-        return w;
-    }
-    __device__ __forceinline__ const float* bias(int expert, int part) const {
-        const int index = expert * call_.parts + part;
-        return experts_ == 0 ? call_.matrices[index].bias : entries_[index].bias;
-    }
-
-  private:
-    const ExlExpertLinear& call_;
-    int experts_;
-    ExlQuantLoad* loads_;
-    Entry* entries_;
-};
-
 // Prefetches the weights of a later unit of a warp into the L2 cache.
 template <bool is_dense>
 __device__ __forceinline__ void prefetch_unit(
@@ -349,7 +274,7 @@ template <class X, int source>
 __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2) row_kernel(
     const __grid_constant__ RowArgs args, const __grid_constant__ ExlRoute route
 ) {
-    prefetch_tables(args);
+    for (const ExpertArgs& part : args.parts) prefetch_table(part.call, args.num_experts);
     using Shape = Shape<source>;
     const Cluster cluster;
     const int block = static_cast<int>(blockIdx.x);
@@ -374,7 +299,7 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
     const int num_units = is_down ? args.top_k * slices : has_tile ? kWarps : 0;
     const int first_unit = is_down ? cluster.rank * kWarps + warp : warp;
     const Tables tables(call, args.table_experts, shared + args.tables_offset);
-    tables.fill();
+    tables.fill(static_cast<int>(threadIdx.x) - kWarp, kThreads - kWarp);
     cluster.wait_for_start();
     if (warp == 0) {
         const int count = is_down ? args.top_k : min(tile_pair + 1, args.top_k);
@@ -636,11 +561,7 @@ extern "C" int exl_cuda_expert_row(
     args.top_k = top_k;
     args.is_early = !has_first;
     if (const char* const off = std::getenv("EXL_ROW_OFF")) args.off = std::atoi(off);
-    if (route != nullptr && !(args.off & 4)) {
-        args.table_lines = static_cast<int>(
-            ceil_div(route->experts * static_cast<int64_t>(sizeof(ExlExpertMatrix)), kLineBytes)
-        );
-    }
+    if (route != nullptr) args.num_experts = route->experts;
     const ExlRoute choice = route == nullptr ? ExlRoute{} : *route;
     return launch_row(args, has_first, has_down, source, choice, info, stream);
 }
