@@ -7,16 +7,15 @@
 //            slices of pairs. The cluster's first block adds up the weighted outputs, in the order of
 //            the slots. In every block the first warp chooses the experts again.
 // Accuracy   The sums of `experts.cu` and of exl_cuda_expert_sum, in the same order: the same bits.
-// Order      The blocks of down start the copies of their weights, and then wait until a counter says
-//            that all tiles of gate and up are stored. Blocks start in the order of their numbers, so
+// Order      The blocks of down start the copies of their weights. A warp then waits until a counter
+//            says that all tiles of gate and up of its pair are stored. Blocks start in the order of their numbers, so
 //            that all blocks that are waited for have started before.
 // Overlap    Registers and shared memory are limited so that three thread blocks fit on a
 //            multiprocessor: those of down copy while those of gate and up multiply.
-// Floor      The bytes of top_k experts, at memory bandwidth. Latency dominates: the logits, the
-//            table of matrices, and the first loads are read one after another. Code is fetched
-//            before it is executed, and both parts share it.
-#include <cstdlib>
-
+// Floor      The bytes of top_k experts, at memory bandwidth. Latency dominates: the choice, and the
+//            weights of each part. Tables are in shared memory before the choice (tables.cuh). All
+//            code runs once before its operands are there, because fetching it takes longer than
+//            executing it.
 #include "cuda/common/hopper.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/moe/choice.cuh"
@@ -52,7 +51,6 @@ struct RowArgs {
     int32_t num_experts;    // 0 if the ids are known
     int32_t table_experts;  // matrices of each part in `Tables`; 0: none
     int32_t tables_offset;
-    int32_t off;
     int32_t top_k;
     int32_t num_tiles;  // of a pair
     int32_t first_blocks;
@@ -181,31 +179,6 @@ __device__ __forceinline__ void copy_inputs(
     __syncwarp();
 }
 
-// Prefetches the weights of a later unit of a warp into the L2 cache.
-template <bool is_dense>
-__device__ __forceinline__ void prefetch_unit(
-    const ExlExpertMatrix& w, const WarpWork& work, int n, int lane
-) {
-#if EXL_IS_HOPPER
-    const int first = work.first(w), last = work.last(w);
-    const uint8_t* from = w.tiles;
-    int bytes = 0;
-    if (first >= last) return;
-    if constexpr (is_dense) {
-        const int64_t column = min(32 * work.panel + lane, n - 1);
-        from += 64 * (column * w.num_blocks + first);
-        bytes = 64 * (last - first);
-    } else {
-        const Load end = Load::at(w.loads, last - 1);
-        const uint32_t start = Load::at(w.loads, first).offset;
-        from += work.panel * w.panel_bytes + start;
-        bytes = static_cast<int>(end.offset - start) + end.bytes();
-    }
-    if (!is_dense && lane != 0) return;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
-
 // A warp's unit of work: a slice of the k of a column panel, for one pair.
 struct Unit {
     int pair;
@@ -223,7 +196,7 @@ __device__ __forceinline__ void add_stored_tile(uint32_t* counters, int pair) {
 }
 // Waits until `count` tiles of a pair are stored. For one warp.
 __device__ __forceinline__ void wait_for_tiles(
-    const uint32_t* counters, int pair, uint32_t count, int lane, int off
+    const uint32_t* counters, int pair, uint32_t count, int lane
 ) {
     if (lane == 0) {
         uint32_t stored;
@@ -234,7 +207,7 @@ __device__ __forceinline__ void wait_for_tiles(
                          : "memory");
         } while (stored != count);
         // Not a read that acquires in the loop: each of them would invalidate the L1 cache.
-        if (!(off & 256)) asm volatile("fence.acq_rel.gpu;" ::: "memory");
+        asm volatile("fence.acq_rel.gpu;" ::: "memory");
     }
     __syncwarp();
 }
@@ -305,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
         const int count = is_down ? args.top_k : min(tile_pair + 1, args.top_k);
         // The first choice is from any logits, while the previous kernel runs: fetching its code takes
         // longer than executing it.
-        const bool is_cold = route.logits != nullptr && !args.is_early && !(args.off & 1);
+        const bool is_cold = route.logits != nullptr && !args.is_early;
 #pragma unroll 1
         for (int i = is_cold ? 0 : 1; i < 2; ++i) {
             if (i == 1 && !args.is_early) wait_for_inputs();
@@ -337,13 +310,6 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
     Unit unit = {};
     const int step = cluster.size * kWarps;
     if (first_unit < num_units) unit = start(first_unit);
-#pragma unroll 1
-    for (int number = first_unit + step; number < num_units && !(args.off & 8); number += step) {
-        const WarpWork work = {0, tile, number % slices, slices};
-        prefetch_unit<Shape::kIsDense>(
-            tables.at(experts.ids[number / slices], 0), work, call.n, lane
-        );
-    }
     // Operands of the epilogues are read while the weights arrive.
     const int column = 32 * tile + lane;
     const bool adds_up = is_down && cluster.rank == 0;
@@ -360,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
     // The first pass has no inputs and weights, and its results are dropped: fetching code takes longer
     // than executing it, and the weights are on their way.
 #pragma unroll 1
-    for (int pass = Shape::kIsDense || args.off & 2 ? 1 : 0; pass < 2; ++pass) {
+    for (int pass = Shape::kIsDense ? 1 : 0; pass < 2; ++pass) {
         const bool is_cold = pass == 0;
 #pragma unroll 1
         for (int number = first_unit; number < num_units; number += step) {
@@ -374,7 +340,7 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
             const auto prepare = [&] {
                 if (!is_down) return;
                 if (args.counters != nullptr) {
-                    wait_for_tiles(args.counters, unit.pair, args.num_tiles, lane, args.off);
+                    wait_for_tiles(args.counters, unit.pair, args.num_tiles, lane);
                 }
                 const int64_t row = static_cast<int64_t>(unit.pair / call.pairs_per_row);
                 const auto* const x = static_cast<const __half*>(call.x[0]);
@@ -497,7 +463,7 @@ cudaError_t launch_row(
     const int sums_bytes = num_sums * static_cast<int>(sizeof(UnitSums));
     const int experts_bytes = RowExperts::bytes(route, top_k);
     int table_bytes = 0;
-    args.table_experts = route.logits != nullptr && !(args.off & 32) ? route.experts : 0;
+    args.table_experts = route.logits != nullptr ? route.experts : 0;
     for (int i = has_first ? 0 : 1; i < (has_down ? 2 : 1); ++i) {
         const ExlExpertLinear& call = args.parts[i].call;
         if (call.loads == nullptr) args.table_experts = 0;
@@ -560,7 +526,6 @@ extern "C" int exl_cuda_expert_row(
     args.counters = has_first && has_down ? counters : nullptr;
     args.top_k = top_k;
     args.is_early = !has_first;
-    if (const char* const off = std::getenv("EXL_ROW_OFF")) args.off = std::atoi(off);
     if (route != nullptr) args.num_experts = route->experts;
     const ExlRoute choice = route == nullptr ? ExlRoute{} : *route;
     return launch_row(args, has_first, has_down, source, choice, info, stream);

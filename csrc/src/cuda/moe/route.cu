@@ -11,8 +11,6 @@
 //            the previous kernel. The remaining ones are prefetched into the L2 cache.
 // Floor      The router's weights, 2 * experts * d bytes, and a launch. Latency dominates: one read
 //            of all inputs, and with a choice one atomic and the choice.
-#include <cstdlib>
-
 #include "cuda/common/rows.cuh"
 #include "cuda/moe/choice.cuh"
 
@@ -266,7 +264,6 @@ extern "C" int exl_cuda_route(const ExlRoute* args, void* stream) {
     const auto kernel = a.x_dtype == kF32 ? kernel_for<float>(rows, is_aligned)
                                           : kernel_for<__half>(rows, is_aligned);
     if (cudaError_t error = prefer_shared_memory(kernel); error != cudaSuccess) return error;
-    int first_pass = rows == 1 && a.norm != nullptr ? 0 : 1;
-    if (const char* const off = std::getenv("EXL_ROW_OFF")) first_pass |= std::atoi(off) >> 4 & 1;
+    const int first_pass = rows == 1 && a.norm != nullptr ? 0 : 1;
     return launch(kernel, grid, dim3(kThreads), scratch_bytes, stream, a, first_pass);
 }
