@@ -25,7 +25,7 @@ __device__ __forceinline__ void prefetch_table(const ExlExpertLinear& call, int 
 // Without tables, they are read from global memory.
 class Tables {
   public:
-    // Of one matrix.
+    // Operands of one matrix that the products of one row need.
     struct Entry {
         const uint8_t* tiles;
         const float* bias;
