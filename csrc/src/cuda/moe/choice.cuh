@@ -30,6 +30,10 @@ cudaError_t prefer_shared_memory(void (*kernel)(Params...)) {
 __host__ __device__ inline int slots_of(const ExlRoute& route) {
     return route.top_k + route.shared;
 }
+// Entries of the tables of matrices: of experts, and of parts of the shared expert after them.
+__host__ __device__ inline int matrices_of(const ExlRoute& route) {
+    return route.experts + route.shared;
+}
 __host__ __device__ inline int logits_of(const ExlRoute& route) {
     return route.experts + (route.shared_weight != nullptr);
 }
