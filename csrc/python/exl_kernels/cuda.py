@@ -362,6 +362,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "rope_write": (POINTER(RopeWrite), POINTER(Cache), _P),
     "read_keys": (POINTER(Cache), _P, _I, _P, _P),
     "attention": (POINTER(Attention), POINTER(Cache), _P),
+    "attend": (POINTER(RopeWrite), POINTER(Attention), POINTER(Cache), _P),
     "sample": (POINTER(Sample), _P),
     "route": (POINTER(Route), _P),
     "expert_inputs": (POINTER(ExpertInputs), _P),

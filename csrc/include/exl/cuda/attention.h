@@ -40,6 +40,13 @@ typedef struct {
 EXL_CUDA_API int64_t exl_cuda_attention_workspace(int32_t is_invariant, int32_t head_dim);
 EXL_CUDA_API int exl_cuda_attention(const ExlAttention* args, const ExlCache* cache, void* stream);
 
+// exl_cuda_rope_write, then exl_cuda_attention, for queries that are those of rope->qkv. The results
+// and the cache have the same bits. Where possible this is one launch, which leaves the keys of
+// rope->qkv as they are. No sequence may see keys that this call writes for another sequence.
+EXL_CUDA_API int exl_cuda_attend(
+    const ExlRopeWrite* rope, const ExlAttention* args, const ExlCache* cache, void* stream
+);
+
 #ifdef __cplusplus
 }
 #endif

@@ -8,6 +8,8 @@
 //            kernel for longer sequences whose results have the bits of the decode kernel
 //            (attention_prompt.cuh). Heads of more than 256 elements have a kernel of their own
 //            (attention_wide.cuh).
+#include <cstdlib>
+
 #include "cuda/attention/attention.cuh"
 #include "exl/cuda/linear.h"
 
@@ -35,6 +37,48 @@ bool is_supported(const ExlAttention& args, const ExlCache& cache) {
            args.workspace_bytes >= exl_cuda_attention_workspace(args.is_invariant, d);
 }
 
+AttentionParams params_of(
+    const ExlAttention& args, const ExlCache& cache, const NewRows& new_rows
+) {
+    AttentionParams params = {};
+    params.q = args.q;
+    params.out = args.out;
+    params.permutation = args.inverse_permutation;
+    params.rows = args.rows;
+    params.q_stride = args.q_stride;
+    params.out_stride = args.out_stride;
+    params.dtype = args.dtype;
+    params.q_heads = args.q_heads;
+    params.kv_heads = cache.kv_heads;
+    params.group = args.q_heads / cache.kv_heads;
+    params.d = cache.head_dim;
+    params.key_cache = static_cast<const uint8_t*>(cache.key_cache);
+    params.value_cache = static_cast<const uint8_t*>(cache.value_cache);
+    while (1 << params.page_bits < cache.page_size) ++params.page_bits;
+    params.page_table = args.page_table;
+    params.row_starts = args.row_starts;
+    params.past_lens = args.past_lens;
+    params.table_stride = args.table_stride;
+    params.window = args.window;
+    const bool is_capped = args.softcap > 0.0f;
+    params.scale = kLog2e * args.scale * (is_capped ? 2.0f / args.softcap : 1.0f);
+    params.cap = is_capped ? kLog2e * args.softcap : 0.0f;
+    params.sinks = args.sinks;
+    params.is_shared = cache.key_cache == cache.value_cache;
+    params.first_value = params.d > kWideHead ? kSharedRow - kWideHead : 0;
+    params.new_rows = new_rows;
+    return params;
+}
+
+// Whether the decode kernel can process the rows of this pass and write them to the cache itself:
+// each sequence has one row, and rows of the cache fill a row in shared memory.
+bool can_write(const ExlAttention& args, const ExlRopeWrite& rope, const ExlCache& cache) {
+    const int d = cache.head_dim;
+    return args.rows == args.seqs && args.max_rows == 1 && (d == 64 || d == 128 || d == 256) &&
+           cache.key_dtype != kF32 && cache.key_cache != cache.value_cache &&
+           rope.rotary_half % 2 == 0 && getenv("EXL_BI_APART") == nullptr;
+}
+
 }  // namespace
 }  // namespace exl::cuda
 
@@ -49,35 +93,12 @@ extern "C" int64_t exl_cuda_attention_workspace(int32_t is_invariant, int32_t he
     return kCounters * 4 + vectors * (width + 2) * 4;
 }
 
-extern "C" int exl_cuda_attention(const ExlAttention* args, const ExlCache* cache, void* stream) {
+static int attend(
+    const ExlAttention* args, const ExlCache* cache, const NewRows& new_rows, void* stream
+) {
     if (!is_supported(*args, *cache)) return cudaErrorInvalidValue;
     if (args->rows <= 0 || args->seqs <= 0 || args->max_rows <= 0) return cudaSuccess;
-    AttentionParams params = {};
-    params.q = args->q;
-    params.out = args->out;
-    params.permutation = args->inverse_permutation;
-    params.rows = args->rows;
-    params.q_stride = args->q_stride;
-    params.out_stride = args->out_stride;
-    params.dtype = args->dtype;
-    params.q_heads = args->q_heads;
-    params.kv_heads = cache->kv_heads;
-    params.group = args->q_heads / cache->kv_heads;
-    params.d = cache->head_dim;
-    params.key_cache = static_cast<const uint8_t*>(cache->key_cache);
-    params.value_cache = static_cast<const uint8_t*>(cache->value_cache);
-    while (1 << params.page_bits < cache->page_size) ++params.page_bits;
-    params.page_table = args->page_table;
-    params.row_starts = args->row_starts;
-    params.past_lens = args->past_lens;
-    params.table_stride = args->table_stride;
-    params.window = args->window;
-    const bool is_capped = args->softcap > 0.0f;
-    params.scale = kLog2e * args->scale * (is_capped ? 2.0f / args->softcap : 1.0f);
-    params.cap = is_capped ? kLog2e * args->softcap : 0.0f;
-    params.sinks = args->sinks;
-    params.is_shared = cache->key_cache == cache->value_cache;
-    params.first_value = params.d > kWideHead ? kSharedRow - kWideHead : 0;
+    const AttentionParams params = params_of(*args, *cache, new_rows);
     const AttentionSize size = {args->seqs,       args->max_rows,       args->max_keys,
                                 cache->key_dtype, cache->value_dtype,   args->is_invariant != 0,
                                 args->workspace,  args->workspace_bytes};
@@ -92,4 +113,26 @@ extern "C" int exl_cuda_attention(const ExlAttention* args, const ExlCache* cach
         if (error != cudaSuccess || (args->seqs == 1 && args->rows > kDecodeRows)) return error;
     }
     return attend_decode(params, size, stream);
+}
+
+extern "C" int exl_cuda_attention(const ExlAttention* args, const ExlCache* cache, void* stream) {
+    return attend(args, cache, {}, stream);
+}
+
+extern "C" int exl_cuda_attend(
+    const ExlRopeWrite* rope, const ExlAttention* args, const ExlCache* cache, void* stream
+) {
+    if (args->q != rope->qkv || args->q_stride != rope->qkv_stride ||
+        args->dtype != rope->qkv_dtype || args->rows != rope->rows ||
+        args->q_heads != rope->q_heads) {
+        return cudaErrorInvalidValue;
+    }
+    if (!can_write(*args, *rope, *cache)) {
+        const int error = exl_cuda_rope_write(rope, cache, stream);
+        return error != cudaSuccess ? error : attend(args, cache, {}, stream);
+    }
+    const NewRows new_rows = {rope->slots, rope->cos,    rope->sin,        rope->rotary_half,
+                              rope->eps,   rope->q_norm, rope->k_norm,     rope->head_scale,
+                              rope->head_shift};
+    return attend(args, cache, new_rows, stream);
 }

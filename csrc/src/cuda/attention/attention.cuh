@@ -16,6 +16,20 @@ constexpr int kChunk = 16;       // cache rows that are copied together
 constexpr int kDecodeRows = 16;  // most rows of a sequence that runs in the decode kernel
 constexpr float kLog2e = 1.4426950408889634f;
 
+// Rows of this pass that attention itself processes and writes to the cache (exl_cuda_attend), in
+// place of an earlier launch. Each sequence has one row; `q` holds queries, keys and values.
+struct NewRows {
+    const int64_t* slots;  // null: the rows are in the cache already
+    const float* cos;      // [rows, rotary_half]
+    const float* sin;
+    int rotary_half;  // 0: no RoPE
+    float eps;
+    const float* q_norm;  // [d], or null
+    const float* k_norm;
+    const float* head_scale;  // [(q_heads + kv_heads) d], or null
+    const float* head_shift;
+};
+
 struct AttentionParams {
     const void* q;
     void* out;
@@ -44,12 +58,14 @@ struct AttentionParams {
     const float* sinks;  // [q_heads], or null: none
     bool is_shared;      // each cache row is a key and a value
     int first_value;  // first element of a row that has a result; not 0 in attention_wide.cuh only
+    NewRows new_rows;
     // Set by the decode kernel's launch only.
     int first_item;  // number of the tile of rows whose blockIdx.z is 0
     int row_tiles;   // of each sequence
     int splits;
     int chains;  // of a partition; set by the launch of the prompt kernel only
     int stages;
+    bool warms_up;
     unsigned* counters;
     float* partials;
 };

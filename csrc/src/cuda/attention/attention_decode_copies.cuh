@@ -17,6 +17,7 @@ struct WorkItem {
     int begin_key;  // keys begin_key .. end_key - 1 are seen by at least one row
     int end_key;
     int past_len;  // keys before this one were written by earlier passes
+    int ready_len;  // keys before this one may be copied before the previous kernel has ended
     int splits;    // blocks that share these keys
     int split;     // this block's number, from first_split on
     int first_split;
@@ -73,6 +74,8 @@ __device__ __forceinline__ WorkItem work_item_of(
     work.rows = min(tile_rows, seq_rows - first);
     work.vectors = work.rows * params.group;
     work.past_len = uniform(params.past_lens[seq]);
+    // Copies of the new key's row, which this kernel writes, are replaced in shared memory.
+    work.ready_len = params.new_rows.slots == nullptr ? work.past_len : 0x7fffffff;
     work.first_position = work.past_len + first;
     work.end_key = work.first_position + work.rows;
     work.begin_key = params.window > 0 ? max(0, work.first_position - params.window + 1) : 0;
@@ -127,12 +130,12 @@ class StepCopies {
     __device__ __forceinline__ void prefetch_past() const {
         for (int stage = 0; stage < params_.stages - 1; ++stage) {
             const int step = steps_.begin + stage * steps_.stride;
-            if ((step + 1) * kKeys <= work_.past_len) start_copy(step, stage);
+            if ((step + 1) * kKeys <= work_.ready_len) start_copy(step, stage);
         }
     }
     __device__ __forceinline__ void prefetch_new() {
         for (int stage = 0; stage < params_.stages - 1; ++stage, steps_.begin += steps_.stride) {
-            if ((steps_.begin + 1) * kKeys > work_.past_len) start_copy(steps_.begin, stage);
+            if ((steps_.begin + 1) * kKeys > work_.ready_len) start_copy(steps_.begin, stage);
             commit_copies();
         }
     }
@@ -272,7 +275,7 @@ class StepCopies<key_type, value_type, width, true, is_invariant> {
   private:
     // True if the step has keys of this pass.
     __device__ __forceinline__ bool is_new(int step) const {
-        return (step + 1) * Shape::kKeys > work_.past_len;
+        return (step + 1) * Shape::kKeys > work_.ready_len;
     }
     // Copies the first steps of all chains, those with new keys last: they are written by the
     // previous kernel. The other steps follow, one of each chain in turn.

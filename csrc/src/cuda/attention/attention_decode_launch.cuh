@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "cuda/attention/attention_decode_kernel.cuh"
 
@@ -11,10 +12,9 @@ namespace exl::cuda {
 // Shared memory of a thread block.
 template <class Shape, int width>
 int decode_bytes(int warps, int stages) {
-    constexpr int kFixed = Shape::kQueryBytes + Shape::kStatBytes + Shape::kBarrierBytes;
     const int staged = warps * stages * Shape::kStepBytes;
     const int result = warps * Shape::kQueries * (width + 4) * 4;
-    return kFixed + (staged > result ? staged : result);
+    return Shape::kStaged + (staged > result ? staged : result);
 }
 
 // Reduces stages, then warps, until a thread block fits.
@@ -113,6 +113,8 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     // the end of one then overlaps with the start of another.
     int warps = kDecodeWarps;
     params.stages = kMaxStages;
+    if (const char* most = getenv("EXL_BI_STAGES"); most != nullptr && items <= info.multiprocessors) params.stages = atoi(most);
+    if (const char* most = getenv("EXL_BI_WARPS"); most != nullptr && items <= info.multiprocessors) warps = atoi(most);
     const bool fits_twice =
         2 * decode_bytes<Shape, width>(warps, kMaxStages) <= info.shared_per_block;
     if (items > info.multiprocessors && !fits_twice) warps /= 2;
@@ -136,6 +138,7 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     if (splits * floats_per_split > capacity) splits = capacity / floats_per_split;
     if (items > kCounters || splits < 1) splits = 1;
     params.splits = static_cast<int>(splits);
+    params.warms_up = info.capability >= 90 && params.rows <= kWarmUpRows && getenv("EXL_BI_COLD") == nullptr;
     return launch_decode_kernel<key_type, value_type, width, tiles, false>(
         params, info, warps, size.seqs * params.row_tiles, stream
     );

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/attention/attention_decode.cuh"
+#include "cuda/common/predicated.cuh"
 #include "cuda/linear/prepared.cuh"
 
 namespace exl::cuda {
@@ -43,6 +44,12 @@ struct DecodeShape {
     static constexpr int kStatBytes = kMaxSplits * kQueries * 4;
     static_assert(kQueries >= kDecodeWarps && kMaxSplits >= 2 * kDecodeWarps);
     static constexpr int kBarrierBytes = 2 * kDecodeWarps * kMaxStages * 8;
+    // The new key and value of the sequence, as the cache stores them.
+    static constexpr int kNewKeyBytes = (row_bytes(key_type, width) + 15) / 16 * 16;
+    static constexpr int kNewBytes = kNewKeyBytes + (row_bytes(value_type, width) + 15) / 16 * 16;
+    // Offset of the staged keys and values in shared memory. Queries, statistics, new rows and
+    // barriers precede them.
+    static constexpr int kStaged = kQueryBytes + kStatBytes + kNewBytes + kBarrierBytes;
 };
 
 // Running softmax of one warp. A lane holds the peak (maximum score) and the weight (sum of
@@ -403,18 +410,22 @@ __device__ __forceinline__ void load_permutation(
     }
 }
 
-// Stores a head's result as prepared inputs of the next linear.
+// Stores a head's result as prepared inputs of the next linear, if `is_real`.
 template <int width>
 __device__ __forceinline__ void store_permuted(
     const AttentionParams& params, int row, const HeadRow<width>& x,
-    const Permutation<width>& permutation, int lane
+    const Permutation<width>& permutation, bool is_real, int lane
 ) {
     auto* to = static_cast<__half*>(params.out);
 #pragma unroll
     for (int u = 0; u < width / kUnit; ++u) {
         if (u * kUnit + 2 * lane >= params.d) continue;
-        to[prepared_at(params.rows, row, permutation[u].x)] = from_float<__half>(x[u].x);
-        to[prepared_at(params.rows, row, permutation[u].y)] = from_float<__half>(x[u].y);
+        store_if(
+            is_real, to + prepared_at(params.rows, row, permutation[u].x), from_float<__half>(x[u].x)
+        );
+        store_if(
+            is_real, to + prepared_at(params.rows, row, permutation[u].y), from_float<__half>(x[u].y)
+        );
     }
 }
 

@@ -157,8 +157,19 @@ class Attention:
         smoothing: KeySmoothing | None = None,
     ) -> None:
         """Rotates queries and keys in place, and writes the cache. There may be no queries."""
+        args = self._rope_args(qkv, batch, cache, norms, smoothing)
+        self._gpu.call("rope_write", args, _pages_of(cache))
+
+    def _rope_args(
+        self,
+        qkv: Tensor,
+        batch: CudaBatch,
+        cache: CacheLayer,
+        norms: HeadNorms,
+        smoothing: KeySmoothing | None,
+    ) -> cuda.RopeWrite:
         rows, width = qkv.shape
-        args = cuda.RopeWrite(
+        return cuda.RopeWrite(
             qkv=qkv.data_ptr(),
             qkv_stride=qkv.stride(0),
             qkv_dtype=TYPES[qkv.dtype],
@@ -174,7 +185,6 @@ class Attention:
             eps=norms.eps,
             slots=batch.slots.data_ptr(),
         )
-        self._gpu.call("rope_write", args, _pages_of(cache))
 
     def read_keys(self, cache: CacheLayer, pages: Tensor, count: int) -> Tensor:
         """Keys of a sequence's first `count` positions: float16 [count, kv_heads, d]."""
@@ -195,13 +205,13 @@ class Attention:
         sinks: Tensor | None,
         to: CudaInputs | None,
     ) -> None:
-        self.rope_write(qkv, batch, cache, norms=norms, smoothing=smoothing)
         head_dim, kv_heads = head_dim_of(cache.keys), cache.keys.shape[1]
         rows, q_heads = qkv.shape[0], qkv.shape[1] // head_dim - cache.heads_per_row
         queries = qkv[:, : q_heads * head_dim]
         # torch's attention knows no sinks.
         may_use_torch = sinks is None and not cache.is_shared
         if may_use_torch and _can_use_torch(batch, scoring, qkv, cache.keys, self.has_flash):
+            self.rope_write(qkv, batch, cache, norms=norms, smoothing=smoothing)
             if batch.short is not None:
                 q = queries[: batch.long[0].first]
                 self.paged_attention(q, q, batch.short, cache, scoring, heads=q_heads)
@@ -215,9 +225,9 @@ class Attention:
                 else:
                     _attend_without_past(own, q_heads, kv_heads, segment, scoring)
             return
-        self.paged_attention(
-            queries, queries, batch, cache, scoring, heads=q_heads, sinks=sinks, to=to
-        )
+        rope = self._rope_args(qkv, batch, cache, norms, smoothing)
+        args = self._args(queries, queries, batch, cache, scoring, heads=q_heads, sinks=sinks, to=to)
+        self._gpu.call("attend", rope, args, _pages_of(cache))
 
     def paged_attention(
         self,
@@ -236,12 +246,27 @@ class Attention:
         q [rows, ...] has heads d apart and may be the same memory as `out`. With `to`, the result
         is written there as prepared inputs, and `out` is left unchanged.
         """
+        args = self._args(q, out, batch, cache, scoring, heads=heads, sinks=sinks, to=to)
+        self._gpu.call("attention", args, _pages_of(cache))
+
+    def _args(
+        self,
+        q: Tensor,
+        out: Tensor,
+        batch: CudaBatch,
+        cache: CacheLayer,
+        scoring: Scoring,
+        *,
+        heads: int,
+        sinks: Tensor | None,
+        to: CudaInputs | None,
+    ) -> cuda.Attention:
         if sinks is not None:
             _check_sinks(sinks, heads, head_dim_of(cache.keys))
         rows = out.shape[0]
         is_invariant = self._gpu.is_invariant
         workspace = self._gpu.workspace("attention", is_invariant, head_dim_of(cache.keys))
-        args = cuda.Attention(
+        return cuda.Attention(
             q=q.data_ptr(),
             q_stride=q.stride(0),
             out=out.data_ptr() if to is None else to.memory.data_ptr(),
@@ -265,7 +290,6 @@ class Attention:
             workspace_bytes=workspace.numel(),
             is_invariant=is_invariant,
         )
-        self._gpu.call("attention", args, _pages_of(cache))
 
 
 class CudaAttentionOps:
