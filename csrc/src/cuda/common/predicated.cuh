@@ -16,6 +16,13 @@ __device__ __forceinline__ void store_if(bool is_wanted, float* to, float4 x) {
                  "l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
                  : "memory");
 }
+__device__ __forceinline__ void store_if(bool is_wanted, float* to, float x) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.f32 [%1], %2; }" ::"r"(
+                     static_cast<uint32_t>(is_wanted)
+                 ),
+                 "l"(to), "f"(x)
+                 : "memory");
+}
 __device__ __forceinline__ void store_if(bool is_wanted, __half* to, __half x) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.u16 [%1], %2; }" ::"r"(
                      static_cast<uint32_t>(is_wanted)

@@ -253,16 +253,22 @@ struct SmallGroupSums {
 struct InputReader {
     const QuantLinearArgs& args;
     int lane_halves;  // offset of the lane's first number in a block
+    // False in the warm-up pass (kWarmUpRows in common.cuh), which reads 16 bytes of weights instead:
+    // an earlier kernel may still be writing the inputs, and the L1 cache would keep old ones.
+    bool is_real = true;
 
     __device__ __forceinline__ InputReader(const QuantLinearArgs& args, int lane)
         : args(args),
           lane_halves(8 * (lane % 4) + (args.block_halves == 32 ? 0 : 32 * (lane / 4))) {}
     __device__ __forceinline__ const __half* at(const LoadRun& run) const {
-        return args.parts[run.part()].inputs + (run.block() * args.block_halves + lane_halves);
+        const QuantPart& part = args.parts[run.part()];
+        if (!is_real) return reinterpret_cast<const __half*>(part.packed);
+        return part.inputs + (run.block() * args.block_halves + lane_halves);
     }
     // Float16 numbers from one block to the next.
     template <class Shape>
     __device__ __forceinline__ int pitch() const {
+        if (!is_real) return 0;
         return Shape::kIsOneRow ? 32 : args.block_halves;
     }
 };
@@ -297,7 +303,7 @@ __device__ __forceinline__ bool add_full_k_tiles(
     asm("" : "+r"(header_bytes));
     const int pitch = inputs.pitch<Shape>();
     const __half* x = inputs.at(own);
-    int loads_left = own.count();
+    int loads_left = inputs.is_real ? own.count() : 1;
 #pragma unroll 1
     for (;;) {
         --loads_left;
@@ -306,7 +312,7 @@ __device__ __forceinline__ bool add_full_k_tiles(
             run = pipeline.next();
             x = inputs.at(run);
         }
-        pipeline.wait();
+        if (inputs.is_real) pipeline.wait();
         const uint8_t* bytes = pipeline.data();
         if constexpr (is_small_form(kForm)) {
             SmallGroupSums<kForm, Shape> sums;
@@ -385,7 +391,8 @@ __device__ __forceinline__ void add_load(
 // Adds the next loads of the pipeline to `total`: several loads of a run of full k-tiles if inputs
 // are prefetched, otherwise one. `run` describes them, and on return what comes next. `rows` holds
 // their inputs if these are prefetched. Returns whether they end the warp's k-slice of the output
-// tile.
+// tile. In the warm-up pass it adds one load, whose bytes need not have arrived, and the pipeline
+// stays as it is.
 template <class Shape>
 __device__ __forceinline__ bool add_load_run(
     PanelSums<Shape>& total, LoadInputs<Shape>& rows, LoadRun& run, WeightPipeline& pipeline,
@@ -405,7 +412,7 @@ __device__ __forceinline__ bool add_load_run(
         }
         if constexpr (!is_small_form(kForm)) {
             run = is_run_done ? pipeline.next() : own.last(own.count() - 1);
-            pipeline.wait();
+            if (inputs.is_real) pipeline.wait();
             add_load<kForm, Shape>(total, rows, own, run, pipeline.data(), inputs, lane);
         }
     };
@@ -445,6 +452,7 @@ __device__ __forceinline__ bool add_load_run(
             break;
         default: run = pipeline.next(); pipeline.wait();
     }
+    if (!inputs.is_real) return true;
     pipeline.release<true>();
     const bool has_one_stage = inputs.args.num_stages == 1;
     if (has_one_stage && is_run_done) run = pipeline.front();

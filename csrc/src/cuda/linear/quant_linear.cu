@@ -22,6 +22,7 @@
 //            addresses depend on kernel parameters only. Two thread blocks fit on a multiprocessor
 //            of 9.0: two of a large launch, or one of a small launch and one of the next launch.
 #include <algorithm>
+#include <cstdlib>
 #include <iterator>
 
 #include "cuda/linear/prepared.cuh"
@@ -62,26 +63,35 @@ __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
     uint32_t tile = blockIdx.x >> args.split_bits;
     const int element = (blockIdx.x & (args.splits() - 1)) * kThreads + threadIdx.x;
     OutputElement<Shape> output(args, tile, element);
-    wait_for_inputs();
 
-    const InputReader inputs(args, lane);
-    LoadRun run = pipeline.front();
+    InputReader inputs(args, lane);
+    LoadRun run;
     LoadInputs<Shape> rows;
-    if constexpr (Shape::kPrefetchesInputs) load_inputs<Shape>(rows, run, inputs);
     int buffer = 0;
-    for (;;) {
-        output.load_addend(args);
+    bool has_inputs = false;
+    // A first iteration with `is_real` false is the warm-up pass: it multiplies one load.
+#pragma unroll 1
+    for (bool is_real = Shape::kRowTiles > 1 || !args.warms_up;; is_real = true) {
+        if (!has_inputs) {
+            has_inputs = inputs.is_real = is_real;
+            if (is_real) wait_for_inputs();
+            run = pipeline.front();
+            if constexpr (Shape::kPrefetchesInputs) load_inputs<Shape>(rows, run, inputs);
+        }
+        if (is_real) output.load_addend(args);
         PanelSums<Shape> total = {};
         while (!add_load_run<Shape>(total, rows, run, pipeline, inputs, lane)) {
         }
         sums[buffer].store(total, warp, lane, args.m);
-        sync_cluster(args);
-        output.store(args, sums[buffer]);
+        if (is_real) sync_cluster(args);
+        // The warm-up pass cannot read sums of a block that may not have started.
+        if (is_real || args.split_bits == 0) output.store(args, sums[buffer], is_real);
+        if (!is_real) continue;
         const int stride = args.splits() * kThreads;
         for (int i = element + stride; i < 32 * args.m << args.part_panel_bits(); i += stride) {
             OutputElement<Shape> other(args, tile, i);
             other.load_addend(args);
-            other.store(args, sums[buffer]);
+            other.store(args, sums[buffer], true);
         }
         tile += gridDim.x >> args.split_bits;
         if (tile >= args.num_tiles) break;
@@ -155,6 +165,8 @@ int split_bits_for(const QuantLinearArgs& args, int resident, const DeviceInfo& 
         const auto rounds = static_cast<double>(ceil_div(args.num_tiles, clusters));
         return rounds * (k_tiles / (1 << bits) + 1 + 3 * bits);
     };
+    if (const char* split = getenv("EXL_BI_SPLIT"); split != nullptr && static_cast<int>(args.num_tiles) * 2 <= resident)
+        return info.capability >= 90 && atoi(split);
     return info.capability >= 90 && cost(1) < cost(0);
 }
 
@@ -166,6 +178,10 @@ cudaError_t launch_shape(QuantLinearArgs& args, const DeviceInfo& info, void* st
     args.split_bits = split_bits_for(args, resident, info);
     const int max_clusters = std::max(1, resident >> args.split_bits);
     const int64_t clusters = std::min<int64_t>(args.num_tiles, max_clusters);
+    const char* mode = getenv("EXL_BI_LIN");
+    const int warm = mode == nullptr ? 1 : atoi(mode);
+    args.warms_up = info.capability >= 90 && args.m <= (warm == 3 ? 1 : kWarmUpRows) && warm > 0 &&
+                    (warm != 2 || (clusters << args.split_bits) <= info.multiprocessors);
     return launch_clusters(
         quant_linear_kernel<Shape>, dim3(static_cast<unsigned>(clusters << args.split_bits)),
         dim3(kThreads), args.splits(), kWarps * args.num_stages * args.stage_bytes + kBeside,

@@ -5,6 +5,7 @@
 // thread blocks of a cluster read each other's sums through distributed shared memory.
 #pragma once
 
+#include "cuda/common/predicated.cuh"
 #include "cuda/elementwise/gate.cuh"
 #include "cuda/exchange/partial_sums.cuh"
 #include "cuda/linear/prepared.cuh"
@@ -124,8 +125,9 @@ struct OutputElement {
     __device__ __forceinline__ void load_addend(const QuantLinearArgs& args) {
         if (to != nullptr && args.epilogue == EXL_EPILOGUE_ADD) addend = *static_cast<float*>(to);
     }
+    // Nothing is stored unless `is_real`.
     __device__ __forceinline__ void store(
-        const QuantLinearArgs& args, const WarpSums<Shape>& sums
+        const QuantLinearArgs& args, const WarpSums<Shape>& sums, bool is_real
     ) const {
         if (to == nullptr) return;
         const float* own = &sums.values[0][0][0] + from;
@@ -139,13 +141,14 @@ struct OutputElement {
             y = gated(args.gate, y, up);
         }
         if (args.y_dtype == kF16) {
-            *static_cast<__half*>(to) = from_float<__half>(y);
+            store_if(is_real, static_cast<__half*>(to), from_float<__half>(y));
         } else if (args.copies.count > 0) {
+            if (!is_real) return;
             const uint32_t bits = sent_bits(y);
             send_part(args.copies, static_cast<float*>(to) - static_cast<float*>(args.y), bits);
             store_part(static_cast<float*>(to), bits);
         } else {
-            *static_cast<float*>(to) = y;
+            store_if(is_real, static_cast<float*>(to), y);
         }
     }
 };

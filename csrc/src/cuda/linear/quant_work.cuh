@@ -54,6 +54,7 @@ struct QuantLinearArgs {
     int32_t num_stages;  // pipeline stages of each warp
     int32_t stage_bytes;
     int32_t block_halves;  // float16 numbers of the prepared inputs per block of 32 rows of k
+    bool warms_up;         // there is a warm-up pass (kWarmUpRows in common.cuh)
 
     __host__ __device__ int panels() const { return 1 << panel_bits; }
     __host__ __device__ int splits() const { return 1 << split_bits; }
