@@ -15,6 +15,7 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -143,14 +144,14 @@ def kernel_times(replay: Any, count: int) -> dict[str, float]:
         for _ in range(5):
             replay()
         torch.cuda.synchronize()
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profile.profiler.kineto_results.events()
     spans = sorted(
         (event.start_ns() + event.duration_ns(), event.start_ns(), event.name())
         for event in events
         if "exl" in event.name()
     )
     times: dict[str, float] = defaultdict(float)
-    for (before, _, _), (end, _, name) in zip(spans, spans[1:], strict=False):
+    for (before, _, _), (end, _, name) in pairwise(spans):
         if end - before < 1e5:  # not the pause between two replays
             short = name.replace("void exl::cuda::", "").replace("(anonymous namespace)::", "")
             times[short.partition("(")[0][:60]] += (end - before) / 1e3 / count / 5

@@ -91,9 +91,9 @@ def make_case(
     rng: torch.Generator,
     pasts: list[int],
     name: str,
+    *,
     d: int,
     half: int,
-    *,
     group: int = 4,
     scoring: Scoring | None = None,
     has_norms: bool = True,
@@ -134,7 +134,7 @@ def make_case(
         normal(rows, (q_heads + 2 * KV_HEADS) * d).to(dtype),
         q_heads,
         scoring or Scoring(d**-0.5),
-        HeadNorms(*norms, 1e-5),
+        HeadNorms(norms[0], norms[1], 1e-5),
         KeySmoothing(fit[0].contiguous(), fit[1].contiguous()) if is_fitted else None,
         normal(q_heads) if has_sinks else None,
     )
@@ -163,7 +163,7 @@ def test_results_and_cache_have_the_bits_of_two_launches(
     gpu: Gpu, rng: torch.Generator, name: str, d: int, count: int
 ) -> None:
     for first in range(0, len(PASTS), count):
-        assert_same(make_case(gpu, rng, PASTS[first : first + count], name, d, d // 2))
+        assert_same(make_case(gpu, rng, PASTS[first : first + count], name, d=d, half=d // 2))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_results_and_cache_have_the_bits_of_two_launches(
 def test_rope_may_rotate_a_part_of_a_head(
     gpu: Gpu, rng: torch.Generator, name: str, d: int, half: int
 ) -> None:
-    assert_same(make_case(gpu, rng, [3, 40, 900], name, d, half, has_norms=False))
+    assert_same(make_case(gpu, rng, [3, 40, 900], name, d=d, half=half, has_norms=False))
 
 
 @pytest.mark.parametrize("name", ["f16", "fp8", "q6"])
@@ -186,7 +186,16 @@ def test_smoothing_sinks_windows_and_groups(
         for has_more in (False, True):
             more = {"is_fitted": has_more, "has_sinks": has_more, "has_norms": has_more}
             case = make_case(
-                gpu, rng, PASTS[-4:], name, 128, 64, group=group, scoring=scoring, dtype=dtype, **more
+                gpu,
+                rng,
+                PASTS[-4:],
+                name,
+                d=128,
+                half=64,
+                group=group,
+                scoring=scoring,
+                dtype=dtype,
+                **more,
             )
             assert_same(case)
 
@@ -196,7 +205,7 @@ def test_passes_of_a_captured_graph_see_earlier_rows(
     gpu: Gpu, rng: torch.Generator, name: str
 ) -> None:
     """Each replay is one more token of every sequence. The rows come from the kernel before."""
-    case = make_case(gpu, rng, [30, 250, 1], name, 128, 64)
+    case = make_case(gpu, rng, [30, 250, 1], name, d=128, half=64)
     steps = 40
     pages = case.batch.rows.page_table.long()
     rows = torch.randn(steps, *case.qkv.shape, generator=rng, device=DEVICE).half()

@@ -155,6 +155,19 @@ class QuantLinear(Structure):
     )
 
 
+MAX_NORM_FEATURES = 4096
+
+
+class RowNorm(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("weight", c_void_p),
+        ("inverse_permutation", c_void_p),
+        ("eps", c_float),
+        ("reserved", c_int32),
+    )
+
+
 class Cache(Structure):
     _fields_ = (
         ("key_cache", c_void_p),
@@ -346,6 +359,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "quant_embedding": (POINTER(QuantMatrix), _P, _I, _P, _P),
     "prepare": (POINTER(Prepare), _P),
     "quant_linear": (POINTER(QuantLinear), _P),
+    "norm_linear": (POINTER(RowNorm), POINTER(QuantLinear), _P),
     "trellis_pack": (POINTER(TrellisMatrix), _P, _L, _P),
     "trellis_unpack": (POINTER(TrellisMatrix), _I, _I, _P, _P),
     "trellis_prepare": (POINTER(TrellisPrepare), _P),

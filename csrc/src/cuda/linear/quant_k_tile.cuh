@@ -56,6 +56,17 @@ struct InputFragments {
                          : "l"(x + i * 8 * 32));
         }
     }
+    // The same for x in global or in shared memory.
+    __device__ __forceinline__ void load_any(const __half* x) {
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+            uint4& to = row_tiles[i];
+            asm volatile("ld.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+                         : "l"(x + i * 8 * 32)
+                         : "memory");
+        }
+    }
 };
 
 // Loads the scales or minimums of columns g, g + 8, g + 16 and g + 24.
@@ -256,6 +267,7 @@ struct InputReader {
     // False in the warm-up pass (kWarmUpRows in common.cuh), which reads 16 bytes of weights instead:
     // an earlier kernel may still be writing the inputs, and the L1 cache would keep old ones.
     bool is_real = true;
+    const __half* shared_row = nullptr;  // prepared inputs of a single row, if the block has them
 
     __device__ __forceinline__ InputReader(const QuantLinearArgs& args, int lane)
         : args(args),
@@ -263,7 +275,8 @@ struct InputReader {
     __device__ __forceinline__ const __half* at(const LoadRun& run) const {
         const QuantPart& part = args.parts[run.part()];
         if (!is_real) return reinterpret_cast<const __half*>(part.packed);
-        return part.inputs + (run.block() * args.block_halves + lane_halves);
+        const __half* inputs = shared_row == nullptr ? part.inputs : shared_row;
+        return inputs + (run.block() * args.block_halves + lane_halves);
     }
     // Float16 numbers from one block to the next.
     template <class Shape>
@@ -278,13 +291,24 @@ template <class Shape>
 using LoadInputs = InputFragments<Shape::kRowTiles>[Shape::kPrefetchesInputs ? kStageBlocks : 1];
 
 template <class Shape>
+__device__ __forceinline__ void load_block(
+    InputFragments<Shape::kRowTiles>& to, const __half* x
+) {
+    if constexpr (Shape::kIsOneRow) {
+        to.load_any(x);
+    } else {
+        to.load(x);
+    }
+}
+
+template <class Shape>
 __device__ __forceinline__ void load_inputs(
     LoadInputs<Shape>& rows, const LoadRun& run, const InputReader& inputs
 ) {
     const __half* x = inputs.at(run);
 #pragma unroll
     for (int i = 0; i < kStageBlocks; ++i) {
-        if (i < run.blocks()) rows[i].load(x + i * inputs.pitch<Shape>());
+        if (i < run.blocks()) load_block<Shape>(rows[i], x + i * inputs.pitch<Shape>());
     }
 }
 
@@ -325,7 +349,7 @@ __device__ __forceinline__ bool add_full_k_tiles(
                 own_multipliers.load(multipliers, lane / 4, 2 * i);
                 sums.template add_step<0>(codes, own_multipliers, rows[i].row_tiles[0]);
                 sums.template add_step<1>(codes, own_multipliers, rows[i].row_tiles[0]);
-                rows[i].load(x + i * pitch);
+                load_block<Shape>(rows[i], x + i * pitch);
             }
             sums.scale_into(total, bytes, lane);
         } else {
@@ -338,7 +362,7 @@ __device__ __forceinline__ bool add_full_k_tiles(
                 codes.load(bytes + header_bytes + i * 128 * width_of(kForm), lane);
                 sums.add(codes, rows[i]);
                 // May read past the next load's last block; unused then.
-                rows[i].load(x + i * pitch);
+                load_block<Shape>(rows[i], x + i * pitch);
             }
             sums.template scale_into<kForm>(total, factors);
         }
@@ -375,7 +399,9 @@ __device__ __forceinline__ void add_load(
             BlockCodes<kForm> codes;
             codes.load(bytes, lane);
             bytes += 128 * width_of(kForm);
-            if constexpr (!Shape::kPrefetchesInputs) own.load(x + i * inputs.pitch<Shape>());
+            if constexpr (!Shape::kPrefetchesInputs) {
+                load_block<Shape>(own, x + i * inputs.pitch<Shape>());
+            }
             sums.add(codes, own);
             if (++in_k_tile == k_tile_blocks) {
                 KTileFactors factors;
@@ -384,7 +410,9 @@ __device__ __forceinline__ void add_load(
                 in_k_tile = 0;
             }
         }
-        if (Shape::kPrefetchesInputs && i < next.blocks()) own.load(x + i * inputs.pitch<Shape>());
+        if (Shape::kPrefetchesInputs && i < next.blocks()) {
+            load_block<Shape>(own, x + i * inputs.pitch<Shape>());
+        }
     }
 }
 

@@ -28,6 +28,7 @@
 #include "cuda/linear/prepared.cuh"
 #include "cuda/linear/quant_tile.cuh"
 #include "cuda/linear/quant_small_batch.cuh"
+#include "cuda/linear/row_norm.cuh"
 
 namespace exl::cuda {
 
@@ -48,12 +49,13 @@ constexpr int kBuffers = Shape::kRowTiles == 4 ? 1 : 2;
 
 template <class Shape>
 __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
-    const __grid_constant__ QuantLinearArgs args
+    const __grid_constant__ QuantLinearArgs args, const RowNorm norm
 ) {
     extern __shared__ __align__(128) uint8_t shared[];
     auto* sums =
         reinterpret_cast<WarpSums<Shape>*>(shared + kWarps * args.num_stages * args.stage_bytes);
     auto* states = reinterpret_cast<PipelineState*>(sums + kBuffers<Shape>);
+    auto* row = reinterpret_cast<__half*>(states + kWarps);
     const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
 
     let_next_begin();
@@ -75,6 +77,10 @@ __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
         if (!has_inputs) {
             has_inputs = inputs.is_real = is_real;
             if (is_real) wait_for_inputs();
+            if (Shape::kIsOneRow && norm.x != nullptr) {
+                normalize_row<kThreads>(norm, row, &sums[0].values[0][0][0], is_real);
+                inputs.shared_row = row;
+            }
             run = pipeline.front();
             if constexpr (Shape::kPrefetchesInputs) load_inputs<Shape>(rows, run, inputs);
         }
@@ -171,9 +177,12 @@ int split_bits_for(const QuantLinearArgs& args, int resident, const DeviceInfo& 
 }
 
 template <class Shape>
-cudaError_t launch_shape(QuantLinearArgs& args, const DeviceInfo& info, void* stream) {
-    constexpr int kBeside = bytes_beside_stages<Shape>();
-    args.num_stages = stages_for(args.stage_bytes, kBeside, info);
+cudaError_t launch_shape(
+    QuantLinearArgs& args, const RowNorm& norm, const DeviceInfo& info, void* stream
+) {
+    const int beside = bytes_beside_stages<Shape>() + norm.shared_bytes();
+    args.num_stages = stages_for(args.stage_bytes, beside, info);
+    if (args.num_stages == 0) return cudaErrorInvalidValue;
     const int resident = 2 * info.multiprocessors;
     args.split_bits = split_bits_for(args, resident, info);
     const int max_clusters = std::max(1, resident >> args.split_bits);
@@ -184,14 +193,14 @@ cudaError_t launch_shape(QuantLinearArgs& args, const DeviceInfo& info, void* st
                     (warm != 2 || (clusters << args.split_bits) <= info.multiprocessors);
     return launch_clusters(
         quant_linear_kernel<Shape>, dim3(static_cast<unsigned>(clusters << args.split_bits)),
-        dim3(kThreads), args.splits(), kWarps * args.num_stages * args.stage_bytes + kBeside,
-        stream, args
+        dim3(kThreads), args.splits(), kWarps * args.num_stages * args.stage_bytes + beside,
+        stream, args, norm
     );
 }
 
 // Launches the kernel for args.m rows.
 cudaError_t launch_rows(
-    QuantLinearArgs& args, int row_tiles, const DeviceInfo& info, void* stream
+    QuantLinearArgs& args, const RowNorm& norm, int row_tiles, const DeviceInfo& info, void* stream
 ) {
     // The panels of an output tile share inputs. More rows get more panels per tile, unless that
     // leaves multiprocessors without a tile.
@@ -208,12 +217,15 @@ cudaError_t launch_rows(
     while (divide() < info.multiprocessors && args.part_panel_bits() > 0) --args.panel_bits;
     const auto is_small = [&](const QuantPart& part) { return has_small_groups(part.offset_kind); };
     const bool has_small = std::any_of(std::begin(args.parts), std::end(args.parts), is_small);
-    if (is_one_row && has_small) return launch_shape<RowShape<1, true, true>>(args, info, stream);
-    if (has_small) return launch_shape<RowShape<1, false, true>>(args, info, stream);
-    if (is_one_row) return launch_shape<RowShape<1, true>>(args, info, stream);
-    if (row_tiles == 1) return launch_shape<RowShape<1, false>>(args, info, stream);
-    if (row_tiles == 2) return launch_shape<RowShape<2, false>>(args, info, stream);
-    return launch_shape<RowShape<4, false>>(args, info, stream);
+    const auto launch = [&](auto shape) {
+        return launch_shape<decltype(shape)>(args, norm, info, stream);
+    };
+    if (is_one_row && has_small) return launch(RowShape<1, true, true>());
+    if (has_small) return launch(RowShape<1, false, true>());
+    if (is_one_row) return launch(RowShape<1, true>());
+    if (row_tiles == 1) return launch(RowShape<1, false>());
+    if (row_tiles == 2) return launch(RowShape<2, false>());
+    return launch(RowShape<4, false>());
 }
 
 // Largest number of row tiles, at most `tiles`, whose sums and at least one stage per warp fit into
@@ -227,9 +239,9 @@ int row_tiles_that_fit(int tiles, int stage_bytes, const DeviceInfo& info) {
 
 }  // namespace
 
-// exl_cuda_quant_linear, with copies of y.
+// exl_cuda_quant_linear, with copies of y, or of a row's norm.
 static cudaError_t quant_linear(
-    const ExlQuantLinear* call, const ExlPartialCopies& copies, void* stream
+    const ExlQuantLinear* call, const ExlPartialCopies& copies, const RowNorm& norm, void* stream
 ) {
     const bool is_gated = call->epilogue == EXL_EPILOGUE_GATED;
     const bool is_activated = call->epilogue == EXL_EPILOGUE_ACTIVATED;
@@ -299,7 +311,7 @@ static cudaError_t quant_linear(
             for (int i = 0; i < args.copies.count; ++i) {
                 args.copies.to[i] += (first + 8 * tile) * call->y_stride;
             }
-            const cudaError_t error = launch_rows(args, tiles, info, stream);
+            const cudaError_t error = launch_rows(args, norm, tiles, info, stream);
             if (error != cudaSuccess) return error;
         }
     }
@@ -315,7 +327,7 @@ int64_t exl_cuda_quant_linear_workspace(int32_t, int32_t) {
 }
 
 int exl_cuda_quant_linear(const ExlQuantLinear* call, void* stream) {
-    return exl::cuda::quant_linear(call, {}, stream);
+    return exl::cuda::quant_linear(call, {}, {}, stream);
 }
 
 int exl_cuda_quant_linear_sent(
@@ -324,7 +336,22 @@ int exl_cuda_quant_linear_sent(
     const bool fits = copies->count >= 0 && copies->count <= EXL_CUDA_MAX_PEERS &&
                       call->epilogue == EXL_EPILOGUE_STORE && call->y_dtype == exl::cuda::kF32 &&
                       call->m <= EXL_CUDA_CHUNK_ROWS && call->is_invariant == 0;
-    return fits ? exl::cuda::quant_linear(call, *copies, stream) : cudaErrorInvalidValue;
+    return fits ? exl::cuda::quant_linear(call, *copies, {}, stream) : cudaErrorInvalidValue;
+}
+
+int exl_cuda_norm_linear(const ExlRowNorm* norm, const ExlQuantLinear* call, void* stream) {
+    if (call->count < 1 || call->count > 3 || call->m != 1 || call->is_invariant) {
+        return cudaErrorInvalidValue;
+    }
+    const int k = call->parts[0]->k;
+    bool fits = k % 8 == 0 && k <= EXL_CUDA_MAX_NORM_FEATURES;
+    for (int i = 0; i < call->count; ++i) {
+        fits &= call->parts[i]->k == k && call->parts[i]->num_blocks * 32 == k;
+    }
+    const exl::cuda::RowNorm row = {
+        norm->x, norm->weight, norm->inverse_permutation, norm->eps, k
+    };
+    return fits ? exl::cuda::quant_linear(call, {}, row, stream) : cudaErrorInvalidValue;
 }
 
 int exl_cuda_least_rows(int32_t has_integers, int* rows) {

@@ -226,7 +226,9 @@ class Attention:
                     _attend_without_past(own, q_heads, kv_heads, segment, scoring)
             return
         rope = self._rope_args(qkv, batch, cache, norms, smoothing)
-        args = self._args(queries, queries, batch, cache, scoring, heads=q_heads, sinks=sinks, to=to)
+        args = self._args(
+            queries, queries, batch, cache, scoring, heads=q_heads, sinks=sinks, to=to
+        )
         self._gpu.call("attend", rope, args, _pages_of(cache))
 
     def paged_attention(
