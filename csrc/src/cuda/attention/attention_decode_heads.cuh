@@ -70,19 +70,32 @@ __device__ __forceinline__ void read_heads(
     constexpr int kQueries = 8 * tiles, kNew = 2;
     const bool is_processed = params.new_rows.slots != nullptr;
     const int kv_head = blockIdx.y;
+    const auto head_of = [&](int v) {
+        return v >= 0 ? kv_head * params.group + v % params.group
+                      : params.q_heads + (v + kNew) * params.kv_heads + kv_head;
+    };
+    const auto load = [&](HeadRow<width>& x, int v) {
+        if (!is_real || v >= work.vectors) return;
+        const int row = work.first_row + (v >= 0 ? v / params.group : 0);
+        const int64_t at = row * params.q_stride + head_of(v) * params.d;
+        const auto* base = static_cast<const uint8_t*>(params.q);
+        load_row(x, base + at * (params.dtype == kF16 ? 2 : 4), params.dtype, params.d, lane);
+    };
+    // Vector -2 is the key, -1 the value. The next vector is loaded before this one is processed.
+    int v = warp - (has_new ? kNew : 0);
+    HeadRow<width> next = {};
+    load(next, v);
 #pragma unroll 1
-    for (int item = warp + (has_new ? 0 : kNew); item < kQueries + kNew; item += warps) {
-        const int v = item - kNew;  // negative: key or value
-        HeadRow<width> x = {};
+    for (; v < kQueries; v += warps) {
+        HeadRow<width> x;
+#pragma unroll
+        for (int u = 0; u < width / kUnit; ++u) x[u] = next[u], next[u] = make_float2(0.0f, 0.0f);
+        load(next, v + warps);
         if (v < work.vectors) {
-            const int head = v >= 0 ? kv_head * params.group + v % params.group
-                                    : params.q_heads + item * params.kv_heads + kv_head;
-            const int row = work.first_row + (v >= 0 ? v / params.group : 0);
-            const int64_t at = row * params.q_stride + head * params.d;
-            const auto* from =
-                static_cast<const uint8_t*>(params.q) + at * (params.dtype == kF16 ? 2 : 4);
-            if (is_real) load_row(x, from, params.dtype, params.d, lane);
-            if (is_processed && v != -1) process_head<width>(x, params, angles, head, lane);
+            const int row = work.first_row;
+            if (is_processed && v != -1) {
+                process_head<width>(x, params, angles, head_of(v), lane);
+            }
             if constexpr (key_type != kF32) {
                 if (v < 0) {
                     const bool is_key = v == -kNew;

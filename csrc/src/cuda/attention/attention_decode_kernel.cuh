@@ -8,7 +8,7 @@
 
 namespace exl::cuda {
 
-// Address of query vector v at `base`, where rows are `stride` elements apart.
+// Address of the result of query vector v at `base`, where rows are `stride` elements apart.
 __device__ __forceinline__ uint8_t* vector_at(
     const AttentionParams& params, const WorkItem& work, const void* base, int64_t stride, int v
 ) {
@@ -19,11 +19,10 @@ __device__ __forceinline__ uint8_t* vector_at(
            at * (params.dtype == kF16 ? 2 : 4);
 }
 
-// Stores the warps' results in shared memory, one after the other, if `is_real`.
+// Stores the warps' results in shared memory, one after the other.
 template <int value_type, int width, int tiles>
 __device__ __forceinline__ void store_results(
-    const SoftmaxState<width, tiles>& state, float* results, float* stats, bool is_real, int warp,
-    int lane
+    const SoftmaxState<width, tiles>& state, float* results, float* stats, int warp, int lane
 ) {
     constexpr int kQueries = 8 * tiles;
 #pragma unroll
@@ -46,9 +45,8 @@ __device__ __forceinline__ void store_results(
             for (int tile = 0; tile < width / 16; ++tile) {
                 using Values = ValueFragments<value_type, width>;
                 const auto& sums = state.sums[tile][n];
-                const float low = Values::factor(0) * sums[j], high = Values::factor(1) * sums[2 + j];
-                store_shared_if(is_real, to + Values::element(tile, lane / 4, 0), low);
-                store_shared_if(is_real, to + Values::element(tile, lane / 4, 1), high);
+                to[Values::element(tile, lane / 4, 0)] = Values::factor(0) * sums[j];
+                to[Values::element(tile, lane / 4, 1)] = Values::factor(1) * sums[2 + j];
             }
         }
     }
@@ -56,12 +54,11 @@ __device__ __forceinline__ void store_results(
 
 // Adds the warps' results. If `partials` is null, sums are divided by their weight and replace the
 // first warp's results. Otherwise they go to `partials` undivided, with peak and weight in
-// `partial_stats`. Nothing is stored unless `is_real`. merge_chains takes its place in the
-// batch-invariant mode.
+// `partial_stats`. merge_chains takes its place in the batch-invariant mode.
 template <int width, int queries>
 __device__ __forceinline__ void merge_warps(
     float* results, const float* stats, int vectors, float* partials, float2* partial_stats,
-    const AttentionParams& params, int kv_head, bool is_real, int warp, int warps, int lane
+    const AttentionParams& params, int kv_head, int warp, int warps, int lane
 ) {
     static_assert(kDecodeWarps == 8);
     for (int v = warp; v < vectors; v += warps) {
@@ -103,11 +100,9 @@ __device__ __forceinline__ void merge_warps(
             // Overwriting is safe: no other warp reads this query's results, and this lane has
             // already read the ones it overwrites.
             float* to = partials == nullptr ? results + v * (width + 4) : partials + v * width;
-            store_if(is_real, to + i, sum);
+            *reinterpret_cast<float4*>(to + i) = sum;
         }
-        if (partials != nullptr && lane == 0 && is_real) {
-            partial_stats[v] = make_float2(peak, weight);
-        }
+        if (partials != nullptr && lane == 0) partial_stats[v] = make_float2(peak, weight);
     }
 }
 
@@ -153,12 +148,11 @@ __device__ __forceinline__ void compute_shares(
 // Adds the partial results of splits 0 .. end_split - 1 in a fixed order and stores the sums as rows
 // of `results`. If there are more warps than vectors, several warps share a vector,
 // and each adds a part of its splits: part p of vector v is row p * `queries` + v. Returns the
-// number of parts, whose sums the caller adds. Results are not stored unless `is_real`.
+// number of parts, whose sums the caller adds.
 template <int width, int queries>
 __device__ __forceinline__ int add_splits(
     float* results, float* shares, int vectors, const float* partials, const float2* partial_stats,
-    int end_split, const AttentionParams& params, int kv_head, bool is_real, int warp, int warps,
-    int lane
+    int end_split, const AttentionParams& params, int kv_head, int warp, int warps, int lane
 ) {
     // Loads in flight per lane. 17 are half of 33 splits: eight kv heads have 33 splits on 132
     // multiprocessors, and with four vectors two warps share a vector.
@@ -217,7 +211,7 @@ __device__ __forceinline__ int add_splits(
                 sum.z += __shfl_xor_sync(0xffffffffu, sum.z, step);
                 sum.w += __shfl_xor_sync(0xffffffffu, sum.w, step);
             }
-            store_if(is_real, to + 4 * quad, sum);
+            *reinterpret_cast<float4*>(to + 4 * quad) = sum;
         }
         __syncwarp();  // all lanes have read the shares
     }
@@ -264,6 +258,20 @@ __global__ void __launch_bounds__(
     // Only the block that has a sequence's last keys writes its new ones.
     const bool has_new = params.new_rows.slots != nullptr &&
                          work.split + 1 == work.first_split + work.splits;
+    // A first iteration with `is_real` false is the warm-up pass (kWarmUpRows in common.cuh).
+#pragma unroll 1
+    for (bool is_real = !params.warms_up;; is_real = true) {
+        const Angles<width> angles(params, work, lane);
+        if (is_real) wait_for_inputs();
+        if (is_real) copies.prefetch_new();
+        read_heads<key_type, value_type, width, tiles>(
+            params, work, angles, queries, new_rows, has_new, is_real, warp, warps, lane
+        );
+        if (is_real) break;
+    }
+    copies.sync();
+    uint32_t q[tiles][width / 16][2];
+    load_queries<key_type, width, tiles>(q, queries, lane);
     int positions[tiles][2];
 #pragma unroll
     for (int n = 0; n < tiles; ++n) {
@@ -273,138 +281,114 @@ __global__ void __launch_bounds__(
             positions[n][j] = work.first_position + min(v / params.group, work.rows - 1);
         }
     }
+
+    Means<tiles> means = {};
+    if constexpr (is_codes(key_type)) compute_means<key_type, width, tiles>(means, q, lane);
+
+    uint32_t minus_middle[4] = {};
+    if constexpr (is_codes(value_type)) {
+        Values::minus_middle(minus_middle, reinterpret_cast<uint8_t*>(stats + warp * 8), lane);
+    }
+    SoftmaxState<width, tiles> state;
+    state.start();
     // First key that is within the windows of all rows.
     const int common_begin =
         params.window > 0 ? max(0, work.first_position + work.rows - params.window) : 0;
-    // A first iteration with `is_real` false is the warm-up pass (kWarmUpRows in common.cuh). It
-    // computes on whatever shared memory contains, without barriers and without effect.
-#pragma unroll 1
-    for (bool is_real = is_invariant || !params.warms_up;; is_real = true) {
-        const Angles<width> angles(params, work, lane);
-        if (is_real) {
-            wait_for_inputs();
-            copies.prefetch_new();
-        }
-        read_heads<key_type, value_type, width, tiles>(
-            params, work, angles, queries, new_rows, has_new, is_real, warp, warps, lane
-        );
-        if (is_real) copies.sync();
-        uint32_t q[tiles][width / 16][2];
-        load_queries<key_type, width, tiles>(q, queries, lane);
-        Means<tiles> means = {};
-        if constexpr (is_codes(key_type)) compute_means<key_type, width, tiles>(means, q, lane);
-        uint32_t minus_middle[4] = {};
-        if constexpr (is_codes(value_type)) {
-            Values::minus_middle(minus_middle, reinterpret_cast<uint8_t*>(stats + warp * 8), lane);
-        }
-        SoftmaxState<width, tiles> state;
-        state.start();
-        WarpSteps steps = steps_of<is_invariant>(work, warp, warps);
-        if (!is_real) steps = {0, 1, 1};
-        for (int step = steps.begin; step < steps.end; step += steps.stride) {
-            uint8_t* rows = is_real ? copies.acquire() : staged;
-            const int first_key = step * kStep;
-            const bool has_hidden =
-                first_key < work.begin_key || first_key + kStep > work.end_key;
-            const bool gets_new = has_new && first_key + kStep > work.past_len;
-            if (is_real && (has_hidden || gets_new)) {
-                clear_hidden(
-                    rows + Shape::kKeyBytes, Values::kStride, kStep, work.begin_key - first_key,
-                    work.end_key - first_key, lane, kWarp
-                );
-                if (gets_new) {
-                    const int at = work.past_len - first_key;
-                    uint8_t* value = rows + Shape::kKeyBytes + at * Values::kStride;
-                    copy_row<key_type, width>(rows + at * Keys::kStride, new_rows, lane);
-                    copy_row<value_type, width>(value, new_rows + Shape::kNewKeyBytes, lane);
-                }
-                copies.fence();
-                __syncwarp();
+    const WarpSteps steps = steps_of<is_invariant>(work, warp, warps);
+    for (int step = steps.begin; step < steps.end; step += steps.stride) {
+        uint8_t* rows = copies.acquire();
+        const int first_key = step * kStep;
+        const bool gets_new = has_new && first_key + kStep > work.first_position;
+        if (first_key < work.begin_key || first_key + kStep > work.end_key || gets_new) {
+            clear_hidden(
+                rows + Shape::kKeyBytes, Values::kStride, kStep, work.begin_key - first_key,
+                work.end_key - first_key, lane, kWarp
+            );
+            if (gets_new) {
+                const int at = work.first_position - first_key;
+                uint8_t* value = rows + Shape::kKeyBytes + at * Values::kStride;
+                copy_row<key_type, width>(rows + at * Keys::kStride, new_rows, lane);
+                copy_row<value_type, width>(value, new_rows + Shape::kNewKeyBytes, lane);
             }
-            const bool masked =
-                first_key < common_begin || first_key + kStep > work.first_position + 1;
-            attend_steps<key_type, value_type, width, tiles>(
-                params, rows, rows + Shape::kKeyBytes, first_key, masked, positions, q, means,
-                minus_middle, state, lane
-            );
-            if (is_real) copies.release();
+            copies.fence();
+            __syncwarp();
         }
-        if (is_real) {
-            copies.finish();
-            __syncthreads();  // the warps' results overwrite the staging buffers
-        }
+        const bool masked = first_key < common_begin || first_key + kStep > work.first_position + 1;
+        attend_steps<key_type, value_type, width, tiles>(
+            params, rows, rows + Shape::kKeyBytes, first_key, masked, positions, q, means,
+            minus_middle, state, lane
+        );
+        copies.release();
+    }
+    copies.finish();
+    __syncthreads();  // the warps' results overwrite the staging buffers
 
-        float* results = reinterpret_cast<float*>(staged);
-        store_results<value_type, width, tiles>(state, results, stats, is_real, warp, lane);
-        if (is_real) __syncthreads();
-        float* partials = nullptr;
-        float2* partial_stats = nullptr;
-        const int64_t item = static_cast<int64_t>(blockIdx.z) * gridDim.y + kv_head;
-        if (work.splits > 1) {
-            partials = params.partials + item * params.splits * kQueries * (width + 2);
-            partial_stats = reinterpret_cast<float2*>(
-                partials + static_cast<int64_t>(params.splits) * kQueries * width
-            );
-        }
-        float* own_partials =
-            partials == nullptr ? nullptr : partials + work.split * kQueries * width;
+    float* results = reinterpret_cast<float*>(staged);
+    store_results<value_type, width, tiles>(state, results, stats, warp, lane);
+    __syncthreads();
+    float* partials = nullptr;
+    float2* partial_stats = nullptr;
+    const int64_t item = static_cast<int64_t>(blockIdx.z) * gridDim.y + kv_head;
+    if (work.splits > 1) {
+        partials = params.partials + item * params.splits * kQueries * (width + 2);
+        partial_stats = reinterpret_cast<float2*>(
+            partials + static_cast<int64_t>(params.splits) * kQueries * width
+        );
+    }
+    float* own_partials = partials == nullptr ? nullptr : partials + work.split * kQueries * width;
+    if constexpr (is_invariant) {
+        merge_chains<width, kQueries>(
+            results, stats, work.vectors, own_partials, partial_stats + work.split * kQueries,
+            params, kv_head, warp, warps, lane
+        );
+    } else {
+        merge_warps<width, kQueries>(
+            results, stats, work.vectors, own_partials, partial_stats + work.split * kQueries,
+            params, kv_head, warp, warps, lane
+        );
+    }
+    // Load the permutation early: it does not depend on the results.
+    Permutation<width> permutation;
+    const bool is_permuted = params.permutation != nullptr;
+    if (is_permuted && warp < work.vectors) {
+        const int head = kv_head * params.group + warp % params.group;
+        load_permutation<width>(permutation, params, head, lane);
+    }
+    int parts = 1;
+    if (work.splits > 1) {
+        if (!arrives_last(params.counters + item, work.splits)) return;
         if constexpr (is_invariant) {
-            merge_chains<width, kQueries>(
-                results, stats, work.vectors, own_partials, partial_stats + work.split * kQueries,
-                params, kv_head, warp, warps, lane
+            merge_partitions<width, kQueries, kMaxSplits>(
+                results, work.vectors, partials, partial_stats, work.first_split,
+                work.first_split + work.splits, params, kv_head, warp, warps, lane
             );
         } else {
-            merge_warps<width, kQueries>(
-                results, stats, work.vectors, own_partials, partial_stats + work.split * kQueries,
-                params, kv_head, is_real, warp, warps, lane
+            parts = add_splits<width, kQueries>(
+                results, stats, work.vectors, partials, partial_stats, work.splits, params, kv_head,
+                warp, warps, lane
             );
         }
-        // Load the permutation early: it does not depend on the results.
-        Permutation<width> permutation;
-        const bool is_permuted = params.permutation != nullptr;
-        if (is_permuted && warp < work.vectors) {
-            const int head = kv_head * params.group + warp % params.group;
-            load_permutation<width>(permutation, params, head, lane);
-        }
-        int parts = 1;
-        if (work.splits > 1) {
-            if (is_real && !arrives_last(params.counters + item, work.splits)) return;
-            if constexpr (is_invariant) {
-                merge_partitions<width, kQueries, kMaxSplits>(
-                    results, work.vectors, partials, partial_stats, work.first_split,
-                    work.first_split + work.splits, params, kv_head, warp, warps, lane
-                );
-            } else {
-                parts = add_splits<width, kQueries>(
-                    results, stats, work.vectors, partials, partial_stats, work.splits, params,
-                    kv_head, is_real, warp, warps, lane
-                );
-            }
-        }
-        if (is_real) __syncthreads();
-        for (int v = warp; v < work.vectors; v += warps) {
-            HeadRow<width> x;
-            load_row(x, results + v * (width + 4), kF32, width, lane);
-            for (int part = 1; part < parts; ++part) {
-                HeadRow<width> more;
-                load_row(more, results + (part * kQueries + v) * (width + 4), kF32, width, lane);
+    }
+    __syncthreads();
+    for (int v = warp; v < work.vectors; v += warps) {
+        HeadRow<width> x;
+        load_row(x, results + v * (width + 4), kF32, width, lane);
+        for (int part = 1; part < parts; ++part) {
+            HeadRow<width> more;
+            load_row(more, results + (part * kQueries + v) * (width + 4), kF32, width, lane);
 #pragma unroll
-                for (int u = 0; u < width / kUnit; ++u) x[u].x += more[u].x, x[u].y += more[u].y;
-            }
-            if (is_codes(value_type)) hadamard_row(x, d, lane);
-            if (!is_permuted) {
-                void* to = vector_at(params, work, params.out, params.out_stride, v);
-                // The warm-up pass stores to memory that is in use after the first barrier only.
-                store_row(is_real ? to : stats, x, is_real ? params.dtype : kF16, d, lane);
-                continue;
-            }
-            const int head = kv_head * params.group + v % params.group;
-            if (v > warp) load_permutation<width>(permutation, params, head, lane);
-            store_permuted<width>(
-                params, work.first_row + v / params.group, x, permutation, is_real, lane
-            );
+            for (int u = 0; u < width / kUnit; ++u) x[u].x += more[u].x, x[u].y += more[u].y;
         }
-        if (is_real) return;
+        if (is_codes(value_type)) hadamard_row(x, d, lane);
+        if (!is_permuted) {
+            store_row(
+                vector_at(params, work, params.out, params.out_stride, v), x, params.dtype, d, lane
+            );
+            continue;
+        }
+        const int head = kv_head * params.group + v % params.group;
+        if (v > warp) load_permutation<width>(permutation, params, head, lane);
+        store_permuted<width>(params, work.first_row + v / params.group, x, permutation, lane);
     }
 }
 

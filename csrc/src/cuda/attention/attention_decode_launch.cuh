@@ -59,6 +59,11 @@ inline void set_workspace(AttentionParams& params, const AttentionSize& size) {
     params.partials = reinterpret_cast<float*>(params.counters + kCounters);
 }
 
+// Whether blocks run the code for new rows once before the wait (kWarmUpRows in common.cuh).
+inline bool warms_up(const AttentionParams& params, const DeviceInfo& info) {
+    return params.new_rows.slots != nullptr && params.rows <= kWarmUpRows && info.capability >= 90;
+}
+
 // Warps of a block in the batch-invariant mode, which are the chains of a partition: types and device
 // decide alone. Also sets the number of stages.
 template <int key_type, int value_type, int width>
@@ -77,6 +82,7 @@ cudaError_t launch_partitions(AttentionParams params, const AttentionSize& size,
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
     set_workspace(params, size);
     const int warps = invariant_warps<key_type, value_type, width>(params.stages, info);
+    params.warms_up = warms_up(params, info);
     const int tile_rows = Shape::kQueries / params.group;
     const int most_rows = std::min(size.max_rows, kDecodeRows);
     params.row_tiles = static_cast<int>(ceil_div(most_rows, tile_rows));
@@ -114,7 +120,6 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     int warps = kDecodeWarps;
     params.stages = kMaxStages;
     if (const char* most = getenv("EXL_BI_STAGES"); most != nullptr && items <= info.multiprocessors) params.stages = atoi(most);
-    if (const char* most = getenv("EXL_BI_WARPS"); most != nullptr && items <= info.multiprocessors) warps = atoi(most);
     const bool fits_twice =
         2 * decode_bytes<Shape, width>(warps, kMaxStages) <= info.shared_per_block;
     if (items > info.multiprocessors && !fits_twice) warps /= 2;
@@ -138,7 +143,7 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     if (splits * floats_per_split > capacity) splits = capacity / floats_per_split;
     if (items > kCounters || splits < 1) splits = 1;
     params.splits = static_cast<int>(splits);
-    params.warms_up = info.capability >= 90 && params.rows <= kWarmUpRows && getenv("EXL_BI_COLD") == nullptr;
+    params.warms_up = warms_up(params, info) && getenv("EXL_BI_COLD") == nullptr;
     return launch_decode_kernel<key_type, value_type, width, tiles, false>(
         params, info, warps, size.seqs * params.row_tiles, stream
     );

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "cuda/attention/attention_decode.cuh"
-#include "cuda/common/predicated.cuh"
 #include "cuda/linear/prepared.cuh"
 
 namespace exl::cuda {
@@ -410,22 +409,18 @@ __device__ __forceinline__ void load_permutation(
     }
 }
 
-// Stores a head's result as prepared inputs of the next linear, if `is_real`.
+// Stores a head's result as prepared inputs of the next linear.
 template <int width>
 __device__ __forceinline__ void store_permuted(
     const AttentionParams& params, int row, const HeadRow<width>& x,
-    const Permutation<width>& permutation, bool is_real, int lane
+    const Permutation<width>& permutation, int lane
 ) {
     auto* to = static_cast<__half*>(params.out);
 #pragma unroll
     for (int u = 0; u < width / kUnit; ++u) {
         if (u * kUnit + 2 * lane >= params.d) continue;
-        store_if(
-            is_real, to + prepared_at(params.rows, row, permutation[u].x), from_float<__half>(x[u].x)
-        );
-        store_if(
-            is_real, to + prepared_at(params.rows, row, permutation[u].y), from_float<__half>(x[u].y)
-        );
+        to[prepared_at(params.rows, row, permutation[u].x)] = from_float<__half>(x[u].x);
+        to[prepared_at(params.rows, row, permutation[u].y)] = from_float<__half>(x[u].y);
     }
 }
 

@@ -333,7 +333,7 @@ __device__ __forceinline__ bool add_full_k_tiles(
         --loads_left;
         x += kStageBlocks * pitch;
         if (loads_left == 0) {
-            run = pipeline.next();
+            if (inputs.is_real) run = pipeline.next();
             x = inputs.at(run);
         }
         if (inputs.is_real) pipeline.wait();
