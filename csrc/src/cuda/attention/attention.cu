@@ -8,9 +8,7 @@
 //            kernel for longer sequences whose results have the bits of the decode kernel
 //            (attention_prompt.cuh). Heads of more than 256 elements have a kernel of their own
 //            (attention_wide.cuh).
-#include <cstdlib>
-
-#include "cuda/attention/attention.cuh"
+#include "cuda/attention/attention_decode_step.cuh"
 #include "exl/cuda/linear.h"
 
 namespace exl::cuda {
@@ -76,10 +74,17 @@ bool can_write(const ExlAttention& args, const ExlRopeWrite& rope, const ExlCach
     const int d = cache.head_dim;
     return args.rows == args.seqs && args.max_rows == 1 && (d == 64 || d == 128 || d == 256) &&
            cache.key_dtype != kF32 && cache.key_cache != cache.value_cache &&
-           rope.rotary_half % 2 == 0 && getenv("EXL_BI_APART") == nullptr;
+           rope.rotary_half % 2 == 0;
 }
 
 }  // namespace
+
+// With few work items, blocks of the next linear shall fit on a multiprocessor beside those of
+// attention, so that they start early and copy their first weights.
+int decode_stages(int64_t items, const DeviceInfo& info) {
+    return items <= info.multiprocessors ? 2 : kMaxStages;
+}
+
 }  // namespace exl::cuda
 
 using namespace exl::cuda;
@@ -131,8 +136,8 @@ extern "C" int exl_cuda_attend(
         const int error = exl_cuda_rope_write(rope, cache, stream);
         return error != cudaSuccess ? error : attend(args, cache, {}, stream);
     }
-    const NewRows new_rows = {rope->slots, rope->cos,    rope->sin,        rope->rotary_half,
-                              rope->eps,   rope->q_norm, rope->k_norm,     rope->head_scale,
-                              rope->head_shift};
+    const NewRows new_rows = {rope->slots,       rope->cos,        rope->sin,
+                              rope->rotary_half, rope->eps,        rope->q_norm,
+                              rope->k_norm,      rope->head_scale, rope->head_shift};
     return attend(args, cache, new_rows, stream);
 }

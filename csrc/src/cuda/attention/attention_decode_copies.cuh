@@ -16,10 +16,10 @@ struct WorkItem {
     int rows;
     int begin_key;  // keys begin_key .. end_key - 1 are seen by at least one row
     int end_key;
-    int past_len;  // keys before this one were written by earlier passes
+    int past_len;   // keys before this one were written by earlier passes
     int ready_len;  // keys before this one may be copied before the previous kernel has ended
-    int splits;    // blocks that share these keys
-    int split;     // this block's number, from first_split on
+    int splits;     // blocks that share these keys
+    int split;      // this block's number, from first_split on
     int first_split;
     int begin;  // this block's steps are begin .. end - 1
     int end;

@@ -256,8 +256,8 @@ __global__ void __launch_bounds__(
     // after the wait.
     copies.prefetch_past();
     // Only the block that has a sequence's last keys writes its new ones.
-    const bool has_new = params.new_rows.slots != nullptr &&
-                         work.split + 1 == work.first_split + work.splits;
+    const bool has_new =
+        params.new_rows.slots != nullptr && work.split + 1 == work.first_split + work.splits;
     // A first iteration with `is_real` false is the warm-up pass (kWarmUpRows in common.cuh).
 #pragma unroll 1
     for (bool is_real = !params.warms_up;; is_real = true) {

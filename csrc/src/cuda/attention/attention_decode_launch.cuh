@@ -3,11 +3,13 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "cuda/attention/attention_decode_kernel.cuh"
 
 namespace exl::cuda {
+
+// Pipeline stages of a warp, for a number of work items (attention.cu).
+int decode_stages(int64_t items, const DeviceInfo& info);
 
 // Shared memory of a thread block.
 template <class Shape, int width>
@@ -118,8 +120,7 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     // multiprocessor and there are more work items than multiprocessors, blocks are half as large:
     // the end of one then overlaps with the start of another.
     int warps = kDecodeWarps;
-    params.stages = kMaxStages;
-    if (const char* most = getenv("EXL_BI_STAGES"); most != nullptr && items <= info.multiprocessors) params.stages = atoi(most);
+    params.stages = decode_stages(items, info);
     const bool fits_twice =
         2 * decode_bytes<Shape, width>(warps, kMaxStages) <= info.shared_per_block;
     if (items > info.multiprocessors && !fits_twice) warps /= 2;
@@ -143,7 +144,7 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     if (splits * floats_per_split > capacity) splits = capacity / floats_per_split;
     if (items > kCounters || splits < 1) splits = 1;
     params.splits = static_cast<int>(splits);
-    params.warms_up = warms_up(params, info) && getenv("EXL_BI_COLD") == nullptr;
+    params.warms_up = warms_up(params, info);
     return launch_decode_kernel<key_type, value_type, width, tiles, false>(
         params, info, warps, size.seqs * params.row_tiles, stream
     );

@@ -18,7 +18,8 @@ __device__ __forceinline__ void norm_row(
 ) {
     float squares = 0.0f;
 #pragma unroll
-    for (int u = 0; u < units; ++u) squares = __fmaf_rn(x[u].y, x[u].y, __fmaf_rn(x[u].x, x[u].x, squares));
+    for (int u = 0; u < units; ++u)
+        squares = __fmaf_rn(x[u].y, x[u].y, __fmaf_rn(x[u].x, x[u].x, squares));
     const float factor = rsqrtf(warp_sum(squares) / static_cast<float>(d) + eps);
 #pragma unroll
     for (int u = 0; u < units; ++u) {

@@ -9,13 +9,6 @@
 
 namespace exl::cuda {
 
-__device__ __forceinline__ void store_if(bool is_wanted, float* to, float4 x) {
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.v4.f32 [%1], {%2, %3, %4, %5}; }" ::"r"(
-                     static_cast<uint32_t>(is_wanted)
-                 ),
-                 "l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
-                 : "memory");
-}
 __device__ __forceinline__ void store_if(bool is_wanted, float* to, float x) {
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.f32 [%1], %2; }" ::"r"(
                      static_cast<uint32_t>(is_wanted)
@@ -30,15 +23,6 @@ __device__ __forceinline__ void store_if(bool is_wanted, __half* to, __half x) {
                  "l"(to), "h"(__half_as_ushort(x))
                  : "memory");
 }
-__device__ __forceinline__ void store_shared_if(bool is_wanted, float* to, float x) {
-    const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.shared.f32 [%1], %2; }" ::"r"(
-                     static_cast<uint32_t>(is_wanted)
-                 ),
-                 "r"(at), "f"(x)
-                 : "memory");
-}
-
 }  // namespace exl::cuda
 
 #endif  // __CUDACC__

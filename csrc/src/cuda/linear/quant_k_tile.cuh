@@ -291,9 +291,7 @@ template <class Shape>
 using LoadInputs = InputFragments<Shape::kRowTiles>[Shape::kPrefetchesInputs ? kStageBlocks : 1];
 
 template <class Shape>
-__device__ __forceinline__ void load_block(
-    InputFragments<Shape::kRowTiles>& to, const __half* x
-) {
+__device__ __forceinline__ void load_block(InputFragments<Shape::kRowTiles>& to, const __half* x) {
     if constexpr (Shape::kIsOneRow) {
         to.load_any(x);
     } else {

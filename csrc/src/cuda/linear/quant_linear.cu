@@ -171,7 +171,8 @@ int split_bits_for(const QuantLinearArgs& args, int resident, const DeviceInfo& 
         const auto rounds = static_cast<double>(ceil_div(args.num_tiles, clusters));
         return rounds * (k_tiles / (1 << bits) + 1 + 3 * bits);
     };
-    if (const char* split = getenv("EXL_BI_SPLIT"); split != nullptr && static_cast<int>(args.num_tiles) * 2 <= resident)
+    if (const char* split = getenv("EXL_BI_SPLIT");
+        split != nullptr && static_cast<int>(args.num_tiles) * 2 <= resident)
         return info.capability >= 90 && atoi(split);
     return info.capability >= 90 && cost(1) < cost(0);
 }
@@ -193,8 +194,8 @@ cudaError_t launch_shape(
                     (warm != 2 || (clusters << args.split_bits) <= info.multiprocessors);
     return launch_clusters(
         quant_linear_kernel<Shape>, dim3(static_cast<unsigned>(clusters << args.split_bits)),
-        dim3(kThreads), args.splits(), kWarps * args.num_stages * args.stage_bytes + beside,
-        stream, args, norm
+        dim3(kThreads), args.splits(), kWarps * args.num_stages * args.stage_bytes + beside, stream,
+        args, norm
     );
 }
 
@@ -348,9 +349,7 @@ int exl_cuda_norm_linear(const ExlRowNorm* norm, const ExlQuantLinear* call, voi
     for (int i = 0; i < call->count; ++i) {
         fits &= call->parts[i]->k == k && call->parts[i]->num_blocks * 32 == k;
     }
-    const exl::cuda::RowNorm row = {
-        norm->x, norm->weight, norm->inverse_permutation, norm->eps, k
-    };
+    const exl::cuda::RowNorm row = {norm->x, norm->weight, norm->inverse_permutation, norm->eps, k};
     return fits ? exl::cuda::quant_linear(call, {}, row, stream) : cudaErrorInvalidValue;
 }
 
