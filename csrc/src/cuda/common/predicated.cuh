@@ -23,6 +23,7 @@ __device__ __forceinline__ void store_if(bool is_wanted, __half* to, __half x) {
                  "l"(to), "h"(__half_as_ushort(x))
                  : "memory");
 }
+
 }  // namespace exl::cuda
 
 #endif  // __CUDACC__

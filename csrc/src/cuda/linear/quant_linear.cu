@@ -21,6 +21,8 @@
 // Overlap    Weights fill the pipeline stages before the previous kernel has ended, because their
 //            addresses depend on kernel parameters only. Two thread blocks fit on a multiprocessor
 //            of 9.0: two of a large launch, or one of a small launch and one of the next launch.
+//            With up to 8 rows a warm-up pass follows, which multiplies one k-tile and stores nothing.
+// Norm       The blocks that multiply a single row can compute its RMSNorm (row_norm.cuh).
 #include <algorithm>
 #include <cstdlib>
 #include <iterator>
