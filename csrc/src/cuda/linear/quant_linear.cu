@@ -24,7 +24,6 @@
 //            With up to 8 rows a warm-up pass follows, which multiplies one k-tile and stores nothing.
 // Norm       The blocks that multiply a single row can compute its RMSNorm (row_norm.cuh).
 #include <algorithm>
-#include <cstdlib>
 #include <iterator>
 
 #include "cuda/linear/prepared.cuh"
@@ -173,9 +172,6 @@ int split_bits_for(const QuantLinearArgs& args, int resident, const DeviceInfo& 
         const auto rounds = static_cast<double>(ceil_div(args.num_tiles, clusters));
         return rounds * (k_tiles / (1 << bits) + 1 + 3 * bits);
     };
-    if (const char* split = getenv("EXL_BI_SPLIT");
-        split != nullptr && static_cast<int>(args.num_tiles) * 2 <= resident)
-        return info.capability >= 90 && atoi(split);
     return info.capability >= 90 && cost(1) < cost(0);
 }
 
@@ -190,10 +186,7 @@ cudaError_t launch_shape(
     args.split_bits = split_bits_for(args, resident, info);
     const int max_clusters = std::max(1, resident >> args.split_bits);
     const int64_t clusters = std::min<int64_t>(args.num_tiles, max_clusters);
-    const char* mode = getenv("EXL_BI_LIN");
-    const int warm = mode == nullptr ? 1 : atoi(mode);
-    args.warms_up = info.capability >= 90 && args.m <= (warm == 3 ? 1 : kWarmUpRows) && warm > 0 &&
-                    (warm != 2 || (clusters << args.split_bits) <= info.multiprocessors);
+    args.warms_up = info.capability >= 90 && args.m <= kWarmUpRows;
     return launch_clusters(
         quant_linear_kernel<Shape>, dim3(static_cast<unsigned>(clusters << args.split_bits)),
         dim3(kThreads), args.splits(), kWarps * args.num_stages * args.stage_bytes + beside, stream,

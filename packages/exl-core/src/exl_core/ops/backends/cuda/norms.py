@@ -16,10 +16,6 @@ def row_norm(
 ) -> cuda.RowNorm | None:
     """Operand of `exl_cuda_norm_linear`, which needs no launch for the norm of a single row x; None
     if it cannot compute this product."""
-    import os  # BI
-
-    if os.environ.get("EXL_BI_NONORM"):  # BI
-        return None  # BI
     rows, features = x.shape
     places, order = parts[0].inverse_permutation, parts[0].permutation.data_ptr()
     is_short = rows == 1 and features % 8 == 0 and features <= cuda.MAX_NORM_FEATURES
