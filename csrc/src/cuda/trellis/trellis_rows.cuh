@@ -15,16 +15,17 @@ constexpr float kLargest = 127 * 256;               // integer
 
 inline __host__ __device__ int row_tiles(int rows) { return rows <= 8 ? 1 : 4; }
 
-// Bytes of the float16 numbers of the form `halves`, which sums follow.
-inline int64_t halves_bytes(int rows, int k) {
-    return ceil_div(rows, 32) * (k / EXL_TRELLIS_BLOCK) * kSteps * row_tiles(rows) * 512;
+// Bytes of the float16 numbers of the forms `halves` and `matrices`, which sums follow.
+inline int64_t halves_bytes(int form, int rows, int k) {
+    const int tiles = form == EXL_TRELLIS_MATRICES ? 4 : row_tiles(rows);
+    return ceil_div(rows, 32) * (k / EXL_TRELLIS_BLOCK) * kSteps * tiles * 512;
 }
 
 // Where prepared inputs go.
 struct Target {
     uint8_t* out;
     float2* scales;  // of integers
-    float* sums;     // of halves for MUL1: [rows][blocks], else null
+    float* sums;     // of halves and matrices for MUL1: [rows][blocks], else null
     const __half* suh;
     int form;
     int row_tiles;
@@ -45,8 +46,9 @@ struct Target {
           in_features(to.matrix->in_features) {
         const int64_t sets = ceil_div(to.rows, kSetRows);
         scales = reinterpret_cast<float2*>(out + sets * blocks * 1024);
-        if (form == EXL_TRELLIS_HALVES && to.matrix->codebook == EXL_CODEBOOK_MUL1) {
-            sums = reinterpret_cast<float*>(out + halves_bytes(to.rows, k));
+        const bool has_halves = form == EXL_TRELLIS_HALVES || form == EXL_TRELLIS_MATRICES;
+        if (has_halves && to.matrix->codebook == EXL_CODEBOOK_MUL1) {
+            sums = reinterpret_cast<float*>(out + halves_bytes(form, to.rows, k));
         }
     }
 };
@@ -153,6 +155,10 @@ __device__ __forceinline__ void store_block(
             const int64_t unit = static_cast<int64_t>(row / 32) * to.blocks + block;
             at = ((unit * kSteps + step) * to.row_tiles + row % 32 / 8) * 512 +
                  (4 * (row % 8) + q + p) * 16 + tile % 2 * 8 + high * 4;
+        } else if (to.form == EXL_TRELLIS_MATRICES) {
+            const int64_t unit = static_cast<int64_t>(row / 32) * to.blocks + block;
+            at = ((unit * kSteps + step) * 2 + tile % 2) * 1024 + high * 512 + row % 32 * 16 +
+                 (q + p) * 4;
         } else {
             const int place = 32 * step + 8 * (q + p) + 4 * (tile % 2) + 2 * high;
             at = 2 * (static_cast<int64_t>(row) * to.k + EXL_TRELLIS_BLOCK * block + place);

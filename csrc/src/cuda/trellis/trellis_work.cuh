@@ -86,11 +86,26 @@ struct WorkPart {
     uint32_t first_group, last_group;
 };
 
+// Rows that the decode kernel prepares itself (trellis_own_inputs.cuh). x null: the parts' inputs
+// are prepared.
+struct OwnRows {
+    const void* x;
+    const float* norm;  // or null
+    const __half* suh[EXL_TRELLIS_MAX_PARTS];
+    int64_t x_stride;
+    int first_in[EXL_TRELLIS_MAX_PARTS];
+    int features;
+    float eps;
+    bool is_half, is_aligned;
+};
+
 struct WorkArgs {
     WorkPart parts[EXL_TRELLIS_MAX_PARTS];
     Division division;
+    OwnRows rows;
     float* sums;  // [slots][rows][columns of a group]
     int m;        // rows of the batch
+    int count;    // parts
 
     // The part of a column group.
     __device__ __forceinline__ const WorkPart& part_of(uint32_t group) const {
@@ -102,8 +117,23 @@ struct WorkArgs {
 constexpr int kDecodeRows = 8, kBatchRows = 32;
 constexpr int kBatchColumns = 256;
 
-// Thread blocks per multiprocessor of the decode kernel.
-constexpr int kDecodeBlocks = 2;
+constexpr int kDecodeBlocks = 2;  // of the decode kernel, per multiprocessor
+
+// Launches a kernel that shares multiprocessors with those before and after it. All of them ask for
+// the largest shared memory: a multiprocessor has to be empty before its division into shared memory
+// and L1 cache changes.
+template <class... Params, class... Args>
+cudaError_t launch_overlapping(
+    void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
+    Args... args
+) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
+        cudaSharedmemCarveoutMaxShared
+    );
+    if (error != cudaSuccess) return error;
+    return launch(kernel, grid, block, shared_bytes, stream, args...);
+}
 
 // Launches for a codebook, which has a source file of its own (trellis_decode.cuh,
 // trellis_batch.cuh). `has_integers`: form of the inputs.

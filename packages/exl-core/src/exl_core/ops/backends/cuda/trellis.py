@@ -13,6 +13,7 @@ shared memory for it take 8 rows at a time instead.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,13 @@ from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import LayoutSizes
 from exl_core.ops.weights import HADAMARD, TILE, TrellisColumns, TrellisLayout
 from exl_kernels import cuda
-from exl_kernels.cuda_trellis import TrellisInputs, TrellisLinear, TrellisMatrix, TrellisPrepare
+from exl_kernels.cuda_trellis import (
+    TrellisInputs,
+    TrellisLinear,
+    TrellisMatrix,
+    TrellisPrepare,
+    TrellisRows,
+)
 
 DECODE_ROWS = 8
 """Largest number of rows of the decode kernel."""
@@ -36,10 +43,13 @@ DECODE_ROWS = 8
 INTEGER_ROWS = 4
 """Largest number of rows that the decode kernel multiplies as integers, with codes of mul1."""
 
-SCRATCH_HALVES = 48 << 20
+SCRATCH_HALVES = int(os.environ.get("EXL_SCRATCH", "48")) << 20
+WIDTH = int(os.environ.get("EXL_WIDTH", "0"))
+BMM = os.environ.get("EXL_BMM", "1") == "1"
+SERIAL = os.environ.get("EXL_SERIAL", "0") == "1"
 """Largest slice of decoded weights, in float16 numbers. There are two such buffers."""
 
-FORMS = {"integers": 0, "halves": 1, "plain": 2}
+FORMS = {"integers": 0, "halves": 1, "plain": 2, "matrices": 3}
 CODEBOOKS = {"3inst": 0, "mcg": 1, "mul1": 2}
 
 
@@ -107,7 +117,6 @@ class CudaTrellisInputs:
     w: CudaTrellis
     rows: int
     form: int
-    form_rows: int  # rows that the form has space for
     memory: Tensor
 
     @property
@@ -120,7 +129,7 @@ class CudaTrellisInputs:
             matrix=ctypes.pointer(self.w.matrix),
             out=self.memory.data_ptr(),
             form=self.form,
-            rows=self.form_rows,
+            rows=self.rows,
         )
 
 
@@ -132,6 +141,7 @@ class Trellis:
         self._slices = slices
         self._max_rows = gpu.trellis_max_rows
         self._max_n = 1
+        self._most_rows: dict[tuple[int, int, int], int] = {}
 
     def new(self, layout: TrellisLayout) -> CudaTrellis:
         self._max_n = max(self._max_n, layout.stored_out)
@@ -143,18 +153,19 @@ class Trellis:
 
     def inputs_for(self, w: CudaTrellis, rows: int) -> CudaTrellisInputs:
         """Buffer for prepared inputs of `w`."""
-        form, form_rows = "plain", rows
+        form = "plain"
         if rows <= self._max_rows:
             form = "halves"
             if self._gpu.is_invariant:  # one form for every number of rows
-                if self._max_rows > DECODE_ROWS:
-                    form_rows = max(rows, DECODE_ROWS + 1)
+                form = "matrices" if self._max_rows > DECODE_ROWS else "halves"
+            elif rows > DECODE_ROWS:
+                form = "matrices"
             elif rows <= INTEGER_ROWS and w.layout.codebook == "mul1":
                 form = "integers"
         number = FORMS[form]
-        size = self._gpu.size("trellis_inputs_bytes", number, form_rows, w.layout.stored_in)
+        size = self._gpu.size("trellis_inputs_bytes", number, rows, w.layout.stored_in)
         memory = self._gpu.empty(size, dtype=torch.uint8)
-        return CudaTrellisInputs(w, rows, number, form_rows, memory)
+        return CudaTrellisInputs(w, rows, number, memory)
 
     def prepare(self, x: Tensor, norm: RmsNorm | None, inputs: Sequence[CudaTrellisInputs]) -> None:
         """Fills up to three prepared inputs from x [m, k] strided rows, float32 or float16."""
@@ -185,10 +196,8 @@ class Trellis:
             first = 0
             for group in _groups(parts):
                 last = first + sum(part.out_features for part in group)
-                inputs = [self.inputs_for(part, rows.stop - rows.start) for part in group]
-                self.prepare(x[rows], norm, inputs)
                 epilogue = cuda.ADD if is_added else cuda.STORE
-                self._launch(inputs, out[rows, first:last], epilogue)
+                self._launch_rows(x[rows], norm, group, out[rows, first:last], epilogue)
                 first = last
 
     def multiply_prepared(self, x: CudaTrellisInputs, residual: Tensor) -> None:
@@ -206,23 +215,64 @@ class Trellis:
         """out [m, n] = act(gate) * up for two parts that `is_pair` accepts."""
         if isinstance(out, CudaTrellisInputs):
             if _can_follow(out.w.layout, parts[0].layout) and len(self._chunks(out.rows)) == 1:
-                inputs = [self.inputs_for(part, out.rows) for part in parts]
-                self.prepare(x, norm, inputs)
-                self._launch(inputs, None, cuda.GATED, kind, out)
+                self._launch_rows(x, norm, parts, None, cuda.GATED, kind, out)
                 return
             halves = self._gpu.empty(out.rows, parts[0].out_features, dtype=torch.float16)
             self.multiply_gated(x, parts, halves, norm, kind)
             self.prepare(halves, None, [out])
             return
         for rows in self._chunks(x.shape[0]):
-            inputs = [self.inputs_for(part, rows.stop - rows.start) for part in parts]
-            self.prepare(x[rows], norm, inputs)
-            self._launch(inputs, out[rows], cuda.GATED, kind)
+            self._launch_rows(x[rows], norm, parts, out[rows], cuda.GATED, kind)
 
     def _chunks(self, rows: int) -> list[slice]:
         """Ranges of rows that are multiplied on their own: all, except in the invariant mode."""
         step = self._max_rows if self._gpu.is_invariant else max(rows, 1)
         return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+    def _launch_rows(
+        self,
+        x: Tensor,
+        norm: RmsNorm | None,
+        parts: Sequence[CudaTrellis],
+        out: Tensor | None,
+        epilogue: int,
+        gate: GateKind = "silu",
+        to: CudaTrellisInputs | None = None,
+    ) -> None:
+        """Product with rows x, which the decode kernel or a kernel before it prepares."""
+        rows = x.shape[0]
+        if not self._prepares_itself(parts, rows):
+            inputs = [self.inputs_for(part, rows) for part in parts]
+            if inputs[0].form == FORMS["plain"]:  # successive, so that one product can take several
+                k = parts[0].layout.stored_in
+                memory = self._gpu.empty(len(parts), 2 * rows * k, dtype=torch.uint8)
+                for one, own in zip(inputs, memory, strict=True):
+                    one.memory = own
+            self.prepare(x, norm, inputs)
+            self._launch(inputs, out, epilogue, gate, to)
+            return
+        nothing = self._gpu.empty(0, dtype=torch.uint8)
+        inputs = [CudaTrellisInputs(part, rows, FORMS["integers"], nothing) for part in parts]
+        operand = TrellisRows(x=x.data_ptr(), x_stride=x.stride(0), x_dtype=TYPES[x.dtype])
+        if norm is not None:
+            operand.norm, operand.eps = norm.weight.data_ptr(), norm.eps
+        self._launch(inputs, out, epilogue, gate, to, operand)
+
+    def _prepares_itself(self, parts: Sequence[CudaTrellis], rows: int) -> bool:
+        """Whether the decode kernel can prepare the inputs of these parts."""
+        layouts = [part.layout for part in parts]
+        is_mul1 = all(layout.codebook == "mul1" for layout in layouts)
+        if self._gpu.is_invariant or rows > INTEGER_ROWS or not is_mul1:
+            return False
+        if os.environ.get("EXL_OWN", "1") == "0":
+            return False
+        for layout in layouts:
+            sizes = layout.tile_words, len(layouts), layout.stored_in
+            if sizes not in self._most_rows:
+                self._most_rows[sizes] = self._gpu.size("trellis_most_rows", *sizes)
+            if rows > self._most_rows[sizes]:
+                return False
+        return True
 
     def _launch(
         self,
@@ -231,6 +281,7 @@ class Trellis:
         epilogue: int,
         gate: GateKind = "silu",
         to: CudaTrellisInputs | None = None,
+        own: TrellisRows | None = None,
     ) -> None:
         first = inputs[0]
         args = TrellisLinear(
@@ -243,15 +294,53 @@ class Trellis:
         held = []  # tensors that must live until the launch
         for i, one in enumerate(inputs):
             args.parts[i] = one.operand
-            if one.form == FORMS["plain"]:
-                held.append(self._product(one))
-                args.sums[i] = held[-1].data_ptr()
+        if first.form == FORMS["plain"]:
+            held = self._products(inputs)
+            for i, one in enumerate(held):
+                args.sums[i] = one.data_ptr()
         if not held:
             n = max(self._max_n, sum(one.w.layout.stored_out for one in inputs))
-            rows = first.form_rows if first.form_rows <= DECODE_ROWS else self._max_rows
+            rows = self._max_rows if first.form == FORMS["matrices"] else DECODE_ROWS
             workspace = self._gpu.workspace("trellis_linear", n, rows)
             args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
-        self._gpu.call("trellis_linear", args)
+        if own is not None:
+            self._gpu.call("trellis_linear_rows", args, own)
+        else:
+            self._gpu.call("trellis_linear", args)
+
+    def _products(self, inputs: Sequence[CudaTrellisInputs]) -> list[Tensor]:
+        """Sums of each part, from plain inputs."""
+        sums: list[Tensor] = []
+        first = 0
+        while first < len(inputs):
+            one, last = inputs[first], first + 1
+            k, n = one.w.layout.stored_in, one.w.layout.stored_out
+            while (
+                BMM
+                and last < len(inputs)
+                and inputs[last].w.layout.stored_out == n
+                and n * (last + 1 - first) <= 4096
+            ):
+                last += 1
+            if last == first + 1:
+                sums.append(self._product(one))
+            else:
+                sums += self._joint_product(inputs[first:last], k, n)
+            first = last
+        return sums
+
+    def _joint_product(self, inputs: Sequence[CudaTrellisInputs], k: int, n: int) -> list[Tensor]:
+        rows, count = inputs[0].rows, len(inputs)
+        memory = inputs[0].memory
+        halves = memory.view(torch.float16).as_strided((count, rows, k), (rows * k, k, 1))
+        sums = self._gpu.empty(count, rows, n, dtype=torch.float16)
+        with self._slices.next(count * n * k) as slice_:
+            dense = slice_.memory.view(count, n, k)
+            with slice_.filling():
+                for one, to in zip(inputs, dense, strict=True):
+                    one.w.unpack(0, n, to)
+            torch.bmm(halves, dense.transpose(1, 2), out=sums)
+        return list(sums)
 
     def _product(self, x: CudaTrellisInputs) -> Tensor:
         """Plain inputs times the rotated matrix, float16 [m, n].
@@ -264,12 +353,17 @@ class Trellis:
         sums = self._gpu.empty(x.rows, n, dtype=torch.float16)
         count = -(-n * k // SCRATCH_HALVES)
         width = -(-n // count // HADAMARD) * HADAMARD
+        if WIDTH:
+            width = WIDTH
         for first in range(0, n, width):
             last = min(first + width, n)
             with self._slices.next((last - first) * k) as slice_:
                 dense = slice_.memory.view(last - first, k)
-                with slice_.filling():
+                if SERIAL:
                     x.w.unpack(first, last - first, dense)
+                else:
+                    with slice_.filling():
+                        x.w.unpack(first, last - first, dense)
                 torch.mm(halves, dense.T, out=sums[:, first:last])
         return sums
 
