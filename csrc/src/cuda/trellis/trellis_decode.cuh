@@ -24,6 +24,7 @@
 #include <algorithm>
 
 #include "cuda/trellis/trellis_decode_shape.cuh"
+#include "cuda/trellis/trellis_finish_rows.cuh"
 #include "cuda/trellis/trellis_own_inputs.cuh"
 #include "cuda/trellis/trellis_rates.cuh"
 #include "cuda/trellis/trellis_values.cuh"
@@ -227,11 +228,11 @@ __device__ __forceinline__ void add_warps(
 }
 
 // Stores a warp's sums of the block's column group `number`. The last warp adds those of all warps
-// to the slot `to`. With `to` null nothing is counted.
-template <class Shape>
+// to the slot `to`, and calls `end`. With `to` null nothing is counted.
+template <class Shape, class Finish>
 __device__ __forceinline__ void store_sums(
     const WarpSums<Shape>& sums, float* buffers, SumCounts& counts, const OwnInputs* own,
-    uint32_t number, int warp, int warps, int lane, int m, float* to
+    uint32_t number, int warp, int warps, int lane, int m, float* to, const Finish& end
 ) {
     const uint32_t place = number % kSumBuffers;
     float* buffer = buffers + place * warps * Shape::kSums;
@@ -251,11 +252,12 @@ __device__ __forceinline__ void store_sums(
     __threadfence_block();
     __syncwarp();
     if (to != nullptr && lane == 0) atomicAdd(counts.added + place, 1);
+    end();
 }
 
 template <class Shape>
 __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_kernel(
-    const __grid_constant__ WorkArgs args
+    const __grid_constant__ WorkArgs args, const __grid_constant__ FinishArgs finish
 ) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ SumCounts counts;
@@ -341,7 +343,13 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
                                       (kDecodeRows * kUnitColumns);
         store_sums<Shape>(
             sums, buffers, counts, is_own ? &own : nullptr, at.group - first_group, warp, warps,
-            lane, args.m, is_real ? slot : nullptr
+            lane, args.m, is_real ? slot : nullptr, [&]() {
+                if constexpr (Shape::kHasIntegers) {
+                    if (finish.counters != nullptr) {
+                        finish_group(args, finish, at.group, lane, is_real);
+                    }
+                }
+            }
         );
         if (is_real) {
             if (end == last) break;
@@ -373,7 +381,7 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
 }
 
 template <class Shape>
-cudaError_t launch_shape(const WorkArgs& args, void* stream) {
+cudaError_t launch_shape(const WorkArgs& args, const FinishArgs& finish, void* stream) {
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
     int warps = kDecodeWarps;
@@ -385,25 +393,30 @@ cudaError_t launch_shape(const WorkArgs& args, void* stream) {
     }
     if (info.shared_per_block >= kDecodeBytes) bytes = std::max(bytes, kLeastDecodeBytes);
     return launch_overlapping(
-        decode_kernel<Shape>, dim3(args.division.blocks), dim3(warps * kWarp), bytes, stream, args
+        decode_kernel<Shape>, dim3(args.division.blocks), dim3(warps * kWarp), bytes, stream, args,
+        finish
     );
 }
 
 struct DecodeLaunch {
     template <int kTileWords, int kCodebook>
-    cudaError_t run(bool has_integers, const WorkArgs& args, void* stream) const {
+    cudaError_t run(
+        bool has_integers, const WorkArgs& args, const FinishArgs& finish, void* stream
+    ) const {
         if constexpr (kCodebook == EXL_CODEBOOK_MUL1) {
             if (has_integers) {
-                return launch_shape<DecodeShape<kTileWords, kCodebook, true>>(args, stream);
+                return launch_shape<DecodeShape<kTileWords, kCodebook, true>>(args, finish, stream);
             }
         }
-        return launch_shape<DecodeShape<kTileWords, kCodebook, false>>(args, stream);
+        return launch_shape<DecodeShape<kTileWords, kCodebook, false>>(args, finish, stream);
     }
 };
 
 template <int kCodebook>
-cudaError_t launch_decode(int tile_words, bool has_integers, const WorkArgs& args, void* stream) {
-    return for_rate<kCodebook>(tile_words, DecodeLaunch(), has_integers, args, stream);
+cudaError_t launch_decode(
+    int tile_words, bool has_integers, const WorkArgs& args, const FinishArgs& finish, void* stream
+) {
+    return for_rate<kCodebook>(tile_words, DecodeLaunch(), has_integers, args, finish, stream);
 }
 
 }  // namespace exl::cuda::trellis
