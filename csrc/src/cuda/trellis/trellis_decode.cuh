@@ -206,9 +206,9 @@ struct SumCounts {
 
 // Adds the sums of all warps to a slot of the workspace, in the order of the warps. Stores nothing
 // if `to` is null.
-template <class Shape>
+template <class Shape, class Factor>
 __device__ __forceinline__ void add_warps(
-    const float* buffer, const OwnInputs* own, int warps, int m, int lane, float* to
+    const float* buffer, int warps, int m, int lane, float* to, const Factor& factor
 ) {
 #pragma unroll 1
     for (int i = 4 * lane; i < m * kUnitColumns; i += 4 * kWarp) {
@@ -220,8 +220,8 @@ __device__ __forceinline__ void add_warps(
             sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
         }
         if constexpr (Shape::kHasIntegers) {
-            const float factor = own == nullptr ? kAlpha : kAlpha * own->factor(i / kUnitColumns);
-            sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
+            const float alpha = kAlpha * factor(i / kUnitColumns);
+            sum.x *= alpha, sum.y *= alpha, sum.z *= alpha, sum.w *= alpha;
         }
         if (to != nullptr) *reinterpret_cast<float4*>(to + i) = sum;
     }
@@ -229,10 +229,10 @@ __device__ __forceinline__ void add_warps(
 
 // Stores a warp's sums of the block's column group `number`. The last warp adds those of all warps
 // to the slot `to`, and calls `end`. With `to` null nothing is counted.
-template <class Shape, class Finish>
+template <class Shape, class Factor, class Finish>
 __device__ __forceinline__ void store_sums(
-    const WarpSums<Shape>& sums, float* buffers, SumCounts& counts, const OwnInputs* own,
-    uint32_t number, int warp, int warps, int lane, int m, float* to, const Finish& end
+    const WarpSums<Shape>& sums, float* buffers, SumCounts& counts, uint32_t number, int warp,
+    int warps, int lane, int m, float* to, const Factor& factor, const Finish& end
 ) {
     const uint32_t place = number % kSumBuffers;
     float* buffer = buffers + place * warps * Shape::kSums;
@@ -248,7 +248,7 @@ __device__ __forceinline__ void store_sums(
     stored = uniform(stored);
     if (stored % warps != 0) return;
     __threadfence_block();
-    add_warps<Shape>(buffer, own, warps, m, lane, to);
+    add_warps<Shape>(buffer, warps, m, lane, to, factor);
     __threadfence_block();
     __syncwarp();
     if (to != nullptr && lane == 0) atomicAdd(counts.added + place, 1);
@@ -264,12 +264,10 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
     constexpr int kStages = Shape::kStages;
     const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
     const int warps = blockDim.x / kWarp;
-    const bool is_own = Shape::kHasIntegers && args.rows.x != nullptr;
-    const int stage_bytes = is_own ? Shape::kCodeBytes : Shape::kStageBytes;
-    uint8_t* stages = shared + warp * kStages * stage_bytes;
-    auto* buffers = reinterpret_cast<float*>(shared + warps * kStages * stage_bytes);
+    uint8_t* stages = shared + warp * kStages * Shape::kStageBytes;
+    auto* buffers = reinterpret_cast<float*>(shared + warps * kStages * Shape::kStageBytes);
     auto* after_sums = reinterpret_cast<uint8_t*>(buffers) + warps * Shape::kSumBytes;
-    const OwnInputs own(args, after_sums, warps);
+    const OwnInputs own(args, after_sums);
     let_next_begin();
     if (threadIdx.x == 0) counts = {};
     __syncthreads();
@@ -284,7 +282,7 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
     DecodeStream<Shape> early = ahead;
 #pragma unroll 1
     for (int i = 0; i < kEarlyStages; ++i, early.advance(warps)) {
-        if (early.item < last) early.copy_codes(stages + i * stage_bytes);
+        if (early.item < last) early.copy_codes(stages + i * Shape::kStageBytes);
     }
     int stage = 0;
     bool is_real = false;  // false: the warm-up pass, of one step
@@ -293,35 +291,34 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
         WarpSums<Shape> sums;
         sums.clear();
         const uint32_t end = is_real ? min(last, at.start + group_items) : at.item + 1;
-        const float2* scales = nullptr;
+        const float2* scales = args.part_of(at.group).scales + lane % 4;
         const uint8_t* own_inputs = nullptr;
-        int row_scales = kSetRows;
-        if constexpr (Shape::kHasIntegers) {
-            const WorkPart& part = args.part_of(at.group);
-            scales = part.scales + lane % 4;
-            if (is_own) {
-                const int place = static_cast<int>(&part - args.parts) * own.k_units * args.m;
-                scales = own.scales + place + min(lane % 4, args.m - 1);
-                own_inputs = own.bytes + place * kOwnUnitBytes + min(lane / 8, args.m - 1) * 64 +
-                             lane % 8 * 8;
-                row_scales = args.m;
-            }
+        if constexpr (Shape::kIsOwn) {
+            const int part = static_cast<int>(&args.part_of(at.group) - args.parts);
+            const int place = part * own.k_units * args.m;
+            scales = own.scales + place + min(lane % 4, args.m - 1);
+            own_inputs =
+                own.bytes + place * kOwnUnitBytes + min(lane / 8, args.m - 1) * 64 + lane % 8 * 8;
         }
         for (uint32_t item = at.item; item < end; item += warps) {
             const uint32_t k_item = item - at.start;
             float2 scale = {};
             if (is_real) {
                 // Not used before the item has ended, so that nothing waits for it.
-                if constexpr (Shape::kHasIntegers) scale = scales[k_item / 2 * row_scales];
+                if constexpr (Shape::kHasIntegers) {
+                    scale = scales[k_item / 2 * (Shape::kIsOwn ? args.m : kSetRows)];
+                }
                 wait_copies<kStages - 1>();
                 __syncwarp();
             }
-            uint8_t* data = stages + stage * stage_bytes;
+            uint8_t* data = stages + stage * Shape::kStageBytes;
             const int steps = is_real ? kItemSteps : 1;
             if constexpr (Shape::kHasIntegers) {
-                const int stride = is_own ? 64 * args.m : 256;
-                const uint8_t* inputs = is_own ? own_inputs + k_item * kItemSteps * stride
-                                               : data + Shape::kCodeBytes + 8 * lane;
+                const int stride = Shape::kIsOwn ? 64 * args.m : 256;
+                const uint8_t* inputs = data + Shape::kCodeBytes + 8 * lane;
+                if constexpr (Shape::kIsOwn) {
+                    inputs = own_inputs + (is_real ? k_item * kItemSteps * stride : 0);
+                }
                 add_integers<Shape>(
                     data, inputs, stride, steps, scale, k_item % 2 == 0, sums, lane
                 );
@@ -332,7 +329,7 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
             __syncwarp();
             if (ahead.item < last) {
                 ahead.copy_codes(data);
-                if (!is_own) ahead.copy_inputs(data);
+                if constexpr (!Shape::kIsOwn) ahead.copy_inputs(data);
             }
             commit_copies();
             ahead.advance(warps);
@@ -342,13 +339,17 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
         float* slot = args.sums + static_cast<int64_t>(args.division.slot(at.group, blockIdx.x)) *
                                       (kDecodeRows * kUnitColumns);
         store_sums<Shape>(
-            sums, buffers, counts, is_own ? &own : nullptr, at.group - first_group, warp, warps,
-            lane, args.m, is_real ? slot : nullptr, [&]() {
-                if constexpr (Shape::kHasIntegers) {
+            sums, buffers, counts, at.group - first_group, warp, warps, lane, args.m,
+            is_real ? slot : nullptr,
+            [&](int row) { return Shape::kIsOwn ? own.factor(args.rows, row) : 1.0f; },
+            [&]() {
+#ifndef EXL_NO_END
+                if constexpr (Shape::kIsOwn) {
                     if (finish.counters != nullptr) {
                         finish_group(args, finish, at.group, lane, is_real);
                     }
                 }
+#endif
             }
         );
         if (is_real) {
@@ -359,24 +360,22 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
         is_real = true;
         // The first pass over the own inputs only loads caches.
 #pragma unroll 1
-        for (int pass = is_own ? 0 : 1; pass < 2; ++pass) {
+        for (int pass = Shape::kIsOwn ? 0 : 1; pass < 2; ++pass) {
             if (pass == 1) {
                 wait_for_inputs();
 #pragma unroll 1
                 for (int i = 0; i < kStages; ++i, ahead.advance(warps)) {
-                    uint8_t* data = stages + i * stage_bytes;
+                    uint8_t* data = stages + i * Shape::kStageBytes;
                     if (ahead.item < last) {
                         if (i >= kEarlyStages) ahead.copy_codes(data);
-                        if (!is_own) ahead.copy_inputs(data);
+                        if constexpr (!Shape::kIsOwn) ahead.copy_inputs(data);
                     }
                     commit_copies();
                 }
             }
-            if constexpr (Shape::kHasIntegers) {
-                if (is_own) prepare_own(own, first_item, last, warp, lane);
-            }
+            if constexpr (Shape::kIsOwn) prepare_own(args, own, first_item, last, warp, lane);
         }
-        if (is_own) __syncthreads();
+        if constexpr (Shape::kIsOwn) __syncthreads();
     }
 }
 
@@ -387,7 +386,7 @@ cudaError_t launch_shape(const WorkArgs& args, const FinishArgs& finish, void* s
     int warps = kDecodeWarps;
     while (warps > 1 && warps * Shape::kWarpBytes > info.shared_per_block) warps /= 2;
     int bytes = warps * Shape::kWarpBytes;
-    if (args.rows.x != nullptr) {
+    if constexpr (Shape::kIsOwn) {
         bytes = own_bytes<Shape>(args.count, args.division.group_items / 2, args.m);
         if (bytes > kDecodeBytes || warps != kDecodeWarps) return cudaErrorInvalidValue;
     }
@@ -404,6 +403,10 @@ struct DecodeLaunch {
         bool has_integers, const WorkArgs& args, const FinishArgs& finish, void* stream
     ) const {
         if constexpr (kCodebook == EXL_CODEBOOK_MUL1) {
+            if (args.rows.x != nullptr) {
+                using Shape = DecodeShape<kTileWords, kCodebook, true, true>;
+                return launch_shape<Shape>(args, finish, stream);
+            }
             if (has_integers) {
                 return launch_shape<DecodeShape<kTileWords, kCodebook, true>>(args, finish, stream);
             }

@@ -159,10 +159,8 @@ __device__ __forceinline__ void finish_group(
         const int64_t at = row * args.y_stride + part.y_column;
         auto* y = static_cast<float*>(args.y) + at;
         auto* half_y = static_cast<__half*>(args.y) + at;
-        const bool is_aligned = reinterpret_cast<uintptr_t>(
-                                    is_float ? static_cast<void*>(y + output) : half_y + output
-                                ) % (kValues * (is_float ? 4 : 2)) ==
-                                0;
+        const bool is_aligned = reinterpret_cast<uintptr_t>(y + output) % 16 == 0;
+        const bool half_is_aligned = reinterpret_cast<uintptr_t>(half_y + output) % 8 == 0;
         if (args.epilogue == EXL_EPILOGUE_ADD) {
             load_values(y, output, part.out_features, is_aligned, old);
         }
@@ -189,7 +187,7 @@ __device__ __forceinline__ void finish_group(
         if (is_float) {
             store_values(y, output, part.out_features, is_aligned, v);
         } else {
-            store_values(half_y, output, part.out_features, is_aligned, v);
+            store_values(half_y, output, part.out_features, half_is_aligned, v);
         }
     }
 }

@@ -200,10 +200,6 @@ class Products {
         own.x = rows_->x, own.norm = rows_->norm, own.x_stride = rows_->x_stride;
         own.features = args_.parts[0].matrix->in_features, own.eps = rows_->eps;
         own.is_half = rows_->x_dtype == kF16;
-        const int64_t bytes = own.is_half ? 2 : 4;
-        own.is_aligned = reinterpret_cast<uintptr_t>(own.x) % 16 == 0 &&
-                         reinterpret_cast<uintptr_t>(own.norm) % 16 == 0 &&
-                         own.x_stride * bytes % 16 == 0;
         for (int i = first; i < last; ++i) {
             own.suh[i - first] = static_cast<const __half*>(args_.parts[i].matrix->suh);
             own.first_in[i - first] = args_.parts[i].matrix->first_in;
@@ -278,7 +274,7 @@ namespace {
 struct MostRows {
     template <int kTileWords, int kCodebook>
     cudaError_t run(int count, int k, int* rows) const {
-        using Shape = DecodeShape<kTileWords, kCodebook, true>;
+        using Shape = DecodeShape<kTileWords, kCodebook, true, true>;
         for (*rows = kIntegerRows; *rows > 0; --*rows) {
             if (own_bytes<Shape>(count, k / kUnitRows, *rows) <= kDecodeBytes) break;
         }
@@ -290,9 +286,15 @@ bool are_valid(const ExlTrellisLinear& args, const ExlTrellisRows& rows) {
     if (rows.x_dtype != kF32 && rows.x_dtype != kF16) return false;
     for (int i = 0; i < args.count; ++i) {
         if (args.parts[i].form != EXL_TRELLIS_INTEGERS || args.sums[i] != nullptr) return false;
-        if (args.parts[i].matrix->in_features != args.parts[0].matrix->in_features) return false;
+        const ExlTrellisMatrix& w = *args.parts[i].matrix;
+        if (w.in_features != args.parts[0].matrix->in_features || w.first_in % kValues != 0 ||
+            w.in_features % kValues != 0) {
+            return false;
+        }
     }
-    return true;
+    const int64_t stride = rows.x_stride * (rows.x_dtype == kF32 ? 4 : 2);
+    return reinterpret_cast<uintptr_t>(rows.x) % 16 == 0 && stride % 16 == 0 &&
+           reinterpret_cast<uintptr_t>(rows.norm) % 16 == 0;
 }
 
 int run_linear(const ExlTrellisLinear& args, const ExlTrellisRows* rows, void* stream) {

@@ -10,8 +10,8 @@
 //            that the second pass reads what the previous kernel has written.
 #pragma once
 
+#include "cuda/trellis/trellis_decode_shape.cuh"
 #include "cuda/trellis/trellis_rows.cuh"
-#include "cuda/trellis/trellis_work.cuh"
 
 namespace exl::cuda::trellis {
 
@@ -20,49 +20,40 @@ constexpr int kOwnUnitBytes = 256;  // of a row
 #ifdef __CUDACC__
 
 struct OwnInputs {
-    const WorkArgs& args;
     uint8_t* bytes;
     float2* scales;
     float* squares;
-    int k_units, warps;
+    int k_units;
 
-    __device__ __forceinline__ OwnInputs(const WorkArgs& work, uint8_t* memory, int of_warps)
-        : args(work), bytes(memory), warps(of_warps) {
-        k_units = work.division.group_items / 2;
-        const int units = work.count * k_units * work.m;
+    __device__ __forceinline__ OwnInputs(const WorkArgs& args, uint8_t* memory)
+        : bytes(memory), k_units(args.division.group_items / 2) {
+        const int units = args.count * k_units * args.m;
         scales = reinterpret_cast<float2*>(memory + units * kOwnUnitBytes);
         squares = reinterpret_cast<float*>(scales + units);
     }
-    __device__ __forceinline__ float factor(int row) const {
-        const OwnRows& rows = args.rows;
+    // Factor of the norm of a row.
+    __device__ __forceinline__ float factor(const OwnRows& rows, int row) const {
         if (rows.norm == nullptr) return 1.0f;
         float sum = 0.0f;
-        for (int i = 0; i < warps; ++i) sum += squares[row * warps + i];
+#pragma unroll
+        for (int i = 0; i < kDecodeWarps; ++i) sum += squares[row * kDecodeWarps + i];
         return rsqrtf(sum / rows.features + rows.eps);
     }
 };
 
-// Values first .. first + 3 of a row, zero outside of it.
+// Values first .. first + 3 of an aligned row of `count`, a multiple of 4; zero outside of it.
 template <class X>
-__device__ __forceinline__ void load_new(
-    const X* row, int first, int count, bool is_aligned, float (&to)[kValues]
-) {
-    if (is_aligned && first >= 0 && first + kValues <= count) {
-        if constexpr (sizeof(X) == 2) {
-            const uint2 raw = __ldcg(reinterpret_cast<const uint2*>(row + first));
-            const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&raw.x));
-            const float2 b = __half22float2(*reinterpret_cast<const __half2*>(&raw.y));
-            to[0] = a.x, to[1] = a.y, to[2] = b.x, to[3] = b.y;
-        } else {
-            const float4 v = __ldcg(reinterpret_cast<const float4*>(row + first));
-            to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
-        }
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-        const bool exists = first + i >= 0 && first + i < count;
-        to[i] = exists ? to_float(__ldcg(row + first + i)) : 0.0f;
+__device__ __forceinline__ void load_new(const X* row, int first, int count, float (&to)[kValues]) {
+    to[0] = to[1] = to[2] = to[3] = 0.0f;
+    if (first < 0 || first >= count) return;
+    if constexpr (sizeof(X) == 2) {
+        const uint2 raw = __ldcg(reinterpret_cast<const uint2*>(row + first));
+        const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&raw.x));
+        const float2 b = __half22float2(*reinterpret_cast<const __half2*>(&raw.y));
+        to[0] = a.x, to[1] = a.y, to[2] = b.x, to[3] = b.y;
+    } else {
+        const float4 v = __ldcg(reinterpret_cast<const float4*>(row + first));
+        to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
     }
 }
 
@@ -105,9 +96,8 @@ __device__ __forceinline__ void store_own(
 
 template <class X>
 __device__ __forceinline__ void prepare_own_rows(
-    const OwnInputs& own, uint32_t first, uint32_t last, int warp, int lane
+    const WorkArgs& args, const OwnInputs& own, uint32_t first, uint32_t last, int warp, int lane
 ) {
-    const WorkArgs& args = own.args;
     const OwnRows& rows = args.rows;
     const uint32_t group_items = args.division.group_items, k_units = own.k_units;
     const X* x = static_cast<const X*>(rows.x);
@@ -117,14 +107,15 @@ __device__ __forceinline__ void prepare_own_rows(
         for (int row = 0; row < m; ++row) {
             float sum = 0.0f;
 #pragma unroll 4
-            for (int i = kValues * threadIdx.x; i < rows.features; i += kValues * blockDim.x) {
+            for (int i = kValues * threadIdx.x; i < rows.features;
+                 i += kValues * kDecodeWarps * kWarp) {
                 float v[kValues];
-                load_new(x + row * rows.x_stride, i, rows.features, rows.is_aligned, v);
+                load_new(x + row * rows.x_stride, i, rows.features, v);
 #pragma unroll
                 for (float one : v) sum += one * one;
             }
             sum = warp_sum(sum);
-            if (lane == 0) own.squares[row * own.warps + warp] = sum;
+            if (lane == 0) own.squares[row * kDecodeWarps + warp] = sum;
         }
     }
 #pragma unroll 1
@@ -138,9 +129,8 @@ __device__ __forceinline__ void prepare_own_rows(
             of_part - args.division.by_group_items.divide(of_part) * group_items;
         const uint32_t start = k_item / 2, end = (k_item + to - from + 1) / 2;
         const uint32_t count = min(k_units, end - start);
-        const bool is_aligned = rows.is_aligned && rows.first_in[p] % kValues == 0;
 #pragma unroll 1
-        for (uint32_t i = warp; i < count; i += own.warps) {
+        for (uint32_t i = warp; i < count; i += kDecodeWarps) {
             const uint32_t unit = start + i < k_units ? start + i : start + i - k_units;
             const int value = EXL_TRELLIS_BLOCK * unit + kValues * lane;
             const int of_row = value - rows.first_in[p];
@@ -148,7 +138,7 @@ __device__ __forceinline__ void prepare_own_rows(
             load_halves(rows.suh[p] + value, factors);
             if (rows.norm != nullptr) {
                 float norm[kValues];
-                load_values(rows.norm, of_row, rows.features, is_aligned, norm);
+                load_new(rows.norm, of_row, rows.features, norm);
 #pragma unroll
                 for (int j = 0; j < kValues; ++j) factors[j] *= norm[j];
             }
@@ -156,7 +146,7 @@ __device__ __forceinline__ void prepare_own_rows(
 #pragma unroll 1
             for (int row = 0; row < m; ++row) {
                 float v[kValues];
-                load_new(x + row * rows.x_stride, of_row, rows.features, is_aligned, v);
+                load_new(x + row * rows.x_stride, of_row, rows.features, v);
 #pragma unroll
                 for (int j = 0; j < kValues; ++j) v[j] *= factors[j];
                 transform(v, lane);
@@ -171,12 +161,12 @@ __device__ __forceinline__ void prepare_own_rows(
 
 // Prepares the inputs of items first .. last - 1 of the launch.
 __device__ __forceinline__ void prepare_own(
-    const OwnInputs& own, uint32_t first, uint32_t last, int warp, int lane
+    const WorkArgs& args, const OwnInputs& own, uint32_t first, uint32_t last, int warp, int lane
 ) {
-    if (own.args.rows.is_half) {
-        prepare_own_rows<__half>(own, first, last, warp, lane);
+    if (args.rows.is_half) {
+        prepare_own_rows<__half>(args, own, first, last, warp, lane);
     } else {
-        prepare_own_rows<float>(own, first, last, warp, lane);
+        prepare_own_rows<float>(args, own, first, last, warp, lane);
     }
 }
 

@@ -8,6 +8,8 @@
 // depends on neither the batch nor timing.
 #pragma once
 
+#include <cstdlib>
+
 #include "cuda/common/common.cuh"
 #include "exl/cuda/trellis.h"
 
@@ -87,7 +89,8 @@ struct WorkPart {
 };
 
 // Rows that the decode kernel prepares itself (trellis_own_inputs.cuh). x null: the parts' inputs
-// are prepared.
+// are prepared. Rows and the norm's weights are aligned to 16 bytes. The number of features and the
+// first ones' places are multiples of 4.
 struct OwnRows {
     const void* x;
     const float* norm;  // or null
@@ -96,7 +99,7 @@ struct OwnRows {
     int first_in[EXL_TRELLIS_MAX_PARTS];
     int features;
     float eps;
-    bool is_half, is_aligned;
+    bool is_half;
 };
 
 struct WorkArgs {
@@ -127,6 +130,8 @@ cudaError_t launch_overlapping(
     void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
     Args... args
 ) {
+    if (getenv("EXL_CARVE") == nullptr)
+        return launch(kernel, grid, block, shared_bytes, stream, args...);
     const cudaError_t error = cudaFuncSetAttribute(
         reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
         cudaSharedmemCarveoutMaxShared

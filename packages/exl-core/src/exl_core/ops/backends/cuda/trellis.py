@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
-from exl_core.ops.backends.cuda.slices import Slices
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.backends.reference.trellis import check_trellis_layout
 from exl_core.ops.checks import OpInputError
@@ -43,11 +42,11 @@ DECODE_ROWS = 8
 INTEGER_ROWS = 4
 """Largest number of rows that the decode kernel multiplies as integers, with codes of mul1."""
 
-SCRATCH_HALVES = int(os.environ.get("EXL_SCRATCH", "48")) << 20
-WIDTH = int(os.environ.get("EXL_WIDTH", "0"))
-BMM = os.environ.get("EXL_BMM", "1") == "1"
-SERIAL = os.environ.get("EXL_SERIAL", "0") == "1"
-"""Largest slice of decoded weights, in float16 numbers. There are two such buffers."""
+SCRATCH_HALVES = int(os.environ.get("EXL_SCRATCH", "64")) << 20
+"""Largest slice of decoded weights, in float16 numbers."""
+
+JOINT_COLUMNS = 4096
+"""Most columns of matrices that one call multiplies together, with decoded weights."""
 
 FORMS = {"integers": 0, "halves": 1, "plain": 2, "matrices": 3}
 CODEBOOKS = {"3inst": 0, "mcg": 1, "mul1": 2}
@@ -136,15 +135,16 @@ class CudaTrellisInputs:
 class Trellis:
     """Products with matrices of trellis codes on one GPU."""
 
-    def __init__(self, gpu: Gpu, slices: Slices) -> None:
+    def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._slices = slices
         self._max_rows = gpu.trellis_max_rows
-        self._max_n = 1
+        self._max_n = self._max_halves = 1
         self._most_rows: dict[tuple[int, int, int], int] = {}
 
     def new(self, layout: TrellisLayout) -> CudaTrellis:
         self._max_n = max(self._max_n, layout.stored_out)
+        halves = layout.stored_in * layout.stored_out
+        self._max_halves = max(self._max_halves, min(halves, SCRATCH_HALVES))
         return CudaTrellis(layout, self._gpu)
 
     def takes(self, rows: int) -> bool:
@@ -215,14 +215,14 @@ class Trellis:
         """out [m, n] = act(gate) * up for two parts that `is_pair` accepts."""
         if isinstance(out, CudaTrellisInputs):
             if _can_follow(out.w.layout, parts[0].layout) and len(self._chunks(out.rows)) == 1:
-                self._launch_rows(x, norm, parts, None, cuda.GATED, kind, out)
+                self._launch_rows(x, norm, parts, None, cuda.GATED, gate=kind, to=out)
                 return
             halves = self._gpu.empty(out.rows, parts[0].out_features, dtype=torch.float16)
             self.multiply_gated(x, parts, halves, norm, kind)
             self.prepare(halves, None, [out])
             return
         for rows in self._chunks(x.shape[0]):
-            self._launch_rows(x[rows], norm, parts, out[rows], cuda.GATED, kind)
+            self._launch_rows(x[rows], norm, parts, out[rows], cuda.GATED, gate=kind)
 
     def _chunks(self, rows: int) -> list[slice]:
         """Ranges of rows that are multiplied on their own: all, except in the invariant mode."""
@@ -236,12 +236,13 @@ class Trellis:
         parts: Sequence[CudaTrellis],
         out: Tensor | None,
         epilogue: int,
+        *,
         gate: GateKind = "silu",
         to: CudaTrellisInputs | None = None,
     ) -> None:
         """Product with rows x, which the decode kernel or a kernel before it prepares."""
         rows = x.shape[0]
-        if not self._prepares_itself(parts, rows):
+        if not self._prepares_itself(x, parts):
             inputs = [self.inputs_for(part, rows) for part in parts]
             if inputs[0].form == FORMS["plain"]:  # successive, so that one product can take several
                 k = parts[0].layout.stored_in
@@ -249,36 +250,39 @@ class Trellis:
                 for one, own in zip(inputs, memory, strict=True):
                     one.memory = own
             self.prepare(x, norm, inputs)
-            self._launch(inputs, out, epilogue, gate, to)
+            self._launch(inputs, out, epilogue, gate=gate, to=to)
             return
         nothing = self._gpu.empty(0, dtype=torch.uint8)
         inputs = [CudaTrellisInputs(part, rows, FORMS["integers"], nothing) for part in parts]
         operand = TrellisRows(x=x.data_ptr(), x_stride=x.stride(0), x_dtype=TYPES[x.dtype])
         if norm is not None:
             operand.norm, operand.eps = norm.weight.data_ptr(), norm.eps
-        self._launch(inputs, out, epilogue, gate, to, operand)
+        self._launch(inputs, out, epilogue, gate=gate, to=to, own=operand)
 
-    def _prepares_itself(self, parts: Sequence[CudaTrellis], rows: int) -> bool:
-        """Whether the decode kernel can prepare the inputs of these parts."""
-        layouts = [part.layout for part in parts]
+    def _prepares_itself(self, x: Tensor, parts: Sequence[CudaTrellis]) -> bool:
+        """Whether the decode kernel can prepare the rows x for these parts."""
+        rows, layouts = x.shape[0], [part.layout for part in parts]
         is_mul1 = all(layout.codebook == "mul1" for layout in layouts)
         if self._gpu.is_invariant or rows > INTEGER_ROWS or not is_mul1:
             return False
         if os.environ.get("EXL_OWN", "1") == "0":
             return False
+        is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
         for layout in layouts:
             sizes = layout.tile_words, len(layouts), layout.stored_in
             if sizes not in self._most_rows:
                 self._most_rows[sizes] = self._gpu.size("trellis_most_rows", *sizes)
+            is_aligned &= layout.first_in % 4 == 0 and layout.in_features % 4 == 0
             if rows > self._most_rows[sizes]:
                 return False
-        return True
+        return is_aligned
 
     def _launch(
         self,
         inputs: Sequence[CudaTrellisInputs],
         out: Tensor | None,
         epilogue: int,
+        *,
         gate: GateKind = "silu",
         to: CudaTrellisInputs | None = None,
         own: TrellisRows | None = None,
@@ -291,13 +295,13 @@ class Trellis:
             args.y, args.y_stride, args.y_dtype = out.data_ptr(), out.stride(0), TYPES[out.dtype]
         if to is not None:
             args.next = to.operand
-        held = []  # tensors that must live until the launch
         for i, one in enumerate(inputs):
             args.parts[i] = one.operand
+        held: list[Tensor] = []  # tensors that must live until the launch
         if first.form == FORMS["plain"]:
             held = self._products(inputs)
-            for i, one in enumerate(held):
-                args.sums[i] = one.data_ptr()
+            for i, sums in enumerate(held):
+                args.sums[i] = sums.data_ptr()
         if not held:
             n = max(self._max_n, sum(one.w.layout.stored_out for one in inputs))
             rows = self._max_rows if first.form == FORMS["matrices"] else DECODE_ROWS
@@ -309,63 +313,56 @@ class Trellis:
             self._gpu.call("trellis_linear", args)
 
     def _products(self, inputs: Sequence[CudaTrellisInputs]) -> list[Tensor]:
-        """Sums of each part, from plain inputs."""
+        """Plain inputs of each part times its rotated matrix, float16 [m, n]."""
         sums: list[Tensor] = []
-        first = 0
-        while first < len(inputs):
-            one, last = inputs[first], first + 1
-            k, n = one.w.layout.stored_in, one.w.layout.stored_out
-            while (
-                BMM
-                and last < len(inputs)
-                and inputs[last].w.layout.stored_out == n
-                and n * (last + 1 - first) <= 4096
-            ):
-                last += 1
-            if last == first + 1:
-                sums.append(self._product(one))
-            else:
-                sums += self._joint_product(inputs[first:last], k, n)
-            first = last
+        while len(sums) < len(inputs):
+            first = inputs[len(sums)]
+            rest = inputs[len(sums) :]
+            count = next((i for i, x in enumerate(rest) if not _is_joint(first, x, i)), len(rest))
+            sums += self._joint_product(rest[:count]) if count > 1 else [self._product(first)]
         return sums
 
-    def _joint_product(self, inputs: Sequence[CudaTrellisInputs], k: int, n: int) -> list[Tensor]:
-        rows, count = inputs[0].rows, len(inputs)
-        memory = inputs[0].memory
-        halves = memory.view(torch.float16).as_strided((count, rows, k), (rows * k, k, 1))
+    def _joint_product(self, inputs: Sequence[CudaTrellisInputs]) -> list[Tensor]:
+        """The same for parts of one shape, whose inputs follow one another in memory.
+
+        Alone, each would leave many multiprocessors idle.
+        """
+        layout = inputs[0].w.layout
+        k, n, rows, count = layout.stored_in, layout.stored_out, inputs[0].rows, len(inputs)
+        x = inputs[0].memory.view(torch.float16)
+        x = x.as_strided((count, rows, k), (rows * k, k, 1))
+        dense = self._scratch(count * n * k).view(count, n, k)
+        for one, to in zip(inputs, dense, strict=True):
+            one.w.unpack(0, n, to)
         sums = self._gpu.empty(count, rows, n, dtype=torch.float16)
-        with self._slices.next(count * n * k) as slice_:
-            dense = slice_.memory.view(count, n, k)
-            with slice_.filling():
-                for one, to in zip(inputs, dense, strict=True):
-                    one.w.unpack(0, n, to)
-            torch.bmm(halves, dense.transpose(1, 2), out=sums)
+        torch.bmm(x, dense.transpose(1, 2), out=sums)
         return list(sums)
 
     def _product(self, x: CudaTrellisInputs) -> Tensor:
-        """Plain inputs times the rotated matrix, float16 [m, n].
-
-        The next slice of the matrix is decoded on a second stream during the product of the current
-        one.
-        """
+        """Plain inputs times the rotated matrix, which is decoded in slices, float16 [m, n]."""
         k, n = x.w.layout.stored_in, x.w.layout.stored_out
         halves = x.memory.view(torch.float16).view(x.rows, k)
         sums = self._gpu.empty(x.rows, n, dtype=torch.float16)
         count = -(-n * k // SCRATCH_HALVES)
         width = -(-n // count // HADAMARD) * HADAMARD
-        if WIDTH:
-            width = WIDTH
         for first in range(0, n, width):
             last = min(first + width, n)
-            with self._slices.next((last - first) * k) as slice_:
-                dense = slice_.memory.view(last - first, k)
-                if SERIAL:
-                    x.w.unpack(first, last - first, dense)
-                else:
-                    with slice_.filling():
-                        x.w.unpack(first, last - first, dense)
-                torch.mm(halves, dense.T, out=sums[:, first:last])
+            dense = self._scratch((last - first) * k).view(last - first, k)
+            x.w.unpack(first, last - first, dense)
+            torch.mm(halves, dense.T, out=sums[:, first:last])
         return sums
+
+    def _scratch(self, size: int) -> Tensor:
+        """Buffer for decoded weights, float16 [size]."""
+        memory = self._gpu.buffer("trellis_decoded", 2 * max(size, self._max_halves))
+        return memory[: 2 * size].view(torch.float16)
+
+
+def _is_joint(first: CudaTrellisInputs, x: CudaTrellisInputs, before: int) -> bool:
+    """Whether x can be multiplied with `first` and what is between, `before` parts in all."""
+    a, b = first.w.layout, x.w.layout
+    is_alike = (a.stored_in, a.stored_out) == (b.stored_in, b.stored_out)
+    return is_alike and (before + 1) * a.stored_out <= JOINT_COLUMNS
 
 
 def _check_columns(layout: TrellisLayout, first_column: int, columns: TrellisColumns) -> None:
