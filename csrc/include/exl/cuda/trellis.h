@@ -76,7 +76,8 @@ EXL_CUDA_API int exl_cuda_trellis_unpack(
 //   matrices  float16 [chunks of 32 rows][k / 128][4 steps][2 tiles][2 halves][32 rows][8]: inputs
 //             8 h .. 8 h + 7 of a tile of 16 are in half h. These are core matrices of wgmma. For at
 //             least 9 rows.
-//             With MUL1, halves and matrices are followed by float32 [rows][k / 128]: the sum of
+//   narrow    The same with 8 instead of 32 rows. For MUL1, up to 8 rows.
+//             With MUL1, halves, matrices and narrow are followed by float32 [rows][k / 128]: the sum of
 //             each block of float16 inputs.
 //   plain     float16 [m, k] in the order of exl_cuda_trellis_unpack. For any product.
 //
@@ -86,6 +87,7 @@ enum {
     EXL_TRELLIS_HALVES = 1,
     EXL_TRELLIS_PLAIN = 2,
     EXL_TRELLIS_MATRICES = 3,
+    EXL_TRELLIS_NARROW = 4,
 };
 
 typedef struct {

@@ -25,7 +25,14 @@ constexpr int kDecodeItems = 8, kBatchItems = 4;  // least per block, unless the
 
 bool has_batch_kernel(const DeviceInfo& info) { return info.shared_per_block >= kBatchSharedBytes; }
 
-bool is_batch(const ExlTrellisInputs& part) { return part.form == EXL_TRELLIS_MATRICES; }
+bool is_batch(const ExlTrellisInputs& part) {
+    return part.form == EXL_TRELLIS_MATRICES || part.form == EXL_TRELLIS_NARROW;
+}
+
+// Rows of a slot of its sums.
+int slot_rows(const ExlTrellisInputs& part) {
+    return part.form == EXL_TRELLIS_MATRICES ? kBatchRows : kDecodeRows;
+}
 
 // Floats of the slots of a launch with parts of n columns in total. Bounds for a workspace, too:
 // every part may end within a group.
@@ -42,7 +49,7 @@ cudaError_t launch_codebook(
     const ExlTrellisInputs& of, const WorkArgs& work, const FinishArgs& finish, void* stream
 ) {
     const int tile_words = of.matrix->tile_words;
-    return is_batch(of) ? launch_batch<kCodebook>(tile_words, work, stream)
+    return is_batch(of) ? launch_batch<kCodebook>(tile_words, slot_rows(of), work, stream)
                         : launch_decode<kCodebook>(
                               tile_words, of.form == EXL_TRELLIS_INTEGERS, work, finish, stream
                           );
@@ -78,8 +85,9 @@ bool are_valid(const ExlTrellisLinear& args, const DeviceInfo& info) {
                                    ? is_mul1 && part.rows <= kIntegerRows
                                    : part.form == EXL_TRELLIS_HALVES && part.rows <= kDecodeRows;
         if (!is_decode && !(is_batch(part) && has_batch_kernel(info))) return false;
+        if (part.form == EXL_TRELLIS_NARROW && (!is_mul1 || part.rows > kDecodeRows)) return false;
         if (args.m > part.rows || args.m > kMaxRows) return false;
-        if (is_batch(part) != is_batch(args.parts[0])) return false;
+        if (slot_rows(part) != slot_rows(args.parts[0])) return false;
     }
     if (is_gated) {
         const ExlTrellisMatrix &gate = *args.parts[0].matrix, &up = *args.parts[1].matrix;
@@ -182,7 +190,7 @@ class Products {
         for (int i = first; i < last; ++i) {
             finish_.parts[i].sums = {
                 work.sums, work.division, work.parts[i - first].first_group, columns,
-                batch ? kBatchRows : kDecodeRows
+                slot_rows(args_.parts[first])
             };
         }
         finish_.counters = nullptr;

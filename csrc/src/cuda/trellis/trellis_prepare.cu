@@ -108,7 +108,7 @@ extern "C" int64_t exl_cuda_trellis_inputs_bytes(int32_t form, int32_t rows, int
     if (form == EXL_TRELLIS_INTEGERS) {
         return ceil_div(rows, kSetRows) * blocks * (1024 + kSetRows * sizeof(float2));
     }
-    if (form == EXL_TRELLIS_HALVES || form == EXL_TRELLIS_MATRICES) {
+    if (form != EXL_TRELLIS_PLAIN) {
         return halves_bytes(form, rows, k) + rows * blocks * static_cast<int64_t>(sizeof(float));
     }
     return 2ll * rows * k;
@@ -126,7 +126,7 @@ extern "C" int exl_cuda_trellis_prepare(const ExlTrellisPrepare* args, void* str
     operands.features = args->to[0].matrix->in_features;
     for (int i = 0; i < args->count; ++i) {
         const ExlTrellisInputs& to = args->to[i];
-        const bool is_form = to.form >= EXL_TRELLIS_INTEGERS && to.form <= EXL_TRELLIS_MATRICES;
+        const bool is_form = to.form >= EXL_TRELLIS_INTEGERS && to.form <= EXL_TRELLIS_NARROW;
         if (!is_valid(*to.matrix) || !is_form || to.rows < args->m ||
             to.matrix->in_features != operands.features) {
             return cudaErrorInvalidValue;

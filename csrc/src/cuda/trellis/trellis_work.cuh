@@ -141,7 +141,7 @@ cudaError_t launch_overlapping(
 }
 
 // Launches for a codebook, which has a source file of its own (trellis_decode.cuh,
-// trellis_batch.cuh). `has_integers`: form of the inputs. With counters in `finish`, the decode kernel
+// trellis_batch.cuh). `has_integers`: form of the inputs. `rows`: that the inputs have space for. With counters in `finish`, the decode kernel
 // makes the results.
 struct FinishArgs;
 template <int kCodebook>
@@ -149,6 +149,6 @@ cudaError_t launch_decode(
     int tile_words, bool has_integers, const WorkArgs& args, const FinishArgs& finish, void* stream
 );
 template <int kCodebook>
-cudaError_t launch_batch(int tile_words, const WorkArgs& args, void* stream);
+cudaError_t launch_batch(int tile_words, int rows, const WorkArgs& args, void* stream);
 
 }  // namespace exl::cuda::trellis

@@ -48,7 +48,8 @@ SCRATCH_HALVES = int(os.environ.get("EXL_SCRATCH", "64")) << 20
 JOINT_COLUMNS = 4096
 """Most columns of matrices that one call multiplies together, with decoded weights."""
 
-FORMS = {"integers": 0, "halves": 1, "plain": 2, "matrices": 3}
+NARROW = os.environ.get("EXL_NARROW", "1") == "1"
+FORMS = {"integers": 0, "halves": 1, "plain": 2, "matrices": 3, "narrow": 4}
 CODEBOOKS = {"3inst": 0, "mcg": 1, "mul1": 2}
 
 
@@ -162,6 +163,8 @@ class Trellis:
                 form = "matrices"
             elif rows <= INTEGER_ROWS and w.layout.codebook == "mul1":
                 form = "integers"
+            elif self._max_rows > DECODE_ROWS and w.layout.codebook == "mul1" and NARROW:
+                form = "narrow"
         number = FORMS[form]
         size = self._gpu.size("trellis_inputs_bytes", number, rows, w.layout.stored_in)
         memory = self._gpu.empty(size, dtype=torch.uint8)
@@ -304,7 +307,9 @@ class Trellis:
                 args.sums[i] = sums.data_ptr()
         if not held:
             n = max(self._max_n, sum(one.w.layout.stored_out for one in inputs))
-            rows = self._max_rows if first.form == FORMS["matrices"] else DECODE_ROWS
+            decode_forms = {FORMS["integers"], FORMS["halves"]}
+            is_decode = all(one.form in decode_forms for one in inputs)
+            rows = DECODE_ROWS if is_decode else self._max_rows
             workspace = self._gpu.workspace("trellis_linear", n, rows)
             args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
         if own is not None:
