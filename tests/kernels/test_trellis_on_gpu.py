@@ -1,9 +1,8 @@
 """Linears with trellis codes on the GPU, against float64: rates, codebooks, rows, joined parts.
 
-Up to 8 rows there is the decode kernel, whose inputs are integers (mul1, up to 4 rows) or float16
-numbers. Up to
-`trellis_max_rows` rows there is the small-batch kernel. Beyond that, torch multiplies with decoded
-matrices.
+The decode kernel takes up to 4 rows of mul1, as integers, and up to 8 rows of other codebooks, as
+float16 numbers. Up to `trellis_max_rows` rows there is the small-batch kernel, on compute capability
+9.0 with instances for 8 and for 32 rows. Beyond that, torch multiplies with decoded matrices.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from kernel_support import assert_norm_within, normal
 from kernel_support import packed as dense_packed
 from torch import Tensor
 
+from exl_core.ops.backends.cuda import trellis
 from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.table import OpTable
@@ -225,6 +225,16 @@ def test_matrices_of_other_kinds_are_joined(
     x = normal(rng, rows, 256)
     exact = torch.cat([x.double() @ weights, x.double() @ plain.double().T], 1)
     assert_norm_within(gpu_table.linear(x, w), exact, BOUND)
+
+
+@pytest.mark.parametrize("columns", [640, 768])
+def test_prompts_with_matrices_that_are_decoded_in_slices(
+    gpu_table: OpTable, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setattr(trellis, "SCRATCH_HALVES", 384 * 200)
+    w, weights = packed(gpu_table, random_exl3(4, 4, rows=384, columns=columns))
+    x = normal(rng, 131, 384)
+    assert_norm_within(gpu_table.linear(x, w), x.double() @ weights, BOUND)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 9, 64, 97])
