@@ -1,8 +1,8 @@
 """Linears with trellis codes on the GPU, against float64: rates, codebooks, rows, joined parts.
 
 The decode kernel takes up to 4 rows of mul1, as integers, and up to 8 rows of other codebooks, as
-float16 numbers. Up to `trellis_max_rows` rows there is the small-batch kernel, on compute capability
-9.0 with instances for 8 and for 32 rows. Beyond that, torch multiplies with decoded matrices.
+float16 numbers. Up to `trellis_max_rows` rows there is the small-batch kernel, with instances for 8
+and for 32 rows. Beyond that, torch multiplies with decoded matrices.
 """
 
 from __future__ import annotations
