@@ -24,7 +24,6 @@
 #include <algorithm>
 
 #include "cuda/trellis/trellis_decode_shape.cuh"
-#include "cuda/trellis/trellis_finish_rows.cuh"
 #include "cuda/trellis/trellis_own_inputs.cuh"
 #include "cuda/trellis/trellis_rates.cuh"
 #include "cuda/trellis/trellis_values.cuh"
@@ -228,11 +227,11 @@ __device__ __forceinline__ void add_warps(
 }
 
 // Stores a warp's sums of the block's column group `number`. The last warp adds those of all warps
-// to the slot `to`, and calls `end`. With `to` null nothing is counted.
-template <class Shape, class Factor, class Finish>
+// to the slot `to`. With `to` null nothing is counted.
+template <class Shape, class Factor>
 __device__ __forceinline__ void store_sums(
     const WarpSums<Shape>& sums, float* buffers, SumCounts& counts, uint32_t number, int warp,
-    int warps, int lane, int m, float* to, const Factor& factor, const Finish& end
+    int warps, int lane, int m, float* to, const Factor& factor
 ) {
     const uint32_t place = number % kSumBuffers;
     float* buffer = buffers + place * warps * Shape::kSums;
@@ -252,12 +251,11 @@ __device__ __forceinline__ void store_sums(
     __threadfence_block();
     __syncwarp();
     if (to != nullptr && lane == 0) atomicAdd(counts.added + place, 1);
-    end();
 }
 
 template <class Shape>
 __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_kernel(
-    const __grid_constant__ WorkArgs args, const __grid_constant__ FinishArgs finish
+    const __grid_constant__ WorkArgs args
 ) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ SumCounts counts;
@@ -341,16 +339,7 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
         store_sums<Shape>(
             sums, buffers, counts, at.group - first_group, warp, warps, lane, args.m,
             is_real ? slot : nullptr,
-            [&](int row) { return Shape::kIsOwn ? own.factor(args.rows, row) : 1.0f; },
-            [&]() {
-#ifndef EXL_NO_END
-                if constexpr (Shape::kIsOwn) {
-                    if (finish.counters != nullptr) {
-                        finish_group(args, finish, at.group, lane, is_real);
-                    }
-                }
-#endif
-            }
+            [&](int row) { return Shape::kIsOwn ? own.factor(args.rows, row) : 1.0f; }
         );
         if (is_real) {
             if (end == last) break;
@@ -380,7 +369,7 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
 }
 
 template <class Shape>
-cudaError_t launch_shape(const WorkArgs& args, const FinishArgs& finish, void* stream) {
+cudaError_t launch_shape(const WorkArgs& args, void* stream) {
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
     int warps = kDecodeWarps;
@@ -392,34 +381,29 @@ cudaError_t launch_shape(const WorkArgs& args, const FinishArgs& finish, void* s
     }
     if (info.shared_per_block >= kDecodeBytes) bytes = std::max(bytes, kLeastDecodeBytes);
     return launch_overlapping(
-        decode_kernel<Shape>, dim3(args.division.blocks), dim3(warps * kWarp), bytes, stream, args,
-        finish
+        decode_kernel<Shape>, dim3(args.division.blocks), dim3(warps * kWarp), bytes, stream, args
     );
 }
 
 struct DecodeLaunch {
     template <int kTileWords, int kCodebook>
-    cudaError_t run(
-        bool has_integers, const WorkArgs& args, const FinishArgs& finish, void* stream
-    ) const {
+    cudaError_t run(bool has_integers, const WorkArgs& args, void* stream) const {
         if constexpr (kCodebook == EXL_CODEBOOK_MUL1) {
             if (args.rows.x != nullptr) {
                 using Shape = DecodeShape<kTileWords, kCodebook, true, true>;
-                return launch_shape<Shape>(args, finish, stream);
+                return launch_shape<Shape>(args, stream);
             }
             if (has_integers) {
-                return launch_shape<DecodeShape<kTileWords, kCodebook, true>>(args, finish, stream);
+                return launch_shape<DecodeShape<kTileWords, kCodebook, true>>(args, stream);
             }
         }
-        return launch_shape<DecodeShape<kTileWords, kCodebook, false>>(args, finish, stream);
+        return launch_shape<DecodeShape<kTileWords, kCodebook, false>>(args, stream);
     }
 };
 
 template <int kCodebook>
-cudaError_t launch_decode(
-    int tile_words, bool has_integers, const WorkArgs& args, const FinishArgs& finish, void* stream
-) {
-    return for_rate<kCodebook>(tile_words, DecodeLaunch(), has_integers, args, finish, stream);
+cudaError_t launch_decode(int tile_words, bool has_integers, const WorkArgs& args, void* stream) {
+    return for_rate<kCodebook>(tile_words, DecodeLaunch(), has_integers, args, stream);
 }
 
 }  // namespace exl::cuda::trellis

@@ -5,7 +5,7 @@
 namespace exl::cuda::trellis {
 
 template cudaError_t launch_decode<EXL_CODEBOOK_MUL1>(
-    int, bool, const WorkArgs&, const FinishArgs&, void*
+    int tile_words, bool has_integers, const WorkArgs& args, void* stream
 );
 
 }  // namespace exl::cuda::trellis

@@ -8,7 +8,7 @@
 //            the results to add to are loaded together.
 // Floor      With few rows: a launch, a read from the L2 cache, five shuffles in turn.
 #include "cuda/elementwise/gate.cuh"
-#include "cuda/trellis/trellis_finish_rows.cuh"
+#include "cuda/trellis/trellis_finish.cuh"
 #include "exl/cuda/linear.h"
 
 namespace exl::cuda::trellis {
@@ -16,6 +16,114 @@ namespace exl::cuda::trellis {
 namespace {
 
 constexpr int kWarps = 4;
+
+// Slots with the sums of columns first .. first + 3 of a row, and the inputs' sums of the row.
+struct Slots {
+    const float* from;       // of the first slot
+    const float* of_inputs;  // [count of blocks], or null
+    int64_t size;            // floats of a slot
+    uint32_t count;
+
+    __device__ __forceinline__ Slots(const FinishPart& part, int row, int first_row, int first)
+        : from(nullptr), of_inputs(nullptr), size(0), count(0) {
+        const Sums& sums = part.sums;
+        if (sums.columns == 0) return;
+        const Division& division = sums.division;
+        const uint32_t group = sums.first_group + first / sums.columns;
+        const uint32_t block = division.block_of(group * division.group_items);
+        count = division.block_of((group + 1) * division.group_items - 1) - block + 1;
+        size = static_cast<int64_t>(sums.rows) * sums.columns;
+        from = static_cast<const float*>(sums.from) + division.slot(group, block) * size +
+               row * sums.columns + first % sums.columns;
+        if (part.input_sums != nullptr) {
+            of_inputs = part.input_sums + static_cast<int64_t>(first_row + row) * part.k_blocks;
+        }
+    }
+};
+
+// Adds slots in the order of their blocks. Loads some together, so that their latencies overlap.
+__device__ __forceinline__ void add_slots(const Slots& slots, float (&v)[kValues]) {
+    constexpr int kTogether = 8;
+#pragma unroll
+    for (float& one : v) one = 0.0f;
+    for (uint32_t first = 0; first < slots.count; first += kTogether) {
+        float4 some[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+            some[i] = {};
+            if (first + i < slots.count) {
+                some[i] = *reinterpret_cast<const float4*>(slots.from + (first + i) * slots.size);
+            }
+        }
+#pragma unroll
+        for (const float4& one : some) v[0] += one.x, v[1] += one.y, v[2] += one.z, v[3] += one.w;
+    }
+}
+
+// Sums of columns first .. first + 3 of a row.
+__device__ __forceinline__ void load_sums(
+    const FinishPart& part, const Slots& slots, int row, int first, int lane, float (&v)[kValues]
+) {
+    if (part.sums.columns == 0) {
+        const auto* sums = static_cast<const __half*>(part.sums.from);
+        load_halves(sums + static_cast<int64_t>(row) * part.n + first, v);
+        return;
+    }
+    float inputs = 0.0f;
+    if (slots.of_inputs != nullptr) {
+#pragma unroll 4
+        for (int i = lane; i < part.k_blocks; i += kWarp) inputs += slots.of_inputs[i];
+    }
+    add_slots(slots, v);
+    if (slots.of_inputs == nullptr) return;
+    inputs = warp_sum(inputs);
+#pragma unroll
+    for (float& one : v) one = kAlpha * fmaf(-kRawZero, inputs, one);
+}
+
+struct Factors {
+    float svh[kValues], bias[kValues];
+
+    __device__ __forceinline__ void load(const FinishPart& part, int first) {
+        load_halves(part.svh + first, svh);
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) {
+            const int column = first - part.first_out + i;
+            const bool exists = part.bias != nullptr && column >= 0 && column < part.out_features;
+            bias[i] = exists ? part.bias[column] : 0.0f;
+        }
+    }
+};
+
+// Results of a block, from its sums.
+__device__ __forceinline__ void finish_block(
+    const Factors& factors, int lane, float (&v)[kValues]
+) {
+    transform(v, lane);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+        v[i] = fmaf(v[i] * kNormalize, factors.svh[i], factors.bias[i]);
+    }
+}
+
+template <class Y>
+__device__ __forceinline__ void store_values(
+    Y* row, int first, int count, bool is_aligned, const float (&v)[kValues]
+) {
+    if (is_aligned && first >= 0 && first + kValues <= count) {
+        if constexpr (sizeof(Y) == 2) {
+            *reinterpret_cast<uint2*>(row + first) =
+                make_uint2(half_pair(v[0], v[1]), half_pair(v[2], v[3]));
+        } else {
+            *reinterpret_cast<float4*>(row + first) = make_float4(v[0], v[1], v[2], v[3]);
+        }
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+        if (first + i >= 0 && first + i < count) row[first + i] = from_float<Y>(v[i]);
+    }
+}
 
 template <int epilogue, class Y>
 __global__ void __launch_bounds__(kWarps* kWarp) finish_kernel(

@@ -38,9 +38,6 @@ struct FinishArgs {
     int blocks;  // tasks per row
     bool has_next;
     Target next;
-    // Slots of each task that were stored, if the decode kernel makes the results, or null. Zero
-    // before and after every launch.
-    uint32_t* counters;
 };
 
 cudaError_t launch_finish(const FinishArgs& args, void* stream);

@@ -18,7 +18,6 @@ namespace exl::cuda::trellis {
 namespace {
 
 constexpr int kMaxRows = 96;
-constexpr int kCounters = 16384;                  // of tasks, at the start of a workspace
 constexpr int kBatchSharedBytes = 227 << 10;      // that the small-batch kernel may need
 constexpr int kIntegerRows = 4;                   // most of the decode kernel
 constexpr int kDecodeItems = 8, kBatchItems = 4;  // least per block, unless there is only one
@@ -45,24 +44,19 @@ int64_t slot_floats(int64_t n, int parts, bool batch, int multiprocessors) {
 }
 
 template <int kCodebook>
-cudaError_t launch_codebook(
-    const ExlTrellisInputs& of, const WorkArgs& work, const FinishArgs& finish, void* stream
-) {
+cudaError_t launch_codebook(const ExlTrellisInputs& of, const WorkArgs& work, void* stream) {
     const int tile_words = of.matrix->tile_words;
     return is_batch(of) ? launch_batch<kCodebook>(tile_words, slot_rows(of), work, stream)
                         : launch_decode<kCodebook>(
-                              tile_words, of.form == EXL_TRELLIS_INTEGERS, work, finish, stream
+                              tile_words, of.form == EXL_TRELLIS_INTEGERS, work, stream
                           );
 }
 
-cudaError_t launch_product(
-    const ExlTrellisInputs& of, const WorkArgs& work, const FinishArgs& finish, void* stream
-) {
+cudaError_t launch_product(const ExlTrellisInputs& of, const WorkArgs& work, void* stream) {
     switch (of.matrix->codebook) {
-        case EXL_CODEBOOK_3INST:
-            return launch_codebook<EXL_CODEBOOK_3INST>(of, work, finish, stream);
-        case EXL_CODEBOOK_MCG: return launch_codebook<EXL_CODEBOOK_MCG>(of, work, finish, stream);
-        case EXL_CODEBOOK_MUL1: return launch_codebook<EXL_CODEBOOK_MUL1>(of, work, finish, stream);
+        case EXL_CODEBOOK_3INST: return launch_codebook<EXL_CODEBOOK_3INST>(of, work, stream);
+        case EXL_CODEBOOK_MCG: return launch_codebook<EXL_CODEBOOK_MCG>(of, work, stream);
+        case EXL_CODEBOOK_MUL1: return launch_codebook<EXL_CODEBOOK_MUL1>(of, work, stream);
     }
     return cudaErrorInvalidValue;
 }
@@ -116,10 +110,10 @@ class Products {
           rows_(rows),
           info_(info),
           finish_(*finish),
-          free_(static_cast<float*>(args.workspace) + kCounters) {}
+          free_(static_cast<float*>(args.workspace)) {}
 
     cudaError_t run(int first_row, int rows, void* stream) {
-        free_ = static_cast<float*>(args_.workspace) + kCounters;
+        free_ = static_cast<float*>(args_.workspace);
         for (int first = 0; first < args_.count;) {
             int last = first + 1;
             while (last < args_.count && is_alike(first, last)) ++last;
@@ -193,13 +187,7 @@ class Products {
                 slot_rows(args_.parts[first])
             };
         }
-        finish_.counters = nullptr;
-        const bool is_all = first == 0 && last == args_.count && finish_.blocks <= kCounters;
-        if (is_all && args_.parts[0].form == EXL_TRELLIS_INTEGERS &&
-            getenv("EXL_FINISH") != nullptr) {
-            finish_.counters = static_cast<uint32_t*>(args_.workspace);
-        }
-        return launch_product(args_.parts[first], work, finish_, stream);
+        return launch_product(args_.parts[first], work, stream);
     }
 
     OwnRows own_rows(int first, int last) const {
@@ -271,7 +259,7 @@ extern "C" int64_t exl_cuda_trellis_linear_workspace(int32_t n, int32_t rows) {
             i == 0 ? n : 0, EXL_TRELLIS_MAX_PARTS, rows > kDecodeRows, info.multiprocessors
         );
     }
-    return 4 * (kCounters + floats);
+    return 4 * floats;
 }
 
 namespace exl::cuda::trellis {
@@ -321,7 +309,6 @@ int run_linear(const ExlTrellisLinear& args, const ExlTrellisRows* rows, void* s
         if (cudaError_t error = products.run(row, finish.m, stream); error != cudaSuccess) {
             return error;
         }
-        if (finish.counters != nullptr) continue;
         if (cudaError_t error = launch_finish(finish, stream); error != cudaSuccess) return error;
     }
     return cudaSuccess;

@@ -141,13 +141,9 @@ cudaError_t launch_overlapping(
 }
 
 // Launches for a codebook, which has a source file of its own (trellis_decode.cuh,
-// trellis_batch.cuh). `has_integers`: form of the inputs. `rows`: that the inputs have space for. With counters in `finish`, the decode kernel
-// makes the results.
-struct FinishArgs;
+// trellis_batch.cuh). `has_integers`: form of the inputs. `rows`: that the inputs have space for.
 template <int kCodebook>
-cudaError_t launch_decode(
-    int tile_words, bool has_integers, const WorkArgs& args, const FinishArgs& finish, void* stream
-);
+cudaError_t launch_decode(int tile_words, bool has_integers, const WorkArgs& args, void* stream);
 template <int kCodebook>
 cudaError_t launch_batch(int tile_words, int rows, const WorkArgs& args, void* stream);
 
