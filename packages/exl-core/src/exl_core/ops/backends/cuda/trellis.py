@@ -3,8 +3,10 @@
 A matrix is rotated on both sides. Its inputs are therefore prepared by one kernel (norm, factors,
 Hadamard transform), multiplied with the rotated matrix by another, and a third transforms the sums
 into results. Up to `exl_cuda_trellis_max_rows` rows, the product reads the codes: the decode kernel
-up to 8 rows, or the small-batch kernel. With more rows the rotated matrix is decoded to float16 in
-slices of columns, which torch multiplies. `exl/cuda/trellis.h` has the forms of prepared inputs.
+up to 8 rows, or the small-batch kernel. With few rows of mul1 the decode kernel prepares the inputs
+itself. With more rows the rotated matrix is decoded to float16, which torch multiplies. Decoding on
+a second stream, beside another product, was slower. `exl/cuda/trellis.h` has the forms of prepared
+inputs.
 
 In the batch-invariant mode the small-batch kernel takes any number of rows. Devices without enough
 shared memory for it take 8 rows at a time instead.
@@ -13,7 +15,6 @@ shared memory for it take 8 rows at a time instead.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -42,13 +43,12 @@ DECODE_ROWS = 8
 INTEGER_ROWS = 4
 """Largest number of rows that the decode kernel multiplies as integers, with codes of mul1."""
 
-SCRATCH_HALVES = int(os.environ.get("EXL_SCRATCH", "64")) << 20
+SCRATCH_HALVES = 64 << 20
 """Largest slice of decoded weights, in float16 numbers."""
 
 JOINT_COLUMNS = 4096
 """Most columns of matrices that one call multiplies together, with decoded weights."""
 
-NARROW = os.environ.get("EXL_NARROW", "1") == "1"
 FORMS = {"integers": 0, "halves": 1, "plain": 2, "matrices": 3, "narrow": 4}
 CODEBOOKS = {"3inst": 0, "mcg": 1, "mul1": 2}
 
@@ -163,7 +163,7 @@ class Trellis:
                 form = "matrices"
             elif rows <= INTEGER_ROWS and w.layout.codebook == "mul1":
                 form = "integers"
-            elif self._max_rows > DECODE_ROWS and w.layout.codebook == "mul1" and NARROW:
+            elif self._max_rows > DECODE_ROWS and w.layout.codebook == "mul1":
                 form = "narrow"
         number = FORMS[form]
         size = self._gpu.size("trellis_inputs_bytes", number, rows, w.layout.stored_in)
@@ -267,8 +267,6 @@ class Trellis:
         rows, layouts = x.shape[0], [part.layout for part in parts]
         is_mul1 = all(layout.codebook == "mul1" for layout in layouts)
         if self._gpu.is_invariant or rows > INTEGER_ROWS or not is_mul1:
-            return False
-        if os.environ.get("EXL_OWN", "1") == "0":
             return False
         is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
         for layout in layouts:
