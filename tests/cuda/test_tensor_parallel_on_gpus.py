@@ -23,6 +23,7 @@ from exl_core.model.cuda_graphs import PASSES_BEFORE_CAPTURE
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
+from exl_core.ops.backends.cuda.overlap import MIN_ROWS
 from exl_core.parallel.followers import Followers
 from exl_core.parallel.leader import LeadingTransformer
 from exl_core.session.load import LoadedModel, load_model
@@ -146,6 +147,19 @@ def test_sums_through_shared_memory_have_the_bits_of_nccl(pair: Pair) -> None:
         assert replies(other, 16) == replies(pair.divided, 16)
     finally:
         other.unload()
+
+
+@of_models("exl2", "float")
+def test_long_prompts_are_summed_during_products(pair: Pair) -> None:
+    """A prompt whose rows are divided in halves, and its continuation."""
+    ids = torch.randint(
+        3, VOCAB_SIZE, (1, MIN_ROWS + 77), generator=torch.Generator().manual_seed(4)
+    )
+    whole, divided = (
+        Context(one.model, ids.shape[1] + 8).forward(ids)[0].cpu()
+        for one in (pair.whole, pair.divided)
+    )
+    assert mean_kl(whole, divided) <= 1e-4
 
 
 @of_models("exl2")

@@ -39,11 +39,12 @@ from exl_core.ops.moe import ExpertMlp, Routed
 from exl_core.ops.table import LayerOps, OpTable
 from exl_core.ops.wrapped import MarkedLinear, WrappedOps, unmarked
 from exl_core.parallel.exchange import Exchange
-from exl_core.parallel.peers import PeerExchange
+from exl_core.parallel.peers import PeerExchange, overlapped_sums
 from exl_core.parallel.plan import Rank, head_share, share, share_config
 from exl_core.parallel.shares import Shares
 
 if TYPE_CHECKING:
+    from exl_core.ops.backends.cuda.overlap import OverlappedSums
     from exl_core.ops.backends.cuda.peers import PeerSums
 
 
@@ -106,13 +107,73 @@ class SummingOps(ComposedExpertOps, WrappedOps):
         return self._exchange.sum(self.inner.expert_mlp(x, routed, experts))
 
 
-class PeerOps(SummingOps):
-    """`SummingOps` of a small pass, whose sums go through the ranks' own memory. A sum is completed
-    by the op that reads it next."""
+class DeferringOps(SummingOps):
+    """`SummingOps` of a GPU, whose sums are completed by the op that reads them next."""
+
+    def __init__(
+        self, inner: LayerOps, exchange: Exchange, sums: PeerSums | OverlappedSums
+    ) -> None:
+        super().__init__(inner, exchange)
+        self._sums = sums
+
+    def norm_linear(
+        self, x: Tensor, norm: Norm, w: PackedLinear, out: Tensor | None = None
+    ) -> Tensor:
+        found = self._sums.norm_linear(x, norm, w, out)
+        if found is not None:
+            return found
+        self._sums.settle()
+        return super().norm_linear(x, norm, w, out)
+
+    def norm_gated_linear(
+        self, x: Tensor, norm: Norm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
+    ) -> Inputs:
+        found = self._sums.norm_gated_linear(x, norm, w, kind, out)
+        if found is not None:
+            return found
+        self._sums.settle()
+        return super().norm_gated_linear(x, norm, w, kind, out)
+
+    def norm_activated_linear(
+        self,
+        x: Tensor,
+        norm: Norm,
+        w: PackedLinear,
+        kind: ActivationKind,
+        out: Inputs | None = None,
+    ) -> Inputs:
+        found = self._sums.norm_activated_linear(x, norm, w, kind, out)
+        if found is not None:
+            return found
+        self._sums.settle()
+        return super().norm_activated_linear(x, norm, w, kind, out)
+
+
+class OverlappedOps(DeferringOps):
+    """Ops of a long pass, which sums during products."""
+
+    def __init__(self, inner: LayerOps, exchange: Exchange, sums: OverlappedSums) -> None:
+        super().__init__(inner, exchange, sums)
+        self._overlapped = sums
+
+    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> Tensor:
+        if not isinstance(w, PartialLinear) or not self._overlapped.takes(x, w.part, residual):
+            self._sums.settle()
+            return super().linear_add_(x, w, residual)
+        if self._exchange.rank.index != 0:  # as in `SummingOps`
+            residual = torch.zeros_like(residual)
+        self._overlapped.linear_add_(cast(Tensor, x), w.part, residual)
+        if not isinstance(w, DeferredLinear):
+            self._sums.settle()
+        return residual
+
+
+class PeerOps(DeferringOps):
+    """Ops of a small pass, whose sums go through the ranks' own memory."""
 
     def __init__(self, inner: LayerOps, exchange: PeerExchange, *, is_plain: bool) -> None:
         """`is_plain`: `inner` is the GPU's own table, and no observer reads the states."""
-        super().__init__(inner, exchange)
+        super().__init__(inner, exchange, exchange.peers)
         self._peers = exchange.peers
         self._is_plain = is_plain
 
@@ -134,38 +195,6 @@ class PeerOps(SummingOps):
             self._peers.send(self.inner.linear_add_(x, w.part, zeros))
         defers = self._is_plain and isinstance(w, DeferredLinear)
         return self._peers.await_sum(residual, defers=defers)
-
-    def norm_linear(
-        self, x: Tensor, norm: Norm, w: PackedLinear, out: Tensor | None = None
-    ) -> Tensor:
-        found = self._peers.norm_linear(x, norm, w, out)
-        if found is not None:
-            return found
-        self._peers.settle()
-        return super().norm_linear(x, norm, w, out)
-
-    def norm_gated_linear(
-        self, x: Tensor, norm: Norm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
-    ) -> Inputs:
-        found = self._peers.norm_gated_linear(x, norm, w, kind, out)
-        if found is not None:
-            return found
-        self._peers.settle()
-        return super().norm_gated_linear(x, norm, w, kind, out)
-
-    def norm_activated_linear(
-        self,
-        x: Tensor,
-        norm: Norm,
-        w: PackedLinear,
-        kind: ActivationKind,
-        out: Inputs | None = None,
-    ) -> Inputs:
-        found = self._peers.norm_activated_linear(x, norm, w, kind, out)
-        if found is not None:
-            return found
-        self._peers.settle()
-        return super().norm_activated_linear(x, norm, w, kind, out)
 
     def expert_mlp(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
         return self._sum(self.inner.expert_mlp(x, routed, experts))
@@ -199,6 +228,7 @@ class RankTransformer(Transformer):
         self._exchange = exchange
         self._shares = shares
         self._peers = exchange if isinstance(exchange, PeerExchange) else None
+        self._overlap = overlapped_sums(ops, exchange) if self._is_divided else None
         self._is_plain = False
         if self._is_divided:
             self._steps = with_ops(self._steps, self._summing)
@@ -215,9 +245,9 @@ class RankTransformer(Transformer):
         *,
         observe: Observer | None = None,
     ) -> Tensor:
+        self._is_plain = observe is None and not batch.adapters
         if self._peers is None:
             return super().run_stage(index, batch, store, x, observe=observe)
-        self._is_plain = observe is None and not batch.adapters
         self._smoothing_for(store)  # measured by a pass of its own, with other rows
         with self._peers.passing(len(batch.token_ids)):
             return super().run_stage(index, batch, store, x, observe=observe)
@@ -238,10 +268,12 @@ class RankTransformer(Transformer):
         return self._shares.low_rank(target, down, up)
 
     def _summing(self, ops: LayerOps, _: int, __: BlockWeights) -> LayerOps:
-        if self._peers is None or not self._peers.peers.is_active:
-            return SummingOps(ops, self._exchange)
         is_plain = self._is_plain and ops is self.ops
-        return PeerOps(ops, self._peers, is_plain=is_plain)
+        if self._peers is not None and self._peers.peers.is_active:
+            return PeerOps(ops, self._peers, is_plain=is_plain)
+        if self._overlap is not None and is_plain:
+            return OverlappedOps(ops, self._exchange, self._overlap)
+        return SummingOps(ops, self._exchange)
 
     def _token_vectors(self, token_ids: Tensor) -> Tensor:
         if not self._is_divided:

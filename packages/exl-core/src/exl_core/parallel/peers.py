@@ -22,6 +22,7 @@ from exl_core.parallel.exchange import Exchange
 from exl_core.parallel.plan import ExchangeKind, Rank
 
 if TYPE_CHECKING:
+    from exl_core.ops.backends.cuda.overlap import OverlappedSums
     from exl_core.ops.backends.cuda.peers import PeerSums
 
 MAX_RANKS = 8
@@ -101,6 +102,16 @@ class PeerExchange:
             self.peers.end()
         finally:
             self.peers.cancel()
+
+
+def overlapped_sums(ops: OpTable, exchange: Exchange) -> OverlappedSums | None:
+    """Sums of long passes during their products; None without a GPU."""
+    if ops.device.type != "cuda":
+        return None
+    from exl_core.ops.backends.cuda.table import CudaTable
+
+    assert isinstance(ops, CudaTable), "the table of a GPU"
+    return ops.overlapped_sums(exchange.sum)
 
 
 def with_peers(

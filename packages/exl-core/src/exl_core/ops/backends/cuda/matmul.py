@@ -228,7 +228,7 @@ class Linears:
             elif kind is CudaLinear:
                 self._multiply_dense(halves, same_kind, columns, is_added)
             elif is_direct:
-                for part, own in _split(same_kind, columns):
+                for part, own in split_columns(same_kind, columns):
                     epilogue = cuda.ADD if is_added else cuda.STORE
                     alone = (cast(CudaQuantLinear, part),)
                     self._multiply_codes(halves, alone, own, epilogue=epilogue)
@@ -475,7 +475,7 @@ class Linears:
         self, x: Tensor, parts: tuple[Part, ...], out: Tensor, is_added: bool
     ) -> None:
         multiply = add_fixed_product if self._gpu.is_invariant else add_product
-        for part, columns in _split(parts, out):
+        for part, columns in split_columns(parts, out):
             multiply(x, cast(CudaLinear, part).weight.T, columns, is_added)
             if part.bias is not None:
                 columns.add_(part.bias)
@@ -488,7 +488,17 @@ class Linears:
         Dequantization is memory-bound and the product is compute-bound. Therefore the next slice is
         dequantized on a second stream during the product of the current one.
         """
-        rows, columns = x.shape[1], out.shape[1]
+        for columns, dense in self._filled_slices(parts, x.shape[1]):
+            add_product(x, dense, out[:, columns], is_added)
+        for part, own in split_columns(parts, out):
+            if part.bias is not None:
+                own.add_(part.bias)
+
+    def _filled_slices(
+        self, parts: tuple[CudaQuantLinear, ...], rows: int
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Slices of the columns of joined parts, dequantized: float16 [rows, columns]."""
+        columns = sum(part.out_features for part in parts)
         count = -(-columns * rows // SCRATCH_HALVES)
         width = -(-columns // count // 128) * 128
         for first in range(0, columns, width):
@@ -498,10 +508,7 @@ class Linears:
                 dense = slice_.memory.view(rows, pitch)[:, : last - first]
                 with slice_.filling():
                     _unpack(parts, first, last, dense)
-                add_product(x, dense, out[:, first:last], is_added)
-        for part, own in _split(parts, out):
-            if part.bias is not None:
-                own.add_(part.bias)
+                yield slice(first, last), dense
 
     def _max_direct_rows(self, parts: Sequence[Part]) -> int:
         """Largest number of rows for which kernels read the codes of these parts directly."""
@@ -515,11 +522,15 @@ class Linears:
         if norm is None and x.dtype is torch.float16:
             return x
         out = self._gpu.empty(*x.shape, dtype=torch.float16)
+        self._to_float16(x, norm, out)
+        return out
+
+    def _to_float16(self, x: Tensor, norm: Norm | None, out: Tensor) -> None:
+        """out float16 [m, k], contiguous, = x, after the norm if there is one."""
         prepare = _prepare(x, norm)
         prepare.to[0] = cuda.Prepared(None, out.data_ptr(), 0, 1)
         prepare.count = 1
         self._gpu.call("prepare", prepare)
-        return out
 
 
 def parts_of(w: PackedLinear) -> tuple[Part, ...]:
@@ -548,7 +559,7 @@ def _layouts(groups: Iterable[tuple[tuple[Part, ...], Tensor]]) -> Iterator[bool
             yield all(part.has_integers for part in quantized)
 
 
-def _split(parts: Sequence[Part], out: Tensor) -> Iterator[tuple[Part, Tensor]]:
+def split_columns(parts: Sequence[Part], out: Tensor) -> Iterator[tuple[Part, Tensor]]:
     """Yields each part with its columns of `out`."""
     first = 0
     for part in parts:

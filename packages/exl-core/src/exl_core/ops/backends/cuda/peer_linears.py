@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from exl_core.ops.backends.cuda.dense import add_product
 from exl_core.ops.backends.cuda.matmul import (
     CudaInputs,
     Linears,
     PendingRows,
     all_quantized,
     parts_of,
+    split_columns,
 )
 from exl_core.ops.elementwise import Norm
 from exl_core.ops.linear import Inputs, PackedLinear
@@ -26,6 +30,15 @@ class SentTo(NamedTuple):
     y: int
     stride: int
     copies: PartialCopies
+
+
+class RowGroups(NamedTuple):
+    """Rows of a product, range by range, and calls before the first and after the last kernel of
+    each."""
+
+    rows: tuple[range, ...]
+    before: Callable[[range], None]
+    after: Callable[[range], None]
 
 
 class PeerLinears(Linears):
@@ -83,3 +96,40 @@ class PeerLinears(Linears):
         parts = all_quantized(parts_of(w))
         assert parts is not None, "`can_read_pending` has checked it"
         self._multiply_codes(x, parts, out, norm=norm, epilogue=epilogue, gate=gate)
+
+    def can_group(self, w: PackedLinear, rows: int) -> bool:
+        """Whether `multiply_groups` takes a matrix."""
+        quantized = all_quantized(parts_of(w))
+        if quantized is None or self._gpu.is_invariant:
+            return False
+        return rows > self._max_direct_rows(quantized)
+
+    def multiply_groups(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        out: Tensor,
+        groups: RowGroups,
+        *,
+        norm: Norm | None = None,
+        is_added: bool = False,
+    ) -> None:
+        """`multiply`, with one group of rows after the other. Weights are dequantized once."""
+        parts = all_quantized(parts_of(w))
+        assert parts is not None, "`can_group` has checked it"
+        halves = x
+        if norm is not None or x.dtype is not torch.float16:
+            halves = self._gpu.empty(*x.shape, dtype=torch.float16)
+        for columns, dense in self._filled_slices(parts, x.shape[1]):
+            for group in groups.rows:
+                own = slice(group.start, group.stop)
+                if columns.start == 0:
+                    groups.before(group)
+                    if halves is not x:
+                        self._to_float16(x[own], norm, halves[own])
+                add_product(halves[own], dense, out[own, columns], is_added)
+                if columns.stop == w.out_features:
+                    for part, results in split_columns(parts, out[own]):
+                        if part.bias is not None:
+                            results.add_(part.bias)
+                    groups.after(group)

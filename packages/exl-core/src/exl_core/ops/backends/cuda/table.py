@@ -6,6 +6,8 @@ returns tokens. Operands are not checked here: the caller that builds a batch ch
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from exl_core.ops.backends.cuda.latent import CudaLatentOps
 from exl_core.ops.backends.cuda.library import Gpu
 from exl_core.ops.backends.cuda.linear import CudaLinearOps
 from exl_core.ops.backends.cuda.moe import CudaMoeOps
+from exl_core.ops.backends.cuda.overlap import OverlappedSums
 from exl_core.ops.backends.cuda.peer_linears import PeerLinears
 from exl_core.ops.backends.cuda.peers import PeerBuffers, PeerSums
 from exl_core.ops.backends.cuda.recurrent import CudaRecurrentOps
@@ -64,6 +67,10 @@ class CudaTable(
     def peer_sums(self, rank: int, buffers: PeerBuffers) -> PeerSums:
         """Sums of this GPU, that of `rank`, with others through their buffers."""
         return PeerSums(self._gpu, self._linears, rank, buffers)
+
+    def overlapped_sums(self, reduce: Callable[[Tensor], Tensor]) -> OverlappedSums:
+        """Sums of this GPU with others by `reduce`, during products."""
+        return OverlappedSums(self._gpu, self._linears, reduce)
 
     def activations(self, rows: int, columns: int) -> Tensor:
         return self._gpu.empty(rows, columns, dtype=torch.float16)
