@@ -70,7 +70,7 @@ def test_the_next_product_reads_complete_sums(ops: CudaTable, rows: int, reader:
         expected = ops.linear_add_(h, down, x.clone()) * 2
         target = x.clone()
         assert sums.takes(h, down, target)
-        sums.linear_add_(h, down, target)
+        sums.multiply(h, down, target, is_added=True)
         if reader == "norm":
             found = sums.norm_linear(target, norm, plain, None)
             assert found is not None

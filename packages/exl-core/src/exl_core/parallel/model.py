@@ -92,9 +92,12 @@ class SummingOps(ComposedExpertOps, WrappedOps):
     def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> Tensor:
         if not isinstance(w, PartialLinear):
             return self.inner.linear_add_(x, w, residual)
-        if self._exchange.rank.index != 0:  # rank 0 adds the residual stream, once
-            residual = torch.zeros_like(residual)
-        return self._exchange.sum(self.inner.linear_add_(x, w.part, residual))
+        if self._exchange.rank.index == 0:  # adds the residual stream, once
+            return self._exchange.sum(self.inner.linear_add_(x, w.part, residual))
+        if isinstance(x, Tensor):
+            return self._exchange.sum(self.inner.linear(x, w.part))
+        zeros = torch.zeros_like(residual)
+        return self._exchange.sum(self.inner.linear_add_(x, w.part, zeros))
 
     def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor:
         if not isinstance(norm, DividedNorm):
@@ -160,12 +163,12 @@ class OverlappedOps(DeferringOps):
         if not isinstance(w, PartialLinear) or not self._overlapped.takes(x, w.part, residual):
             self._sums.settle()
             return super().linear_add_(x, w, residual)
-        if self._exchange.rank.index != 0:  # as in `SummingOps`
-            residual = torch.zeros_like(residual)
-        self._overlapped.linear_add_(cast(Tensor, x), w.part, residual)
+        is_first = self._exchange.rank.index == 0  # adds the residual stream, as in `SummingOps`
+        target = residual if is_first else torch.empty_like(residual)
+        self._overlapped.multiply(cast(Tensor, x), w.part, target, is_added=is_first)
         if not isinstance(w, DeferredLinear):
             self._sums.settle()
-        return residual
+        return target
 
 
 class PeerOps(DeferringOps):

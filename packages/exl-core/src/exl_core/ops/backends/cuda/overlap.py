@@ -43,14 +43,14 @@ class OverlappedSums:
         self._pending: _Summed | None = None
 
     def takes(self, x: Inputs, w: PackedLinear, residual: Tensor) -> bool:
-        """Whether `linear_add_` takes these operands."""
+        """Whether `multiply` takes these operands."""
         rows = len(residual)
         is_long = rows >= MIN_ROWS and isinstance(x, Tensor)
         return is_long and residual.is_contiguous() and self._linears.can_group(w, rows)
 
-    def linear_add_(self, x: Tensor, w: PackedLinear, target: Tensor) -> None:
-        """target += x @ w, summed over the ranks. Its values are there after `settle`, or for the
-        next product of this object."""
+    def multiply(self, x: Tensor, w: PackedLinear, target: Tensor, *, is_added: bool) -> None:
+        """target = x @ w, or += with `is_added`, summed over the ranks. Its values are there after
+        `settle`, or for the next product of this object."""
         stream = torch.cuda.current_stream(self._gpu.device)
         halves: dict[range, torch.cuda.Event] = {}
 
@@ -61,7 +61,7 @@ class OverlappedSums:
             halves[rows] = _recorded(self._side)
 
         groups = RowGroups(halves_of(len(target)), _nothing, after)
-        self._linears.multiply_groups(x, w, target, groups, is_added=True)
+        self._linears.multiply_groups(x, w, target, groups, is_added=is_added)
         self._pending = _Summed(target, halves)
 
     def settle(self) -> None:
