@@ -69,6 +69,20 @@ inline __device__ __noinline__ bool gives_up(
     return true;
 }
 
+// Waits until one value has arrived, with one thread: the others would take issue slots of the
+// kernel that sends.
+__device__ __forceinline__ void await_first(const ExlPartialSums& sums, const float* first) {
+    if (threadIdx.x == 0) {
+        uint32_t spins = 0;
+        uint64_t since = 0;
+        while (load_part(first) == EXL_CUDA_UNSENT &&
+               !gives_up(sums.ended, sums.timeout_ms, ++spins, since)) {
+            __nanosleep(100);
+        }
+    }
+    __syncthreads();
+}
+
 // values[n] += the parts of all ranks of `kVectors` vectors of 4 * kQuads values. The first vector
 // starts at element `first` of the rank's sums, and the next ones follow at a distance of `stride`
 // elements, as long as they start before `end`. Without `is_real` the same instructions read at

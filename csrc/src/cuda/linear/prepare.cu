@@ -144,13 +144,20 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
     // A first iteration with `is_real` false is the warm-up pass.
 #pragma unroll 1
     for (bool is_real = !warms_up;; is_real = true) {
-        if (is_real) {
-            wait_for_inputs();
-            end = args.k;
-        }
-        if (is_padding && to.plain) return;
         [[maybe_unused]] const int64_t sums_row = static_cast<int64_t>(batch_row) * args.k;
         [[maybe_unused]] const int64_t rank_stride = static_cast<int64_t>(args.m) * args.k;
+        if (is_real) {
+            if constexpr (has_sums) {
+                if (!is_padding) await_first(all_sums, all_sums.parts + sums_row);
+            } else {
+                wait_for_inputs();
+            }
+            end = args.k;
+        }
+        if (is_padding && to.plain) {
+            if constexpr (has_sums) wait_for_inputs();
+            return;
+        }
         if constexpr (has_sums) {
             const int index = blockIdx.y * threads + threadIdx.x;
             if (is_real && !is_padding) {
@@ -211,7 +218,7 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
             }
             if constexpr (!is_layer_norm) load_weights(start + kInFlight * kStride);
         }
-        if (!has_norm && to.plain) return;
+        if (!has_norm && to.plain) return;  // never with sums
         float factor = 1.0f;
         if constexpr (is_layer_norm) {
             normalize<threads, is_aligned>(args, row, sum, partial, is_padding ? 0 : end);
@@ -229,6 +236,7 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
                 for (int j = 0; j < kVector; ++j) values[j] *= factor;
                 store_vector(plain + i, args.k - i, is_aligned, values);
             }
+            if constexpr (has_sums) wait_for_inputs();
             return;
         }
         while (position < count) {
@@ -242,7 +250,10 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
             position += step;
             if (position < count) features = features_at(to, position, args.k);
         }
-        if (is_real) return;
+        if (is_real) {
+            if constexpr (has_sums) wait_for_inputs();
+            return;
+        }
     }
 }
 

@@ -56,8 +56,8 @@ class PeerLinears(Linears):
 
     def multiply_sent(
         self, x: Tensor | CudaInputs, w: PackedLinear, to: SentTo, norm: Norm | None = None
-    ) -> None:
-        """Sends norm(x) @ w; x @ w without a norm."""
+    ) -> Tensor:
+        """Sends norm(x) @ w; x @ w without a norm. Returns memory that the kernel reads."""
         parts = (x.w,) if isinstance(x, CudaInputs) else all_quantized(parts_of(w))
         assert parts is not None, "`can_send` has checked it"
         rows = x.rows if isinstance(x, CudaInputs) else x.shape[0]
@@ -69,6 +69,7 @@ class PeerLinears(Linears):
             (memory,) = inputs.values()
         args.inputs[0] = memory.data_ptr()
         self._gpu.call("quant_linear_sent", args, to.copies)
+        return memory
 
     def can_read_pending(self, w: PackedLinear, rows: int, epilogue: int) -> bool:
         """Whether `multiply_pending` takes these operands."""

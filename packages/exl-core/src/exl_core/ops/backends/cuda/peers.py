@@ -123,6 +123,9 @@ class PeerSums:
         self._count = 0
         self._pending: _Pending | None = None
         self._num_logits = 0  # rows of logits that the pass has exchanged
+        # Inputs of the latest kernel that sends. It may still read them while the kernel that reads
+        # the sums writes its results, which get other memory therefore.
+        self._read_by_sender: Tensor | None = None
         self._unread: int | None = None  # stage that a product has read, and nobody has emptied
         self.timeout_ms = 0
         """Longest wait for another rank; 0: until `abort`."""
@@ -215,13 +218,14 @@ class PeerSums:
         if not self._linears.can_send(x, w, rows):
             return False
         own, copies = self._slots(self._count % STAGES)
-        self._linears.multiply_sent(x, w, SentTo(own, width, copies))
+        self._read_by_sender = self._linears.multiply_sent(x, w, SentTo(own, width, copies))
         return True
 
     def send(self, part: Tensor) -> None:
         """Sends a partial sum [m, k]."""
         own, copies = self._slots(self._count % STAGES)
         self._send(part, own, copies, None)
+        self._read_by_sender = part
 
     def await_sum(self, x: Tensor | None, *, defers: bool) -> Tensor:
         """x plus the sum of what all ranks have sent last; the sum alone without x.
