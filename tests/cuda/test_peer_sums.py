@@ -183,7 +183,7 @@ def test_ranks_with_their_own_gpus_wait_for_each_other(
     states = [torch.zeros(rows, width, device=table.device) for table in tables]
     found: list[list[tuple[Tensor, Tensor]]] = []
     for one in ranks.all:
-        one.timeout_ms = 10_000
+        one.timeout_ms, one.is_alone = 10_000, True
     for table in tables:
         torch.cuda.synchronize(table.device)  # all buffers are empty
     ranks.begin(rows)

@@ -16,6 +16,11 @@
 // rank sends exchange i + 2 after it has read exchange i + 1. The other ranks sent that one after they
 // had read exchange i, and emptied the stage of exchange i - 1, which is the stage of exchange i + 2.
 //
+// The end of a kernel that sends takes some microseconds: its stores to other GPUs are acknowledged,
+// and the next kernel is told. An early reader (`is_early`) does not wait for that, as the values
+// themselves say that they have arrived. A sending kernel lets its reader start once all kernels
+// before it have ended, so that the reader may read their results and overwrite their inputs.
+//
 // A pass begins with the exchange of the embedding, which has a stage of its own, and ends with a sum
 // that exl_cuda_exchange_settle reads, so that all stages are empty. A rank sends its part of the
 // embedding after it has completed the pass before. So each pass may start with the first stage and
@@ -46,6 +51,10 @@ typedef struct {
     int32_t ranks;   // 0: nothing to read
     // A reader that has waited so long sets *ended, and its sums are void. 0: no limit.
     int32_t timeout_ms;
+    // 1: the reader does not wait until the kernel before it in the stream has ended, which sends the
+    // last parts of this rank. The results of the reader are in other memory than the inputs of that
+    // kernel. exl_cuda_prepare_sums only.
+    int32_t is_early;
 } ExlPartialSums;
 
 // Copies of partial sums in the buffers of other ranks.

@@ -12,7 +12,8 @@
 //            squares of their distances from the mean.
 // Exchange   With partial sums of several GPUs, every block waits for all of a row, because it reads
 //            all of it. The first block of a row stores the sums, and all of them empty the stage
-//            that the previous exchange has used.
+//            that the previous exchange has used. An early reader waits for the end of the sending
+//            kernel at its own end only, so that kernels end in order.
 // Overlap    Permutations and norm weights are loaded before the wait for the previous kernel: they
 //            come from memory.
 // Floor      With few rows: a launch, one read from the L2 cache and one barrier. In a CUDA graph,
@@ -148,6 +149,7 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
         [[maybe_unused]] const int64_t rank_stride = static_cast<int64_t>(args.m) * args.k;
         if (is_real) {
             if constexpr (has_sums) {
+                if (all_sums.is_early == 0) wait_for_inputs();
                 if (!is_padding) await_first(all_sums, all_sums.parts + sums_row);
             } else {
                 wait_for_inputs();

@@ -154,6 +154,8 @@ class Runner:
             else None
             for index, stage in enumerate(model.stages)
         )
+        self._last_ids = torch.zeros(0, dtype=torch.int64, device=model.stages[-1].ops.device)
+        """Tokens that the device of the logits has sampled, for a model of several stages."""
 
     @torch.inference_mode()
     def run(
@@ -183,20 +185,38 @@ class Runner:
             batch = make_batch(segments, self.store.page_size)
             return self.model.forward(replace(batch, logits=out), self.store)
 
-    def _run_split(self, segments: Sequence[Segment], out: Tensor | None) -> Tensor:
-        """A pass through several stages, each with its own graphs."""
+    def _run_split(
+        self, segments: Sequence[Segment], out: Tensor | None, ids: Tensor | None = None
+    ) -> Tensor:
+        """A pass through several stages, each with its own graphs. `ids` int64 [n]: the tokens, if
+        the host does not know them."""
         splits_decode = all(graphs is not None for graphs in self._graphs)
         parts = microbatches(segments, len(self._graphs), splits_decode=splits_decode)
         if len(parts) == 1:
-            return self._run_stages(segments, out)
+            return self._run_stages(segments, out, ids)
+        own: Sequence[Tensor | None] = [None] * len(parts)
+        if ids is not None:
+            own = torch.split(ids, [len(part) for part in parts])
         # A graph's result is overwritten by its next replay.
-        return torch.cat([self._run_stages(part, None).clone() for part in parts])
+        results = [
+            self._run_stages(part, None, tokens).clone()
+            for part, tokens in zip(parts, own, strict=True)
+        ]
+        return torch.cat(results)
 
-    def _run_stages(self, segments: Sequence[Segment], out: Tensor | None) -> Tensor:
+    def _run_stages(
+        self, segments: Sequence[Segment], out: Tensor | None, ids: Tensor | None
+    ) -> Tensor:
         batch: Batch | None = None
         x: Tensor | None = None
+        if ids is not None and self._graphs[0] is not None:
+            held = self._graphs[0].next_ids(segments)
+            assert held is not None, "`Runner.next_ids` has asked for it"
+            held.copy_(ids)
         for index, graphs in enumerate(self._graphs):
-            found = None if graphs is None else graphs.run(segments, x)
+            found = None
+            if graphs is not None:
+                found = graphs.run(segments, x, has_tokens=ids is not None)
             if found is None:
                 if batch is None:
                     batch = replace(make_batch(segments, self.store.page_size), logits=out)
@@ -207,18 +227,25 @@ class Runner:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether passes run as one captured CUDA graph, which async scheduling requires."""
-        return self._single is not None
-
-    @property
-    def _single(self) -> CudaGraphs | None:
-        """Graphs of a model that is on one device."""
-        return self._graphs[0] if len(self._graphs) == 1 else None
+        """Whether passes run as captured CUDA graphs, which async scheduling requires."""
+        is_direct = not any(stage.copies_through_host for stage in self.model.stages)
+        return is_direct and all(graphs is not None for graphs in self._graphs)
 
     def next_ids(self, segments: Sequence[Segment]) -> Tensor | None:
-        """Tensor from which `run_on` reads the tokens of these segments: int64 [n] on the device.
-        None if no graph has been captured for such a pass."""
-        return None if self._single is None else self._single.next_ids(segments)
+        """Tensor from which `run_on` reads the tokens of these segments: int64 [n] on the device of
+        the logits. None if no graph has been captured for such a pass."""
+        first = self._graphs[0]
+        if not self.has_graphs or first is None:
+            return None
+        if len(self._graphs) == 1:
+            return first.next_ids(segments)
+        parts = microbatches(segments, len(self._graphs), splits_decode=True)
+        if any(first.next_ids(part) is None for part in parts):
+            return None
+        if len(self._last_ids) < len(segments):
+            device = self.model.stages[-1].ops.device
+            self._last_ids = torch.zeros(len(segments), dtype=torch.int64, device=device)
+        return self._last_ids[: len(segments)]
 
     @torch.inference_mode()
     def run_on(self, segments: Sequence[Segment]) -> Tensor:
@@ -228,9 +255,12 @@ class Runner:
         host does not synchronize, and the token ids in `segments` are ignored.
         """
         logits = None
-        if self._single is not None:
+        first = self._graphs[0]
+        if first is not None:
             with device_failures(self.store.device, f"a pass of {len(segments)} sequences"):
-                logits = self._single.run(segments, has_tokens=True)
+                if len(self._graphs) > 1:
+                    return self._run_split(segments, None, self._last_ids[: len(segments)])
+                logits = first.run(segments, has_tokens=True)
         if logits is None:
             raise AssertionError("run_on: next_ids has no place for the tokens of such a pass")
         return logits

@@ -127,6 +127,9 @@ class PeerSums:
         # the sums writes its results, which get other memory therefore.
         self._read_by_sender: Tensor | None = None
         self._unread: int | None = None  # stage that a product has read, and nobody has emptied
+        self.is_alone = False
+        """Whether this GPU runs no kernels of other ranks. Then products read sums before the kernel
+        that sends this rank's part has ended."""
         self.timeout_ms = 0
         """Longest wait for another rank; 0: until `abort`."""
         self._gpu.call("exchange_empty", buffers.addresses[rank], buffers.size_bytes)
@@ -343,7 +346,9 @@ class PeerSums:
     def _rows(self) -> PendingRows:
         assert self._pending is not None and self._pending.x is not None, "`_reads` has checked it"
         x, self._unread = self._pending.x, self._pending.stage
-        return PendingRows(x, self._taken())
+        sums = self._taken()
+        sums.is_early = self.is_alone
+        return PendingRows(x, sums)
 
     def _taken(self) -> PartialSums:
         """Operands that read the pending sum, which is not pending from then on."""
