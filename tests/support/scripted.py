@@ -110,6 +110,7 @@ class ScriptedStage:
 
     ops: OpTable
     layers: range
+    copies_through_host: bool = False
 
     @staticmethod
     def receive(x: Tensor) -> Tensor:

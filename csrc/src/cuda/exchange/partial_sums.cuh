@@ -12,6 +12,18 @@ namespace exl::cuda {
 
 #ifdef __CUDACC__
 
+// `let_next_begin` if `is_now`. The condition is a predicate and no branch: kernels at their limit of
+// registers would lose some.
+__device__ __forceinline__ void let_next_begin_if(bool is_now) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n .reg .pred now;\n setp.ne.s32 now, %0, 0;\n @now "
+        "griddepcontrol.launch_dependents;\n}" ::"r"(static_cast<int>(is_now))
+        : "memory"
+    );
+#endif
+}
+
 // The bits of x for a buffer.
 __device__ __forceinline__ uint32_t sent_bits(float x) {
     const uint32_t bits = __float_as_uint(x);

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
     auto* states = reinterpret_cast<PipelineState*>(sums + kBuffers<Shape>);
     const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
 
-    if (args.copies.count == 0) let_next_begin();
+    let_next_begin_if(args.copies.count == 0);
     WeightPipeline pipeline(
         args, states + warp, shared + warp * args.num_stages * args.stage_bytes, warp, lane
     );
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
     wait_for_inputs();
     // The reader of sums does not wait for this kernel (exl_cuda_prepare_sums). All kernels before
     // this one have ended here.
-    if (args.copies.count > 0) let_next_begin();
+    let_next_begin_if(args.copies.count > 0);
 
     const InputReader inputs(args, lane);
     LoadRun run = pipeline.front();

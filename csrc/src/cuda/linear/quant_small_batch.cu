@@ -66,9 +66,6 @@ __device__ __forceinline__ void run_consumers(
     float panel_scales[2];
     load_panel_scales(args, scheduler, panel, panel_scales);
     if (is_consumer) wait_for_inputs();
-    // The reader of sums does not wait for this kernel (exl_cuda_prepare_sums). All kernels before
-    // this one have ended here.
-    if (is_consumer && args.copies.count > 0) let_next_begin();
     uint32_t consumed = 0;
     while (!scheduler.is_done(args)) {
         SmallBatchSums<kRows> total;
@@ -140,7 +137,7 @@ __global__ void __launch_bounds__(
     auto& state = *reinterpret_cast<SmallBatchState*>(shared + args.pipeline_bytes);
     const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
 
-    if (args.copies.count == 0) let_next_begin();
+    let_next_begin_if(args.copies.count == 0);
     state.init_barriers(args.slices(), args.received_bytes<kRows>());
     __syncthreads();
     if (args.is_split()) cluster_arrive();

@@ -228,8 +228,9 @@ class Runner:
     @property
     def has_graphs(self) -> bool:
         """Whether passes run as captured CUDA graphs, which async scheduling requires."""
-        is_direct = not any(stage.copies_through_host for stage in self.model.stages)
-        return is_direct and all(graphs is not None for graphs in self._graphs)
+        if any(graphs is None for graphs in self._graphs):
+            return False
+        return not any(stage.copies_through_host for stage in self.model.stages)
 
     def next_ids(self, segments: Sequence[Segment]) -> Tensor | None:
         """Tensor from which `run_on` reads the tokens of these segments: int64 [n] on the device of
