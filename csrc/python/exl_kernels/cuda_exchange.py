@@ -17,7 +17,7 @@ class PartialSums(Structure):
         ("ended", c_void_p),
         ("ranks", c_int32),
         ("timeout_ms", c_int32),
-        ("is_early", c_int32),
+        ("early_rank", c_int32),
     )
 
 

@@ -149,8 +149,11 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
         [[maybe_unused]] const int64_t rank_stride = static_cast<int64_t>(args.m) * args.k;
         if (is_real) {
             if constexpr (has_sums) {
-                if (all_sums.is_early == 0) wait_for_inputs();
-                if (!is_padding) await_first(all_sums, all_sums.parts + sums_row);
+                if (all_sums.early_rank < 0) {
+                    wait_for_inputs();
+                } else if (gridDim.x > kWarmUpRows && !is_padding) {
+                    await_first(all_sums, all_sums.early_rank * rank_stride + sums_row);
+                }
             } else {
                 wait_for_inputs();
             }

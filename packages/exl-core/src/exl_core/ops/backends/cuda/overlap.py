@@ -19,7 +19,7 @@ from exl_core.ops.backends.cuda.peer_linears import PeerLinears, RowGroups
 from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, XIelu
 from exl_core.ops.linear import Inputs, PackedLinear
 
-MIN_ROWS = 1024
+MIN_ROWS = 1536
 """Fewest rows that are divided. With fewer, halves use the GPU less well than they hide."""
 _STEP = 128  # rows of a tile of products
 

@@ -331,6 +331,7 @@ class PeerSums:
             ended=self._ended.data_ptr(),
             ranks=len(self._buffers.addresses),
             timeout_ms=self.timeout_ms,
+            early_rank=-1,
         )
 
     def _send(self, part: Tensor, own: int, copies: PartialCopies, is_own: int | None) -> None:
@@ -347,7 +348,7 @@ class PeerSums:
         assert self._pending is not None and self._pending.x is not None, "`_reads` has checked it"
         x, self._unread = self._pending.x, self._pending.stage
         sums = self._taken()
-        sums.is_early = self.is_alone
+        sums.early_rank = self._rank if self.is_alone else -1
         return PendingRows(x, sums)
 
     def _taken(self) -> PartialSums:
