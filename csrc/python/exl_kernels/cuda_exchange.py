@@ -21,6 +21,17 @@ class PartialSums(Structure):
     )
 
 
+class SharedSums(Structure):
+    _fields_ = (
+        ("parts", PartialSums),
+        ("wholes", c_void_p * (MAX_PEERS + 1)),
+        ("spent_whole", c_void_p),
+        ("own", c_int32),
+        ("row_shift", c_int32),
+        ("spent_shift", c_int32),
+    )
+
+
 class PartialCopies(Structure):
     _fields_ = (("to", c_void_p * MAX_PEERS), ("count", c_int32))
 

@@ -17,7 +17,7 @@
 // had read exchange i, and emptied the stage of exchange i - 1, which is the stage of exchange i + 2.
 //
 // The end of a kernel that sends takes some microseconds: its stores to other GPUs are acknowledged,
-// and the next kernel is told. An early reader (`early_rank`) does not wait for that, as the values
+// and the next kernel is told. An early reader (`is_early`) does not wait for that, as the values
 // themselves say that they have arrived. A sending kernel lets its reader start once all kernels
 // before it have ended, so that the reader may read their results and overwrite their inputs.
 //
@@ -51,10 +51,10 @@ typedef struct {
     int32_t ranks;   // 0: nothing to read
     // A reader that has waited so long sets *ended, and its sums are void. 0: no limit.
     int32_t timeout_ms;
-    // -1: the reader begins once the kernel before it in the stream has ended. Otherwise that kernel
-    // sends the parts of this rank, the reader begins before, and its results are in other memory
-    // than the inputs of that kernel. exl_cuda_prepare_sums only.
-    int32_t early_rank;
+    // 1: the reader does not wait until the kernel before it in the stream has ended, which sends the
+    // last parts of this rank. The results of the reader are in other memory than the inputs of that
+    // kernel. exl_cuda_prepare_sums only.
+    int32_t is_early;
 } ExlPartialSums;
 
 // Copies of partial sums in the buffers of other ranks.

@@ -81,15 +81,15 @@ inline __device__ __noinline__ bool gives_up(
     return true;
 }
 
-// Waits with one thread until the value at `offset` has arrived. The other threads would take issue
-// slots and bandwidth of the L2 cache from the kernel that sends.
-__device__ __forceinline__ void await_first(const ExlPartialSums& sums, int64_t offset) {
+// Waits until one value has arrived, with one thread: the others would take issue slots of the
+// kernel that sends.
+__device__ __forceinline__ void await_first(const ExlPartialSums& sums, const float* first) {
     if (threadIdx.x == 0) {
         uint32_t spins = 0;
         uint64_t since = 0;
-        while (load_part(sums.parts + offset) == EXL_CUDA_UNSENT &&
+        while (load_part(first) == EXL_CUDA_UNSENT &&
                !gives_up(sums.ended, sums.timeout_ms, ++spins, since)) {
-            __nanosleep(50);
+            __nanosleep(100);
         }
     }
     __syncthreads();

@@ -40,6 +40,65 @@ struct Slices {
 // In place of ExlPartialSums: x is complete.
 struct NoSums {};
 
+// Sums that the ranks divide: rank r adds up rows r << row_shift and following ones, and stores them
+// in the areas of all ranks.
+struct SharedSums {
+    ExlPartialSums parts;
+    float* wholes[EXL_CUDA_MAX_PEERS + 1];  // areas [m][k], by rank
+    float* spent_whole;                     // the own one of the exchange before; may be null
+    int32_t own;                            // rank
+    int32_t row_shift;
+    int32_t spent_shift;  // of the exchange before; -1: its parts are of all rows
+};
+
+__device__ __forceinline__ const ExlPartialSums& parts_of(const ExlPartialSums& sums) {
+    return sums;
+}
+__device__ __forceinline__ const ExlPartialSums& parts_of(const SharedSums& sums) {
+    return sums.parts;
+}
+
+// Adds the parts of all ranks to a row of x, for all ranks. This thread has vectors of four values at
+// `index`, `index` + `count` and so on.
+__device__ __forceinline__ void share_row(
+    const SharedSums& sums, const float* x, int64_t rank_stride, int64_t row, int k, int index,
+    int count
+) {
+    for (int i = 4 * index; i < k; i += 4 * count) {
+        const float4 states = *reinterpret_cast<const float4*>(x + i);
+        float values[1][4] = {{states.x, states.y, states.z, states.w}};
+        add_parts<1, 1>(sums.parts, rank_stride, row, i, 0, k, values, true, nullptr);
+        const uint4 quad = make_uint4(
+            sent_bits(values[0][0]), sent_bits(values[0][1]), sent_bits(values[0][2]),
+            sent_bits(values[0][3])
+        );
+        for (int rank = 0; rank < sums.parts.ranks; ++rank) {
+            store_parts(sums.wholes[rank] + row + i, quad);
+        }
+    }
+}
+
+// The values at `from`, once they have arrived.
+__device__ __forceinline__ void await_values(
+    const ExlPartialSums& sums, const float* from, float (&values)[kVector]
+) {
+    uint4 quads[kVector / 4];
+    uint32_t spins = 0;
+    uint64_t since = 0;
+    do {
+#pragma unroll
+        for (int q = 0; q < kVector / 4; ++q) quads[q] = load_parts(from + 4 * q);
+    } while (max(largest(quads[0]), largest(quads[1])) == EXL_CUDA_UNSENT &&
+             !gives_up(sums.ended, sums.timeout_ms, ++spins, since));
+#pragma unroll
+    for (int q = 0; q < kVector / 4; ++q) {
+        values[4 * q] = __uint_as_float(quads[q].x);
+        values[4 * q + 1] = __uint_as_float(quads[q].y);
+        values[4 * q + 2] = __uint_as_float(quads[q].z);
+        values[4 * q + 3] = __uint_as_float(quads[q].w);
+    }
+}
+
 // Values of two adjacent positions of a form, from input features `features` (-1: padding).
 template <class T>
 __device__ __forceinline__ __half2 gather(const T* row, int2 features, float factor) {
@@ -100,6 +159,7 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
     constexpr int kStride = threads * kVector;  // values that a block reads per load
     constexpr bool has_norm = sizeof(T) == sizeof(float);
     constexpr bool has_sums = !std::is_same_v<Sums, NoSums>;
+    constexpr bool has_wholes = std::is_same_v<Sums, SharedSums>;
     // Loads per thread before the first is used. With sums there are as many for each rank.
     constexpr int kInFlight = has_sums ? 1 : has_norm ? 2 : 4;
     T* row = reinterpret_cast<T*>(shared);
@@ -149,10 +209,16 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
         [[maybe_unused]] const int64_t rank_stride = static_cast<int64_t>(args.m) * args.k;
         if (is_real) {
             if constexpr (has_sums) {
-                if (all_sums.early_rank < 0) {
+                const int early = parts_of(all_sums).is_early;
+                if (early < 0) {
                     wait_for_inputs();
                 } else if (gridDim.x > kWarmUpRows && !is_padding) {
-                    await_first(all_sums, all_sums.early_rank * rank_stride + sums_row);
+                    const float* first = parts_of(all_sums).parts + early * rank_stride;
+                    if constexpr (has_wholes) {
+                        const bool is_own = batch_row >> all_sums.row_shift == all_sums.own;
+                        if (!is_own) first = all_sums.wholes[all_sums.own];
+                    }
+                    await_first(parts_of(all_sums), first + sums_row);
                 }
             } else {
                 wait_for_inputs();
@@ -164,9 +230,28 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
             return;
         }
         if constexpr (has_sums) {
-            const int index = blockIdx.y * threads + threadIdx.x;
-            if (is_real && !is_padding) {
-                empty_row(all_sums, rank_stride, sums_row, args.k, index, gridDim.y * threads);
+            const int index = blockIdx.y * threads + threadIdx.x, count = gridDim.y * threads;
+            bool has_spent = is_real && !is_padding;
+            if constexpr (has_wholes) {
+                const int shift = all_sums.spent_shift;
+                if (has_spent && all_sums.spent_whole != nullptr) {
+                    constexpr uint32_t kUnsent = EXL_CUDA_UNSENT;
+                    for (int i = 4 * index; i < args.k; i += 4 * count) {
+                        const uint4 quad = make_uint4(kUnsent, kUnsent, kUnsent, kUnsent);
+                        store_parts(all_sums.spent_whole + sums_row + i, quad);
+                    }
+                }
+                has_spent &= shift < 0 || batch_row >> shift == all_sums.own;
+            }
+            if (has_spent) {
+                empty_row(parts_of(all_sums), rank_stride, sums_row, args.k, index, count);
+            }
+            if constexpr (has_wholes) {
+                if (is_real && !is_padding && batch_row >> all_sums.row_shift == all_sums.own) {
+                    const float* states =
+                        static_cast<const float*>(args.x) + batch_row * args.x_stride;
+                    share_row(all_sums, states, rank_stride, sums_row, args.k, index, count);
+                }
             }
         }
         const X* x = is_real ? static_cast<const X*>(args.x) + batch_row * args.x_stride
@@ -179,21 +264,32 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
 #pragma unroll
             for (int n = 0; n < kInFlight; ++n) {
                 const int i = start + n * kStride;
-                if (i < end) vectors[n] = load_vector(x + i, args.k - i, is_aligned);
+                if (!has_wholes && i < end) vectors[n] = load_vector(x + i, args.k - i, is_aligned);
             }
             if constexpr (has_sums) {
                 float sums[kInFlight][kVector];
 #pragma unroll
-                for (int n = 0; n < kInFlight; ++n) vectors[n].to_floats(sums[n]);
-                add_parts<kInFlight, kVector / 4>(
-                    all_sums, rank_stride, sums_row, start, kStride, end, sums, is_real, args.norm
-                );
+                for (int n = 0; n < kInFlight; ++n) {
+                    if constexpr (has_wholes) {
+                        const float* from = all_sums.wholes[all_sums.own] + sums_row + start;
+                        await_values(all_sums.parts, from, sums[n]);
+                    } else {
+                        vectors[n].to_floats(sums[n]);
+                    }
+                }
+                if constexpr (!has_wholes) {
+                    add_parts<kInFlight, kVector / 4>(
+                        all_sums, rank_stride, sums_row, start, kStride, end, sums, is_real,
+                        args.norm
+                    );
+                }
 #pragma unroll
                 for (int n = 0; n < kInFlight; ++n) {
                     const int i = start + n * kStride;
                     store_vector(reinterpret_cast<X*>(vectors[n].raw), kVector, true, sums[n]);
                     if (is_real && blockIdx.y == 0 && i < end) {
-                        store_vector(all_sums.sum + sums_row + i, kVector, true, sums[n]);
+                        float* const sum = parts_of(all_sums).sum + sums_row;
+                        store_vector(sum + i, kVector, true, sums[n]);
                     }
                 }
             }
@@ -352,6 +448,22 @@ int exl_cuda_prepare(const ExlPrepare* args, void* stream) {
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
     const auto run = args->x_dtype == kF32 ? prepare<float> : prepare<__half>;
     return run(*args, info, rows, stream);
+}
+
+EXL_CUDA_API int exl_cuda_prepare_shared_sums(
+    const ExlPrepare* args, const exl::cuda::SharedSums* sums, void* stream
+) {
+    const int rows = rows_of(*args);
+    const int ranks = sums->parts.ranks;
+    const bool fits = rows > kWarmUpRows && args->x_dtype == kF32 && args->norm != nullptr &&
+                      ranks >= 1 && ranks <= EXL_CUDA_MAX_PEERS + 1 && args->k % kVector == 0;
+    if (!fits) return cudaErrorInvalidValue;
+    DeviceInfo info;
+    if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
+    if (args->is_layer_norm) {
+        return prepare<float, float, kNormThreads, true>(*args, info, rows, stream, *sums);
+    }
+    return prepare<float, float, kNormThreads, false>(*args, info, rows, stream, *sums);
 }
 
 int exl_cuda_prepare_sums(const ExlPrepare* args, const ExlPartialSums* sums, void* stream) {

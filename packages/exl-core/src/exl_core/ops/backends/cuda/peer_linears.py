@@ -15,9 +15,10 @@ from exl_core.ops.backends.cuda.matmul import (
     PendingRows,
     all_quantized,
     parts_of,
+    prepare_arguments,
     split_columns,
 )
-from exl_core.ops.elementwise import Norm
+from exl_core.ops.elementwise import Norm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_kernels import cuda
 from exl_kernels.cuda_exchange import PartialCopies
@@ -134,3 +135,14 @@ class PeerLinears(Linears):
                         if part.bias is not None:
                             results.add_(part.bias)
                     groups.after(group)
+
+    def settle_divided(self, x: PendingRows) -> None:
+        """Writes sums that the ranks divide, for readers that are no products. The kernel that
+        reads them computes a norm, which is not used."""
+        rows, width = x.shape
+        norm = RmsNorm(torch.ones(width, device=self._gpu.device), 1e-5)
+        halves = self._gpu.empty(rows, width, dtype=torch.float16)
+        prepare = prepare_arguments(x.x, norm)
+        prepare.to[0] = cuda.Prepared(None, halves.data_ptr(), 0, 1)
+        prepare.count = 1
+        self._gpu.call("prepare_shared_sums", prepare, x.sums)
