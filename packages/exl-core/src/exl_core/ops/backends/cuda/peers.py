@@ -29,7 +29,7 @@ _VALUE_BYTES = 4
 
 MIN_DIVIDED_ROWS = 64
 """Fewest rows of a sum, counted once for each other rank, that the ranks divide. Then every rank
-adds up some of the rows, and sends their sums. That is one more way between GPUs for fewer bytes."""
+adds up some of the rows and sends their sums: one more transfer, but fewer bytes in all."""
 
 
 class SharedMemory:
