@@ -33,7 +33,12 @@ class SharedSums(Structure):
 
 
 class PartialCopies(Structure):
-    _fields_ = (("to", c_void_p * MAX_PEERS), ("count", c_int32))
+    _fields_ = (
+        ("to", c_void_p * MAX_PEERS),
+        ("count", c_int32),
+        ("is_divided", c_int32),
+        ("row_shift", c_int32),
+    )
 
 
 class Tokens(Structure):

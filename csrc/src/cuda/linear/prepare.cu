@@ -13,7 +13,8 @@
 // Exchange   With partial sums of several GPUs, every block waits for all of a row, because it reads
 //            all of it. The first block of a row stores the sums, and all of them empty the stage
 //            that the previous exchange has used. An early reader waits for the end of the sending
-//            kernel at its own end only, so that kernels end in order.
+//            kernel at its own end only, so that kernels end in order. Of divided sums, the blocks
+//            of a rank's rows first add up and send one slice of their row each.
 // Overlap    Permutations and norm weights are loaded before the wait for the previous kernel: they
 //            come from memory.
 // Floor      With few rows: a launch, one read from the L2 cache and one barrier. In a CUDA graph,
@@ -40,28 +41,17 @@ struct Slices {
 // In place of ExlPartialSums: x is complete.
 struct NoSums {};
 
-// Sums that the ranks divide: rank r adds up rows r << row_shift and following ones, and stores them
-// in the areas of all ranks.
-struct SharedSums {
-    ExlPartialSums parts;
-    float* wholes[EXL_CUDA_MAX_PEERS + 1];  // areas [m][k], by rank
-    float* spent_whole;                     // the own one of the exchange before; may be null
-    int32_t own;                            // rank
-    int32_t row_shift;
-    int32_t spent_shift;  // of the exchange before; -1: its parts are of all rows
-};
-
 __device__ __forceinline__ const ExlPartialSums& parts_of(const ExlPartialSums& sums) {
     return sums;
 }
-__device__ __forceinline__ const ExlPartialSums& parts_of(const SharedSums& sums) {
+__device__ __forceinline__ const ExlPartialSums& parts_of(const ExlSharedSums& sums) {
     return sums.parts;
 }
 
 // Adds the parts of all ranks to a row of x, for all ranks. This thread has vectors of four values at
 // `index`, `index` + `count` and so on.
 __device__ __forceinline__ void share_row(
-    const SharedSums& sums, const float* x, int64_t rank_stride, int64_t row, int k, int index,
+    const ExlSharedSums& sums, const float* x, int64_t rank_stride, int64_t row, int k, int index,
     int count
 ) {
     for (int i = 4 * index; i < k; i += 4 * count) {
@@ -159,7 +149,7 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
     constexpr int kStride = threads * kVector;  // values that a block reads per load
     constexpr bool has_norm = sizeof(T) == sizeof(float);
     constexpr bool has_sums = !std::is_same_v<Sums, NoSums>;
-    constexpr bool has_wholes = std::is_same_v<Sums, SharedSums>;
+    constexpr bool has_wholes = std::is_same_v<Sums, ExlSharedSums>;
     // Loads per thread before the first is used. With sums there are as many for each rank.
     constexpr int kInFlight = has_sums ? 1 : has_norm ? 2 : 4;
     T* row = reinterpret_cast<T*>(shared);
@@ -209,7 +199,7 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
         [[maybe_unused]] const int64_t rank_stride = static_cast<int64_t>(args.m) * args.k;
         if (is_real) {
             if constexpr (has_sums) {
-                const int early = parts_of(all_sums).is_early;
+                const int early = parts_of(all_sums).early_rank;
                 if (early < 0) {
                     wait_for_inputs();
                 } else if (gridDim.x > kWarmUpRows && !is_padding) {
@@ -235,11 +225,7 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
             if constexpr (has_wholes) {
                 const int shift = all_sums.spent_shift;
                 if (has_spent && all_sums.spent_whole != nullptr) {
-                    constexpr uint32_t kUnsent = EXL_CUDA_UNSENT;
-                    for (int i = 4 * index; i < args.k; i += 4 * count) {
-                        const uint4 quad = make_uint4(kUnsent, kUnsent, kUnsent, kUnsent);
-                        store_parts(all_sums.spent_whole + sums_row + i, quad);
-                    }
+                    empty_values(all_sums.spent_whole + sums_row, args.k, index, count);
                 }
                 has_spent &= shift < 0 || batch_row >> shift == all_sums.own;
             }
@@ -450,9 +436,7 @@ int exl_cuda_prepare(const ExlPrepare* args, void* stream) {
     return run(*args, info, rows, stream);
 }
 
-EXL_CUDA_API int exl_cuda_prepare_shared_sums(
-    const ExlPrepare* args, const exl::cuda::SharedSums* sums, void* stream
-) {
+int exl_cuda_prepare_shared_sums(const ExlPrepare* args, const ExlSharedSums* sums, void* stream) {
     const int rows = rows_of(*args);
     const int ranks = sums->parts.ranks;
     const bool fits = rows > kWarmUpRows && args->x_dtype == kF32 && args->norm != nullptr &&

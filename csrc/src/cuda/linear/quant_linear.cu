@@ -267,7 +267,7 @@ static cudaError_t quant_linear(
             first += rows - std::min(rows, kChunkRows);
             continue;
         }
-        if (copies.count >= 256) return cudaErrorInvalidValue;  // divided by rows
+        if (copies.is_divided) return cudaErrorInvalidValue;
         const int chunk_tiles = exl_cuda_row_tiles(rows);
         args.block_halves = std::max(rows, least_rows) == 1 ? 32 : chunk_tiles * 8 * 32;
         // A launch has 32 rows at most, and fewer on devices with little shared memory.
@@ -309,7 +309,7 @@ int exl_cuda_quant_linear(const ExlQuantLinear* call, void* stream) {
 int exl_cuda_quant_linear_sent(
     const ExlQuantLinear* call, const ExlPartialCopies* copies, void* stream
 ) {
-    const bool fits = copies->count >= 0 && copies->count % 256 <= EXL_CUDA_MAX_PEERS &&
+    const bool fits = copies->count >= 0 && copies->count <= EXL_CUDA_MAX_PEERS &&
                       call->epilogue == EXL_EPILOGUE_STORE && call->y_dtype == exl::cuda::kF32 &&
                       call->m <= EXL_CUDA_CHUNK_ROWS && call->is_invariant == 0;
     return fits ? exl::cuda::quant_linear(call, *copies, stream) : cudaErrorInvalidValue;

@@ -419,7 +419,7 @@ cudaError_t quant_small_batch(
     args.y = static_cast<uint8_t*>(call.y) + first * call.y_stride * (call.y_dtype == kF16 ? 2 : 4);
     args.y_stride = call.y_stride;
     args.copies = copies;
-    args.copies.count = copies.count % 256, args.row_shift = copies.count / 256 - 1;
+    args.row_shift = copies.is_divided ? copies.row_shift : -1;
     args.inverse_permutation = call.inverse_permutation;
     args.y_dtype = call.y_dtype;
     args.gate = call.gate;

@@ -26,7 +26,7 @@ from torch.nn.functional import layer_norm
 
 from exl_core.errors import BackendError
 from exl_core.ops.backends.cuda.dense import add_fixed_product, add_product
-from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.library import TYPES, Gpu, prepare_arguments
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
 from exl_core.ops.backends.cuda.slices import Slices
 from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, Trellis, is_pair
@@ -594,17 +594,3 @@ def _after_layer_norm(x: Tensor, norm: Norm | None) -> tuple[Tensor, RmsNorm | N
     if not isinstance(norm, LayerNorm):
         return x, norm
     return layer_norm(x.float(), x.shape[1:], norm.weight, norm.bias, norm.eps), None
-
-
-def prepare_arguments(x: Tensor, norm: Norm | None) -> cuda.Prepare:
-    """Arguments of `exl_cuda_prepare` with its inputs and without outputs."""
-    rows, columns = x.shape
-    args = cuda.Prepare(
-        x=x.data_ptr(), x_stride=x.stride(0), x_dtype=TYPES[x.dtype], m=rows, k=columns
-    )
-    if norm is not None:
-        args.norm, args.eps = norm.weight.data_ptr(), norm.eps
-    if norm is not None and not isinstance(norm, RmsNorm):
-        args.is_layer_norm = 1
-        args.norm_bias = None if norm.bias is None else norm.bias.data_ptr()
-    return args

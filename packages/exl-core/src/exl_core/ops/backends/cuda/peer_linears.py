@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cuda.dense import add_product
+from exl_core.ops.backends.cuda.library import prepare_arguments
 from exl_core.ops.backends.cuda.matmul import (
     CudaInputs,
     Linears,
     PendingRows,
     all_quantized,
     parts_of,
-    prepare_arguments,
     split_columns,
 )
 from exl_core.ops.elementwise import Norm, RmsNorm

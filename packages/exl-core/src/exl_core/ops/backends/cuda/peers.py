@@ -408,7 +408,7 @@ class PeerSums:
             self._buffers.sums_at(rank, stage, self._rank, rows)
             for rank in range(len(self._buffers.addresses))
         )
-        copies = PartialCopies(count=len(first) + 256 * (self._row_shift + 1))
+        copies = PartialCopies(count=len(first), is_divided=1, row_shift=self._row_shift)
         for i, address in enumerate(first):
             copies.to[i] = address
         return last, copies
