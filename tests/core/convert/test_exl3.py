@@ -13,16 +13,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from exl_core.arch.modules import module_table
+from exl_core.convert import sensitivity as sensitivity_module
 from exl_core.convert import trellis
 from exl_core.convert.calibration import CalibrationRows
 from exl_core.convert.events import ConversionStopped, Stage
 from exl_core.convert.hessian import InputStatistics
 from exl_core.convert.job import MEASUREMENT_NAME, RECORD_NAME, Conversion, convert_model
+from exl_core.convert.layers import in_file_order
 from exl_core.convert.measurement import MeasurementError
+from exl_core.convert.parallel import Workers
 from exl_core.convert.plan import ConvertOptions, TrellisCodes, parse_layout, rates_of
 from exl_core.convert.preflight import rate_problems, shape_problems
+from exl_core.convert.sensitivity import measure_sensitivity, outputs_name
 from exl_core.convert.target import MAX_WIDTH, Target
 from exl_core.errors import ProblemsError, RequestError
+from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.codecs.exl3 import layout as exl3
 from exl_core.formats.verify import verify
 from exl_core.ops.open import get_table
@@ -300,6 +305,73 @@ def test_expected_losses_fall_with_the_rate_and_scale_with_the_sensitivity() -> 
     assert values == sorted(values, reverse=True)
     twice = trellis.expected_losses(weight, hessian, 2 * sensitivity, layouts)
     assert twice[layouts[3]][0] == pytest.approx(2 * values[3])
+
+
+def test_outputs_that_make_up_for_each_other_are_expected_to_lose_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trellis, "open_rings", lambda _: get_table("cpu", threads=1))
+    generator = torch.Generator().manual_seed(4)
+    weight, x = (torch.randn(n, 128, generator=generator) for n in (200, 500))
+    gradients = torch.randn(9000, 20, generator=generator) @ torch.randn(
+        20, 200, generator=generator
+    )
+    gradients += torch.randn(9000, 200, generator=generator)
+    outputs = sensitivity_module._block_products(gradients.T) / 9000
+    own = gradients.square().mean(0)
+    hessian, layout = x.T @ x / 500, TrellisCodes(3, "mul1")
+
+    def losses(given: dict[str, Tensor]) -> tuple[float, float]:
+        expected = trellis.expected_losses(
+            weight, hessian, own, [layout], given.get(outputs_name("w"))
+        )
+        quantizer = trellis.Exl3Quantizer(InputStatistics(hessian, None), "w", FAST, given)
+        error = (quantizer.quantize("w", weight, layout).weight - weight).double()
+        products = error @ hessian.double() @ error.T
+        known = torch.block_diag(*outputs)[:200, :200].double()
+        return expected[layout][0], float((products * known).sum()) / 2
+
+    plain, paired = losses({"w": own}), losses({"w": own, outputs_name("w"): outputs})
+
+    assert paired[1] < 0.7 * plain[1]
+    for expected, found in (plain, paired):
+        assert 0.6 < found / expected < 1.6
+
+
+def test_products_of_gradients_have_the_sensitivities_on_their_diagonals(source: Path) -> None:
+    tensors, config, quantization = open_checkpoint(source)
+    checkpoint, ids = Checkpoint(tensors, config, quantization), make_rows(None).token_ids
+    found, plain = (
+        measure_sensitivity(
+            checkpoint,
+            config,
+            ids,
+            options=ConvertOptions(format=name),
+            workers=Workers(None, lambda: False),
+        )
+        for name in ("exl3", "exl2")
+    )
+    rows = [row for row in module_table(config).rows if row.name in plain]
+    assert set(found) == {name for row in rows for name in (row.name, outputs_name(row.name))}
+    for row in rows:
+        products, own = found[outputs_name(row.name)], found[row.name]
+        assert torch.equal(own, plain[row.name])
+        torch.testing.assert_close(products, products.mT)
+        diagonal = products.diagonal(0, 1, 2).flatten()
+        torch.testing.assert_close(diagonal[: len(own)], in_file_order(row, own))
+        assert not diagonal[len(own) :].any()
+
+
+@pytest.mark.parametrize("features", [96, 256, 300])
+def test_products_of_gradients_stay_in_their_blocks(features: int) -> None:
+    gradients = torch.randn(features, 50, generator=torch.Generator().manual_seed(1))
+    products = sensitivity_module._block_products(gradients)
+    full = gradients @ gradients.T
+    for block, found in enumerate(products):
+        part = full[block * 128 :, block * 128 :][:128, :128]
+        torch.testing.assert_close(found[: len(part), : len(part)], part)
+        assert not found[len(part) :].any()
+    assert len(products) == -(-features // 128)
 
 
 def test_experts_are_stored_one_by_one_with_their_router(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from exl_core.convert import ldlq
 from exl_core.convert.ldlq import LEAST_WEIGHT, TrellisQuantizer, TrellisWeights
 from exl_core.formats.codecs.exl3 import layout as exl3
 from exl_core.ops.open import get_table
@@ -122,3 +123,86 @@ def test_a_seed_gives_the_same_bytes_again_and_another_other_signs() -> None:
     assert torch.equal(first.trellis, again.trellis)
     assert torch.equal(first.suh, again.suh)
     assert not torch.equal(first.suh.sign(), other.suh.sign())
+
+
+def correlated(features: int, count: int, generator: torch.Generator) -> Tensor:
+    """Mean products of `count` random vectors that are close to a space of few dimensions."""
+    mixed = torch.randn(features // 8, features, generator=generator)
+    vectors = torch.randn(count, features // 8, generator=generator) @ mixed
+    vectors += 0.5 * torch.randn(count, features, generator=generator)
+    return vectors.T @ vectors / count
+
+
+def blocks_of(hessian: Tensor) -> Tensor:
+    size = ldlq.HADAMARD
+    return torch.stack([one[:, i * size :][:, :size] for i, one in enumerate(hessian.split(size))])
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(128, 384), (384, 128)])  # waves of both shapes
+def test_the_search_in_waves_is_the_search_tile_by_tile(rows: int, columns: int) -> None:
+    generator = torch.Generator().manual_seed(8)
+    ops = get_table("cpu", threads=2)
+    target = torch.randn(rows, columns, generator=generator)
+    feedback = torch.randn(rows, rows, generator=generator) * 0.1
+    spreading = torch.randn(columns // 128, 128, 128, generator=generator) * 0.1
+    lower = torch.block_diag(*[torch.ones(16, 16)] * (rows // 16))  # blocks of the diagonal
+    feedback = feedback.tril() * (1 - lower)
+    inner = torch.block_diag(*[torch.ones(16, 16)] * 8)
+    spreading = spreading.tril() * (1 - inner) + torch.eye(128)
+
+    words, values = TrellisQuantizer(torch.eye(rows), ops)._search_both(
+        target, feedback, spreading, 2.5, "mul1"
+    )
+
+    left, right = feedback + torch.eye(rows), torch.block_diag(*spreading)
+    coded = torch.zeros_like(target)
+    for row in range(rows - 16, -1, -16):
+        for column in range(columns - 16, -1, -16):
+            place = slice(row, row + 16), slice(column, column + 16)
+            wanted = (target + left.T @ ((target - values) * coded) @ right)[place]
+            nearest = ldlq.encode_tiles(wanted[None], 2.5, "mul1", ops).values[0]
+            found = values[place] - wanted
+            assert found.norm() <= (nearest - wanted).norm() * (1 + 1e-5)  # targets are rounded
+            decoded = exl3.decode_tiles(words[row // 16, column // 16][None, None], "mul1")
+            assert torch.equal(decoded, values[place])
+            coded[place] = 1
+
+
+def test_columns_make_up_for_each_other() -> None:
+    generator = torch.Generator().manual_seed(9)
+    weight = torch.randn(128, 200, generator=generator)
+    hessian = correlated(128, 2000, generator)
+    full = correlated(256, 4000, generator)
+    full[200:] = full[:, 200:] = 0  # outputs that do not exist
+    outputs = blocks_of(full)
+    importance = full.diagonal()[:200]
+    quantizer = TrellisQuantizer(hessian, get_table("cpu", threads=2))
+
+    def loss(given: Tensor | None) -> float:
+        error = quantizer.quantize(weight, 3, "mul1", importance, given).weight - weight
+        known = torch.block_diag(*outputs)[:200, :200]
+        return float(((hessian @ error) * (error @ known)).sum())
+
+    gain = loss(outputs) / loss(None)
+    # By arithmetic: the share of the errors that remains in rotated form, with the damping.
+    svh = ldlq.initial_scales(
+        torch.nn.functional.pad(weight, (0, 56)).double(),
+        ldlq.column_importance(importance, 256).double(),
+        0,
+    )[1]
+    rotated = ldlq.rotated_outputs(outputs.double(), svh)
+    unit = torch.linalg.inv(ldlq.output_feedback(outputs.double(), svh))
+    expected = float((unit @ rotated @ unit.mT).diagonal(0, 1, 2).sum())
+    expected /= float(rotated.diagonal(0, 1, 2).sum())
+    assert expected < 0.6
+    assert gain == pytest.approx(expected, rel=0.25)
+
+
+@pytest.mark.parametrize("fill", [0.0, torch.nan, torch.inf])
+def test_unusable_products_of_outputs_change_nothing(fill: float) -> None:
+    weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(7))
+    quantizer = TrellisQuantizer(torch.eye(128), get_table("cpu", threads=2))
+    plain = quantizer.quantize(weight, 2, "mul1", None)
+    given = quantizer.quantize(weight, 2, "mul1", None, torch.full((1, 128, 128), fill))
+    assert torch.equal(plain.linear.trellis, given.linear.trellis)
+    torch.testing.assert_close(plain.weight, given.weight)

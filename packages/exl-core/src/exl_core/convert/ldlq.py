@@ -11,7 +11,17 @@ Rows of tiles are coded from the last to the first. The target of row b of tiles
 
     T_b + sum over c > b of L_cb' (T_c - V_c)
 
-so that the rows before make up for the errors of those after them. Columns are independent.
+so that the rows before make up for the errors of those after them.
+
+Columns are independent, unless the Hessian B of the loss by the matrix's outputs is given. Then E
+costs tr(E' A E B), and columns make up for each other too (YAQA, Tseng et al. 2025, arXiv
+2505.22988). Of B only the blocks of 128 outputs are known, which the rotation keeps apart. With
+H diag(svh) B diag(svh) H = K G K' in each block, the target of tile (b, n) is
+
+    T_bn + sum over the coded tiles (c, m) of L_cb' (T_cm - V_cm) K_mn
+
+Tile (b, n) comes after all tiles (c, m) with c >= b and m >= n. Those with equal b + n are coded
+together, in all blocks of columns at once.
 
 Both sizes are padded to multiples of 128 with zeros. All tensors are float32 on one device unless
 said otherwise.
@@ -46,6 +56,11 @@ FIT_ROUNDS = 2
 LEAST_WEIGHT = 0.05
 """Share of the mean weight of errors that is added to the weight of each column. It limits the
 errors of columns whose weight is close to zero on the calibration text."""
+
+
+OUTPUT_DAMPING = 0.3
+"""Share of the mean diagonal of a block of B that is added to its diagonal. B comes from few tokens
+(`sensitivity.py`): on other tokens, errors of the outputs grow with less of it."""
 
 
 class EncodedTiles(NamedTuple):
@@ -105,22 +120,35 @@ class TrellisQuantizer:
         self._is_usable = bool(hessian.isfinite().all()) and float(hessian.diagonal().mean()) > 0
 
     def quantize(
-        self, weight: Tensor, rate: float, codebook: Codebook, importance: Tensor | None = None
+        self,
+        weight: Tensor,
+        rate: float,
+        codebook: Codebook,
+        importance: Tensor | None = None,
+        outputs: Tensor | None = None,
     ) -> TrellisWeights:
         """Quantizes weights [I, N]. Without feedback if no damping makes the Hessian positive
-        definite. `importance` [N] are factors on the squared errors of columns, which are equal
-        without it."""
+        definite.
+
+        `importance` [N] are factors on the squared errors of columns, which are equal without it.
+        `outputs` [N' / 128, 128, 128] are blocks of B, with `importance` on their diagonals.
+        """
         rows, columns = (stored_size(size) for size in weight.shape)
         source = pad(weight, (0, columns - weight.shape[1], 0, rows - weight.shape[0])).double()
         importance = column_importance(importance, columns).to(source)
         suh, svh = initial_scales(source, importance, self._seed)
         feedback = self._feedback(suh)
+        spreading = None if outputs is None else output_feedback(outputs.to(source), svh).float()
+        metric = _output_metric(importance, outputs, weight.shape[1])
         target = rotate(rotate((source / suh[:, None] / svh).T).T).float()
         spread = exl3.codebook_values(codebook).double().square().mean().sqrt().item()
         spread *= _best_spread(target, rate, codebook, self._ops)
-        words, values = self._search(target * spread, feedback, rate, codebook)
+        if feedback is None or spreading is None:
+            words, values = self._search(target * spread, feedback, rate, codebook)
+        else:
+            words, values = self._search_both(target * spread, feedback, spreading, rate, codebook)
         rotated = rotate(rotate(values.double().T).T)  # [I', N']
-        suh, svh = self._fitted(rotated, source, importance, suh / spread, svh)
+        suh, svh = self._fitted(rotated, source, metric, suh / spread, svh)
         svh[(source == 0).all(0)] = 0
         linear = Exl3Linear(words.cpu(), suh.half().cpu(), svh.half().cpu(), codebook)
         stored = (suh.half().double()[:, None] * rotated * svh.half().double()).float()
@@ -160,25 +188,59 @@ class TrellisQuantizer:
             words.append(encoded.words)
         return torch.stack(words[::-1]), values
 
-    def _fitted(
-        self, rotated: Tensor, source: Tensor, importance: Tensor, suh: Tensor, svh: Tensor
+    def _search_both(
+        self, target: Tensor, feedback: Tensor, spreading: Tensor, rate: float, codebook: Codebook
     ) -> tuple[Tensor, Tensor]:
-        """Scales that bring diag(suh) rotated diag(svh) closest to the source: least squares, with
-        the columns weighted by `importance` [N']."""
+        """As `_search`, with `spreading`, K of every block of columns [N' / 128, 128, 128]."""
+        rows, blocks, steps = len(target) // TILE, len(spreading), HADAMARD // TILE
+        targets = target.view(rows, TILE, blocks, steps, TILE)
+        values, spread = torch.empty_like(targets), torch.zeros_like(targets)  # spread = E K
+        words = torch.empty(rows, blocks, steps, int(TILE * rate), dtype=torch.int16)
+        words = words.to(target.device)
+        for wave in range(rows + steps - 2, -1, -1):
+            if self._check is not None:
+                self._check()
+            places = [(b, wave - b) for b in range(rows) if 0 <= wave - b < steps]
+            wanted = torch.stack(
+                [
+                    targets[b, :, :, n] + spread[b, :, :, n] + _passed_on(feedback, spread, b, n)
+                    for b, n in places
+                ]
+            )  # [W, 16, N' / 128, 16]
+            tiles = wanted.transpose(1, 2).reshape(-1, TILE, TILE)
+            encoded = encode_tiles(tiles, rate, codebook, self._ops)
+            found = encoded.values.view(len(places), blocks, TILE, TILE)
+            for (b, n), own, codes in zip(
+                places, found, encoded.words.view(len(places), blocks, -1), strict=True
+            ):
+                values[b, :, :, n] = own.transpose(0, 1)
+                words[b, :, n] = codes
+                error = targets[b, :, :, n].transpose(0, 1) - own  # [N' / 128, 16, 16]
+                rest = slice(0, (n + 1) * TILE)
+                spread[b].flatten(2)[:, :, rest] += (
+                    error @ spreading[:, n * TILE : (n + 1) * TILE, rest]
+                ).transpose(0, 1)
+        return words.flatten(1, 2), values.view_as(target)
+
+    def _fitted(
+        self, rotated: Tensor, source: Tensor, metric: Tensor, suh: Tensor, svh: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Scales that bring diag(suh) rotated diag(svh) closest to the source: least squares in the
+        inputs' Hessian, and in `metric` [N' / 128, 128, 128] of the outputs."""
         if not self._is_usable:
             return suh, svh
         hessian = damped(self._hessian, DAMPING)
-        wanted = hessian @ source
+        wanted = _times_blocks(hessian @ source, metric)
         for _ in range(FIT_ROUNDS):
             q = rotated * svh
-            weighted = q * importance
-            normal = (weighted @ q.T) * hessian
-            right = (weighted * wanted).sum(1)
-            solved = torch.linalg.solve(damped(normal, 1e-6), right)
-            suh = torch.where((solved / suh > 0.1) & (solved / suh < 10), solved, suh)
+            normal = (_times_blocks(q, metric) @ q.T) * hessian
+            suh = _solved(normal, (q * wanted).sum(1), suh)
             q = rotated * suh[:, None]
-            ratio = (q * wanted).sum(0) / (q * (hessian @ q)).sum(0)
-            svh = torch.where(ratio.isfinite() & (ratio / svh > 0), ratio, svh)
+            parts, weighted = (
+                x.T.reshape(-1, HADAMARD, len(x)) for x in (q, hessian @ q)
+            )  # [N' / 128, 128, I'] each
+            normal = (parts @ weighted.mT) * metric
+            svh = _solved(normal, (q * wanted).sum(0).view(-1, HADAMARD), svh)
         return suh, svh
 
     def _error(self, stored: Tensor, weight: Tensor) -> float:
@@ -189,13 +251,68 @@ class TrellisQuantizer:
         return float((error * (hessian @ error)).sum()) / energy if energy > 0 else 0.0
 
 
+def _passed_on(feedback: Tensor, spread: Tensor, row: int, column: int) -> Tensor:
+    """Sum over the rows of tiles after `row` of their spread errors [R, 16, B, 8, 16] in one column
+    of tiles of each block, times the feedback: [16, B, 16]."""
+    after = spread[row + 1 :, :, :, column]
+    factors = feedback[(row + 1) * TILE :, row * TILE : (row + 1) * TILE]
+    blocks = after.shape[2]
+    return (factors.T @ after.reshape(len(factors), blocks * TILE)).view(TILE, blocks, TILE)
+
+
+def _solved(normal: Tensor, right: Tensor, scales: Tensor) -> Tensor:
+    """Solutions of normal equations; the old scale where the new one differs too much."""
+    mean = normal.diagonal(0, -2, -1).mean(-1)[..., None, None]
+    eye = torch.eye(normal.shape[-1]).to(normal)
+    solved = torch.linalg.solve_ex(normal + 1e-6 * mean * eye, right[..., None]).result.flatten()
+    ratio = solved / scales
+    return torch.where((ratio > 0.1) & (ratio < 10), solved, scales)
+
+
+def _times_blocks(x: Tensor, blocks: Tensor) -> Tensor:
+    """x [I', N'] times a block-diagonal matrix [N' / 128, 128, 128]."""
+    return (x.view(len(x), -1, HADAMARD).transpose(0, 1) @ blocks).transpose(0, 1).flatten(1)
+
+
+def _output_metric(importance: Tensor, outputs: Tensor | None, columns: int) -> Tensor:
+    """Blocks of B [N' / 128, 128, 128], in the unit of `importance` [N'], which is its diagonal.
+    The diagonal alone without `outputs`. `columns` is N."""
+    diagonal = torch.diag_embed(importance.view(-1, HADAMARD))
+    if outputs is None:
+        return diagonal
+    own = outputs.to(importance)
+    sizes = own.diagonal(0, 1, 2)
+    between = (own - torch.diag_embed(sizes)) * columns / (sizes.sum() * (1 + LEAST_WEIGHT))
+    return diagonal + between if bool(between.isfinite().all()) else diagonal
+
+
+def rotated_outputs(outputs: Tensor, svh: Tensor) -> Tensor:
+    """Blocks of B in rotated form, [N' / 128, 128, 128]."""
+    scales = svh.view(-1, HADAMARD)
+    scaled = scales[:, :, None] * outputs * scales[:, None]
+    return rotate(rotate(scaled.flatten(0, 1)).view_as(scaled).mT.flatten(0, 1)).view_as(scaled)
+
+
+def output_feedback(outputs: Tensor, svh: Tensor) -> Tensor:
+    """K of each block; the identity for blocks without positive finite values."""
+    rotated = rotated_outputs(outputs, svh)
+    eye = torch.eye(HADAMARD).to(rotated)
+    mean = rotated.diagonal(0, 1, 2).mean(1)[:, None, None]
+    is_usable = rotated.flatten(1).isfinite().all(1)[:, None, None] & (mean > 0)
+    lower, failed = torch.linalg.cholesky_ex(
+        torch.where(is_usable, rotated / mean + OUTPUT_DAMPING * eye, eye)
+    )
+    is_usable &= (failed == 0)[:, None, None]
+    return torch.where(is_usable, eye + _unit_blocks(lower), eye)
+
+
 def _unit_blocks(lower: Tensor) -> Tensor:
     """L of the block LDL' factorization, less its unit diagonal, from the Cholesky factor."""
     unit = torch.zeros_like(lower)
-    for first in range(0, len(lower) - TILE, TILE):
+    for first in range(0, lower.shape[-1] - TILE, TILE):
         block, after = slice(first, first + TILE), slice(first + TILE, None)
-        unit[after, block] = torch.linalg.solve_triangular(
-            lower[block, block], lower[after, block], upper=False, left=False
+        unit[..., after, block] = torch.linalg.solve_triangular(
+            lower[..., block, block], lower[..., after, block], upper=False, left=False
         )
     return unit
 

@@ -13,7 +13,7 @@ from exl_core.convert.candidates import Costs, cost_of
 from exl_core.convert.experts import Routes, expert_keys, minimum_rows
 from exl_core.convert.gptq import Variant, factorize, identity_factor, quantize_columns
 from exl_core.convert.hessian import measure_hessian
-from exl_core.convert.layers import LayerSource
+from exl_core.convert.layers import LayerSource, in_file_order
 from exl_core.convert.measurement import set_name
 from exl_core.convert.parallel import Workers
 from exl_core.convert.passes import ROUTER, CapturingPass, LayerFunction
@@ -28,7 +28,7 @@ from exl_core.convert.plan import (
     Section,
     TrellisCodes,
 )
-from exl_core.convert.sensitivity import Sensitivity
+from exl_core.convert.sensitivity import Sensitivity, outputs_name
 from exl_core.convert.target import Target, target_of
 from exl_core.convert.trellis import expected_losses
 
@@ -135,9 +135,12 @@ class _LayerMeasurer:
             return self._costs_of_groups(keys, hessian)
 
         def run(key: str) -> Costs:
-            weight = self.source.matrix(key)
-            sensitivity = self.sensitivity[self.source.rows[key].name].to(hessian.device)
-            return expected_losses(weight, hessian, sensitivity, self._target.trellis_layouts)
+            row = self.source.rows[key]
+            weight = in_file_order(row, self.source.matrix(key))
+            sensitivity = in_file_order(row, self.sensitivity[row.name]).to(hessian.device)
+            outputs = self.sensitivity.get(outputs_name(row.name))
+            layouts = self._target.trellis_layouts
+            return expected_losses(weight, hessian, sensitivity, layouts, outputs)
 
         return dict(zip(keys, self.workers.map(run, keys), strict=True))
 

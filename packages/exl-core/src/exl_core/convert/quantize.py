@@ -30,7 +30,7 @@ from exl_core.convert.measurement import set_name
 from exl_core.convert.parallel import Workers
 from exl_core.convert.passes import ROUTER, CapturingPass, LayerFunction, final_states
 from exl_core.convert.plan import Allocation, ConvertOptions, Incident, MatrixReport
-from exl_core.convert.sensitivity import Sensitivity
+from exl_core.convert.sensitivity import Sensitivity, outputs_name
 from exl_core.convert.target import target_of
 from exl_core.convert.trellis import Exl3Quantizer
 from exl_core.formats.checkpoint import Checkpoint
@@ -107,6 +107,8 @@ class _LayerQuantizer:
             for row in source.rows.values()
             if row.name in sensitivity
         }
+        names = (outputs_name(row.name) for row in source.rows.values())
+        self._sensitivity |= {name: sensitivity[name] for name in names if name in sensitivity}
         self._weights = source.kept(is_stored=True)  # and the finished matrices
 
     def run(self, states: States) -> None:

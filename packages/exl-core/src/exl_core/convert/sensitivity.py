@@ -5,6 +5,9 @@ their loss say how much a change of an output changes the predictions (Fisher in
 E of a matrix is expected to increase the loss by half the sum over outputs n of
 mean(g_n^2) * E_n' H E_n.
 
+For EXL3, which lets the errors of outputs make up for each other (`ldlq.py`), also mean(g_n g_m) is
+measured for outputs n and m in the same block of 128, except of experts.
+
 The mean is over all tokens. The outputs of an expert for a token that did not choose it have no
 effect, so their gradients are 0: an expert counts by how often it is used, and with which weights.
 
@@ -22,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from exl_core.arch.modules import module_table
 from exl_core.arch.spec import ModelConfig
@@ -30,6 +33,7 @@ from exl_core.convert.layers import (
     LayerSource,
     compute_type,
     embed_rows,
+    in_file_order,
     read_final_norm,
     read_layer,
     read_tensor,
@@ -38,11 +42,15 @@ from exl_core.convert.parallel import Workers
 from exl_core.convert.passes import LayerFunction, final_states
 from exl_core.convert.plan import ConvertOptions
 from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.codecs.exl3.matrix import stored_size
 from exl_core.formats.containers.safetensors_writer import as_bytes
+from exl_core.ops.weights import HADAMARD
 
 Sensitivity = Mapping[str, Tensor]
-"""Mean square of each output's gradient, in nats^2: float32 [out], by the matrix's name. Can be
-stored in a safetensors file."""
+"""Mean square of each output's gradient, in nats^2: float32 [out], by the matrix's name. For EXL3
+also, by `outputs_name`, the mean products of the gradients of two outputs: float32
+[blocks, 128, 128], with the outputs in the order of the file. Can be stored in a safetensors
+file."""
 
 ROWS = 8
 """Calibration rows in use. Few are enough, because each token has a gradient for every output of
@@ -87,7 +95,8 @@ def measure_sensitivity(
         for layer in reversed(range(config.num_layers)):
             source = read_layer(checkpoint, config, layer, device)
             states = _load(Path(folder, str(layer)), states.shape)
-            sensitivity |= _backward(source, config, states, gradient, workers)
+            is_paired = options.format == "exl3"
+            sensitivity |= _backward(source, config, states, gradient, workers, is_paired=is_paired)
             if on_layer is not None:
                 on_layer(total - layer, total)
     return sensitivity
@@ -144,17 +153,29 @@ def _head_gradient(
     return gradient
 
 
+def outputs_name(name: str) -> str:
+    """Name of the products of gradients of a matrix's outputs."""
+    return f"{name}.outputs"
+
+
 def _backward(
-    source: LayerSource, config: ModelConfig, states: Tensor, gradient: Tensor, workers: Workers
+    source: LayerSource,
+    config: ModelConfig,
+    states: Tensor,
+    gradient: Tensor,
+    workers: Workers,
+    *,
+    is_paired: bool,
 ) -> dict[str, Tensor]:
-    """Sensitivity of the layer's matrices.
+    """Sensitivity of the layer's matrices, with products of gradients if `is_paired`.
 
     `gradient` is the gradient with respect to the layer's outputs. It is replaced by the gradient
     with respect to its inputs, `states`.
     """
     vectors, product, keys = source.vectors(), source.products(), source.matrix_keys
+    paired = [key for key in keys if is_paired and source.rows[key].expert is None]
 
-    def run(row: int) -> dict[str, _Squares]:
+    def run(row: int) -> tuple[dict[str, _Squares], dict[str, Tensor]]:
         outputs: dict[str, Tensor] = {}
 
         def recorded(key: str, x: Tensor) -> Tensor:
@@ -171,14 +192,30 @@ def _backward(
         # on a CPU is a view of `gradient`.
         flat = [g.float().flatten(0, -2) for g in output_gradients]  # [tokens, out] each
         squares = [_Squares(g.square().sum(0).cpu(), len(g)) for g in flat]
+        pairs = {
+            key: _block_products(in_file_order(source.rows[key], g.T)).cpu()
+            for key, g in zip(used, flat, strict=True)
+            if key in paired
+        }
         gradient[row : row + 1] = x_gradient.to(gradient.device)
-        return dict(zip(used, squares, strict=True))
+        return dict(zip(used, squares, strict=True)), pairs
 
-    rows = workers.map(run, range(len(states)))
+    rows, pairs = zip(*workers.map(run, range(len(states))), strict=True)
     unused = {key: _Squares(torch.zeros(len(source.matrix(key))), 0) for key in keys}
     squares = {key: _sum(row.get(key, unused[key]) for row in rows) for key in keys}
     tokens = states.shape[0] * states.shape[1]
-    return {source.rows[key].name: x / tokens for key, x in _with_prior(source, squares).items()}
+    found = {source.rows[key].name: x / tokens for key, x in _with_prior(source, squares).items()}
+    for key in paired:
+        total = torch.stack([row[key] for row in pairs]).sum(0)
+        found[outputs_name(source.rows[key].name)] = total / tokens
+    return found
+
+
+def _block_products(gradients: Tensor) -> Tensor:
+    """Sums over tokens of products of gradients [out, tokens] in each block: [blocks, 128, 128]."""
+    padding = stored_size(len(gradients)) - len(gradients)
+    blocks = pad(gradients, (0, 0, 0, padding)).view(-1, HADAMARD, gradients.shape[1])
+    return blocks @ blocks.mT
 
 
 class _Squares(NamedTuple):

@@ -19,9 +19,11 @@ from exl_core.convert.gptq import damped
 from exl_core.convert.hessian import InputStatistics
 from exl_core.convert.ldlq import (
     DAMPING,
+    OUTPUT_DAMPING,
     TrellisQuantizer,
     column_importance,
     initial_scales,
+    rotated_outputs,
 )
 from exl_core.convert.matrix import Correction, QuantizedMatrix, relative_error
 from exl_core.convert.plan import (
@@ -31,7 +33,7 @@ from exl_core.convert.plan import (
     MatrixReport,
     TrellisCodes,
 )
-from exl_core.convert.sensitivity import Sensitivity
+from exl_core.convert.sensitivity import Sensitivity, outputs_name
 from exl_core.formats.codecs.exl3 import layout as exl3
 from exl_core.formats.codecs.exl3.matrix import stored_size
 from exl_core.ops.open import get_table
@@ -91,8 +93,13 @@ class Exl3Quantizer:
         source = weight.T.contiguous()  # [in, out]
         k, n = source.shape
         target = source if self._correction is None else self._correction.target(source)
-        importance = self._sensitivity.get(name)
-        linear = self._quantizer.quantize(target, layout.rate, layout.codebook, importance).linear
+        linear = self._quantizer.quantize(
+            target,
+            layout.rate,
+            layout.codebook,
+            self._sensitivity.get(name),
+            self._sensitivity.get(outputs_name(name)),
+        ).linear
         pieces = {"suh": linear.suh, "svh": linear.svh, "trellis": linear.trellis}
         if layout.codebook != "3inst":
             multiplier = torch.tensor(exl3.MULTIPLIERS[layout.codebook])
@@ -122,13 +129,18 @@ def _is_usable(hessian: Tensor) -> bool:
 
 
 def expected_losses(
-    weight: Tensor, hessian: Tensor, sensitivity: Tensor, layouts: Iterable[TrellisCodes]
+    weight: Tensor,
+    hessian: Tensor,
+    sensitivity: Tensor,
+    layouts: Iterable[TrellisCodes],
+    outputs: Tensor | None = None,
 ) -> Costs:
     """Expected increase of the loss for each layout of a matrix, in nats per token.
 
-    `weight` [out, in], `sensitivity` [out]. In the rotated and scaled form of a matrix the error of
-    every weight has the same variance, which depends on the rate only. The rows before it then make
-    up for a part of its effect (`ldlq.py`). So nothing has to be encoded.
+    `weight` [out, in], `sensitivity` [out], `outputs` [blocks, 128, 128] or none. In the rotated
+    and scaled form of a matrix the error of every weight has the same variance, which depends on
+    the rate only. The rows before it, and with `outputs` the columns, then make up for a part of
+    its effect (`ldlq.py`). So nothing has to be encoded.
     """
     (n, k), (columns, rows) = weight.shape, map(stored_size, weight.shape)
     source = pad(weight.T.double(), (0, columns - n, 0, rows - k))
@@ -137,15 +149,21 @@ def expected_losses(
     inputs = hessian.double() if _is_usable(hessian) else torch.eye(k).to(source)
     scaled = suh[:, None] * pad(inputs, (0, rows - k, 0, rows - k)) * suh
     rotated = exl3.rotate(exl3.rotate(scaled).T)
-    lower, failed = torch.linalg.cholesky_ex(damped(rotated, DAMPING))
-    trace = rotated.diagonal().sum() if int(failed) else _remaining(rotated, lower)
-    loss = float((sensitivity.double() * svh[:n].square()).sum() * trace / 2)
+    trace = _remaining(rotated, DAMPING)
+    scaled_sensitivity = (sensitivity.double() * svh[:n].square()).sum()
+    if outputs is not None:
+        blocks = rotated_outputs(outputs.to(svh), svh)
+        scaled_sensitivity = torch.stack([_remaining(one, OUTPUT_DAMPING) for one in blocks]).sum()
+    loss = float(scaled_sensitivity * trace / 2)
     return {one: [DISTORTION[one.rate] * 4.0**-one.rate * loss] for one in layouts}
 
 
-def _remaining(rotated: Tensor, lower: Tensor) -> Tensor:
+def _remaining(rotated: Tensor, damping: float) -> Tensor:
     """Sum of the output errors for errors of unit variance: tr(L^-1 M L^-T), where L D L' is the
-    factorization of the damped M. `lower` is its Cholesky factor."""
+    factorization of the damped M. The trace of M if there is none."""
+    lower, failed = torch.linalg.cholesky_ex(damped(rotated, damping))
+    if int(failed):
+        return rotated.diagonal().sum()
     size = len(lower)
     blocks = lower.view(size // TILE, TILE, -1, TILE).diagonal(0, 0, 2).permute(2, 0, 1)
     eye = torch.eye(size).to(lower)
