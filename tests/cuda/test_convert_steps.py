@@ -10,6 +10,7 @@ from exl_core.convert.hessian import InputStatistics
 from exl_core.convert.plan import ConvertOptions, TrellisCodes
 from exl_core.convert.replay import CAPTURE_AT_CALL
 from exl_core.convert.scales import group_scales
+from exl_core.convert.sensitivity import _block_products, outputs_name
 from exl_core.convert.trellis import Exl3Quantizer
 from exl_core.formats.codecs.exl3 import layout as exl3
 from exl_core.formats.codecs.exl3.layout import Exl3Linear
@@ -77,6 +78,26 @@ def test_trellis_codes_decode_to_the_same_values(rate: float, codebook: Codebook
     assert torch.equal(codes.cpu(), exl3.decode_tiles(trellis, codebook))
     # Sums of 128 float64 values in another order, rounded to float32.
     torch.testing.assert_close(dense.cpu(), exl3.dequantize(near, 128, 256), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("k", "n", "rate"), [(200, 300, 2.5), (640, 128, 3)])
+def test_columns_make_up_for_each_other_as_on_the_cpu(k: int, n: int, rate: float) -> None:
+    generator = torch.Generator().manual_seed(k)
+    weight, x = (torch.randn(size, k, generator=generator) for size in (n, 900))
+    mixed, own = (torch.randn(size, n, generator=generator) for size in (n // 8, 2000))
+    gradients = torch.randn(2000, n // 8, generator=generator) @ mixed + own
+    outputs = _block_products(gradients.T) / 2000  # on the CPU, as work files are read
+    importance, products = gradients.square().mean(0), torch.block_diag(*outputs)[:n, :n]
+    hessian, losses = x.T @ x / 900, []
+    for device in ("cpu", "cuda"):
+        given = {"w": importance, outputs_name("w"): outputs}
+        options = ConvertOptions(format="exl3")
+        statistics = InputStatistics(hessian.to(device), None)
+        quantizer = Exl3Quantizer(statistics, "w", options, given)
+        matrix = quantizer.quantize("w", weight.to(device), TrellisCodes(rate, "mul1"))
+        error = matrix.weight.cpu() - weight
+        losses.append(float(((error @ hessian @ error.T) * products).sum()))
+    assert losses[1] == pytest.approx(losses[0], rel=0.03)  # sums in another order
 
 
 def test_a_quantized_matrix_is_decoded_where_it_was_quantized() -> None:
