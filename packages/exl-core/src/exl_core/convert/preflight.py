@@ -31,7 +31,7 @@ from exl_core.convert.measurement import matrix_sets, matrix_shapes
 from exl_core.convert.passes import matrix_groups
 from exl_core.convert.plan import ConvertOptions, padded
 from exl_core.convert.publish import partial_of
-from exl_core.convert.sensitivity import HEAD_ROWS, ROWS
+from exl_core.convert.sensitivity import HEAD_ROWS, ROWS, sensitivity_bytes
 from exl_core.convert.target import Target, target_of
 from exl_core.convert.tune import fits_in_memory, scratch_bytes
 from exl_core.errors import (
@@ -354,7 +354,8 @@ def space_needed(
     cpu = torch.device("cpu")
     is_tuning = is_on_cpu and not options.fast and fits_in_memory(config, cpu)
     tuning = scratch_bytes(config, cpu) if is_tuning else 0
-    return Space(out, out + max(states, gradients, tuning), memory)
+    products = sensitivity_bytes(config) if options.format == "exl3" else 0
+    return Space(out, out + products + max(states, gradients, tuning), memory + products)
 
 
 def space_problems(space: Space, out: Path, work: Path) -> Iterator[ExlError]:

@@ -6,7 +6,7 @@ E of a matrix is expected to increase the loss by half the sum over outputs n of
 mean(g_n^2) * E_n' H E_n.
 
 For EXL3, which lets the errors of outputs make up for each other (`ldlq.py`), also mean(g_n g_m) is
-measured for outputs n and m in the same block of 128, except of experts.
+measured for outputs n and m of some matrices, in the same block of 128.
 
 The mean is over all tokens. The outputs of an expert for a token that did not choose it have no
 effect, so their gradients are 0: an expert counts by how often it is used, and with which weights.
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from exl_core.arch.modules import module_table
+from exl_core.arch.modules import ModuleRow, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.convert.layers import (
     LayerSource,
@@ -158,6 +158,20 @@ def outputs_name(name: str) -> str:
     return f"{name}.outputs"
 
 
+def has_products(row: ModuleRow) -> bool:
+    """Whether products of gradients of a matrix's outputs are measured for EXL3. Those of gate and
+    up gain nothing from them. Experts see too few tokens."""
+    return (
+        row.is_converted and row.expert is None and row.packed not in ("gate_up", "shared_gate_up")
+    )
+
+
+def sensitivity_bytes(config: ModelConfig) -> int:
+    """Bytes of the products of gradients of all matrices of EXL3. The rest takes little."""
+    sizes = [row.shape[0] for row in module_table(config).rows if has_products(row)]
+    return sum(4 * HADAMARD * stored_size(size) for size in sizes)
+
+
 def _backward(
     source: LayerSource,
     config: ModelConfig,
@@ -173,7 +187,7 @@ def _backward(
     with respect to its inputs, `states`.
     """
     vectors, product, keys = source.vectors(), source.products(), source.matrix_keys
-    paired = [key for key in keys if is_paired and source.rows[key].expert is None]
+    paired = [key for key in keys if is_paired and has_products(source.rows[key])]
 
     def run(row: int) -> tuple[dict[str, _Squares], dict[str, Tensor]]:
         outputs: dict[str, Tensor] = {}
