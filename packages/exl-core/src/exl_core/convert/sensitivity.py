@@ -161,9 +161,8 @@ def outputs_name(name: str) -> str:
 def has_products(row: ModuleRow) -> bool:
     """Whether products of gradients of a matrix's outputs are measured for EXL3. Those of gate and
     up gain nothing from them. Experts see too few tokens."""
-    return (
-        row.is_converted and row.expert is None and row.packed not in ("gate_up", "shared_gate_up")
-    )
+    is_of_layer = row.is_converted and row.layer is not None and row.expert is None
+    return is_of_layer and row.packed not in ("gate_up", "shared_gate_up")
 
 
 def sensitivity_bytes(config: ModelConfig) -> int:
