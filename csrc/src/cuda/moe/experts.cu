@@ -42,17 +42,24 @@ __device__ __forceinline__ void multiply_item(
     const LaneRows<Shape> rows(call, item, call.x[work.part], lane);
     if (call.is_early) wait_for_inputs();
     PanelSums<Shape> total = {};
+    const auto prepare = [] {};
     if constexpr (Shape::kIsDense) {
-        sum_dense<Shape>(total, args, w, work.panel, first, last, rows, lane);
+        sum_dense<Shape>(total, args, w, work.panel, first, last, rows, lane, prepare);
     } else {
-        sum_loads<Shape>(total, args, w, ring, bytes, first, last, rows, lane);
+        sum_loads<Shape>(total, args, w, ring, bytes, first, last, rows, lane, false, prepare);
     }
     __syncthreads();  // the sums overwrite the stages
     auto* const sums = reinterpret_cast<float*>(shared);
     constexpr int kWarpFloats = Shape::kRows * kPitch;
     store_sums<Shape>(total, sums + warp * kWarpFloats, item.count, lane);
     __syncthreads();
-    store_tile(args, item, TileOutputs(args, item), blockIdx.x, sums, kWarpFloats);
+    const ExlExpertMatrix* const own =
+        call.matrices + static_cast<int64_t>(item.expert) * call.parts;
+    const TileOutputs outputs = {
+        own->bias, args.is_gated() ? own[1].bias : nullptr,
+        call.next == nullptr ? nullptr : call.next[item.expert].inverse_permutation
+    };
+    store_tile(args, item, outputs, blockIdx.x, sums, kWarpFloats);
 }
 
 // kTileRows: most rows of an item, 8 or 32.

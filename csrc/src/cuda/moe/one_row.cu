@@ -7,18 +7,20 @@
 //            slices of pairs. The cluster's first block adds up the weighted outputs, in the order of
 //            the slots. In every block the first warp chooses the experts again.
 // Accuracy   The sums of `experts.cu` and of exl_cuda_expert_sum, in the same order: the same bits.
-// Order      The blocks of down start the copies of their weights, and then wait until a counter says
-//            that all tiles of gate and up are stored. Blocks start in the order of their numbers, so
+// Order      The blocks of down start the copies of their weights. A warp then waits until a counter
+//            says that all tiles of gate and up of its pair are stored. Blocks start in the order of their numbers, so
 //            that all blocks that are waited for have started before.
 // Overlap    Registers and shared memory are limited so that three thread blocks fit on a
 //            multiprocessor: those of down copy while those of gate and up multiply.
-// Floor      The bytes of top_k experts, at memory bandwidth. Latency dominates: the logits, the
-//            table of matrices, and the first loads are read one after another. Code is fetched
-//            before it is executed, and both parts share it.
+// Floor      The bytes of top_k experts, at memory bandwidth. Latency dominates: the choice, and the
+//            weights of each part. Tables are in shared memory before the choice (tables.cuh). All
+//            code runs once before its operands are there, because fetching it takes longer than
+//            executing it.
 #include "cuda/common/hopper.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/moe/choice.cuh"
 #include "cuda/moe/experts.cuh"
+#include "cuda/moe/tables.cuh"
 
 namespace exl::cuda {
 
@@ -32,6 +34,9 @@ constexpr int kClusterBlocks = 2, kMaxClusterBlocks = 4;
 // Three thread blocks fit on a multiprocessor of 9.0.
 constexpr int kThirdOfShared = 75 << 10;
 
+// Counters that many warps read at the same time are in different slices of the L2 cache.
+constexpr int kCounterStep = EXL_CUDA_ROW_COUNTER_BYTES / sizeof(uint32_t);
+
 extern __shared__ __align__(128) uint8_t shared[];
 
 // The products of a launch. Blocks 0 .. num_tiles * top_k - 1 of the grid, which `first_blocks` rounds
@@ -40,8 +45,12 @@ struct RowArgs {
     ExpertArgs parts[2];  // gate and up; down
     const int32_t* ids;
     const float* weights;
-    uint32_t*
-        counters;  // [2] stored tiles, and blocks that have seen all of them; null: nobody waits
+    // Stored tiles of each pair, and panels of down that have seen all of them, kCounterStep numbers
+    // apart; null: no block waits.
+    uint32_t* counters;
+    int32_t num_experts;    // 0 if the ids are known
+    int32_t table_experts;  // matrices of each part in `Tables`; 0: none
+    int32_t tables_offset;
     int32_t top_k;
     int32_t num_tiles;  // of a pair
     int32_t first_blocks;
@@ -184,48 +193,67 @@ struct Unit {
     int first, last;  // loads
 };
 
-// Counts the tiles that are stored.
-__device__ __forceinline__ void add_stored_tile(uint32_t* counters) {
+// Counts a stored tile of a pair.
+__device__ __forceinline__ void add_stored_tile(uint32_t* counters, int pair) {
     __syncthreads();
     if (threadIdx.x != 0) return;
-    __threadfence();
-    atomicAdd(counters, 1);
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counters + pair * kCounterStep)
+                 : "memory");
 }
-// Waits until `count` tiles are stored. The last one of `blocks` thread blocks resets the counters.
+// Waits until `count` tiles of a pair are stored. For one warp.
 __device__ __forceinline__ void wait_for_tiles(
-    uint32_t* counters, uint32_t count, uint32_t blocks
+    const uint32_t* counters, int pair, uint32_t count, int lane
 ) {
-    if (threadIdx.x == 0) {
-        while (*static_cast<volatile uint32_t*>(counters) != count) {
-        }
-        __threadfence();
-        if (atomicInc(counters + 1, blocks - 1) == blocks - 1) *counters = 0;
+    if (lane == 0) {
+        uint32_t stored;
+        do {
+            asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+                         : "=r"(stored)
+                         : "l"(counters + pair * kCounterStep)
+                         : "memory");
+        } while (stored != count);
+        // Not a read that acquires in the loop: each of them would invalidate the L1 cache.
+        asm volatile("fence.acq_rel.gpu;" ::: "memory");
     }
-    __syncthreads();
+    __syncwarp();
+}
+// Called by one thread for each of `panels` panels that need not wait any more. The last one resets
+// the counters.
+__device__ __forceinline__ void end_waiting(uint32_t* counters, uint32_t panels, int top_k) {
+    if (atomicInc(counters + top_k * kCounterStep, panels - 1) != panels - 1) return;
+#pragma unroll 1
+    for (int pair = 0; pair < top_k; ++pair) counters[pair * kCounterStep] = 0;
 }
 
-// Stores the weighted sums of a panel, with one warp.
-__device__ __forceinline__ void store_panel(
-    const RowArgs& args, const RowExperts& experts, const UnitSums* sums, float before, int column,
-    int lane
+// Adds the slices and the bias of each pair, with all warps. With `replaces`, the sums replace those
+// of the first slice.
+__device__ __forceinline__ void add_pairs(
+    UnitSums* sums, int top_k, int slices, bool replaces, int warp, int lane
 ) {
-    const ExpertArgs& own = args.parts[1];
-    const int slices = kWarps >> own.unit_bits;
-    const UnitSums* const biases = sums + args.top_k * slices;
-    float y = 0.0f;
-#pragma unroll 1
-    for (int pair = 0; pair < args.top_k; ++pair) {
-        float one = add_slices(sums[pair * slices].columns + lane, slices, 0, 32);
-        one += biases[pair].columns[lane];
-        y = fmaf(experts.weights[pair], one, y);
+    const UnitSums* const biases = sums + top_k * slices;
+    for (int pair = warp; pair < top_k; pair += kWarps) {
+        float& to = sums[pair * slices].columns[lane];
+        const float sum = add_slices(&to, slices, 0, 32) + biases[pair].columns[lane];
+        if (replaces) to = sum;
     }
-    static_cast<float*>(own.call.y)[column] = before + y;
+}
+// Weighted sum of the pairs of a lane's column, in order.
+__device__ __forceinline__ float weighted_sum(
+    const UnitSums* sums, const float* weights, int top_k, int slices, int lane
+) {
+    float y = 0.0f;
+#pragma unroll 4
+    for (int pair = 0; pair < top_k; ++pair) {
+        y = fmaf(weights[pair], sums[pair * slices].columns[lane], y);
+    }
+    return y;
 }
 
 template <class X, int source>
 __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2) row_kernel(
     const __grid_constant__ RowArgs args, const __grid_constant__ ExlRoute route
 ) {
+    for (const ExpertArgs& part : args.parts) prefetch_table(part.call, args.num_experts);
     using Shape = Shape<source>;
     const Cluster cluster;
     const int block = static_cast<int>(blockIdx.x);
@@ -249,13 +277,24 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
     const bool has_tile = is_down || tile_pair < args.top_k;
     const int num_units = is_down ? args.top_k * slices : has_tile ? kWarps : 0;
     const int first_unit = is_down ? cluster.rank * kWarps + warp : warp;
+    const Tables tables(call, args.table_experts, shared + args.tables_offset);
+    tables.fill(static_cast<int>(threadIdx.x) - kWarp, kThreads - kWarp);
     cluster.wait_for_start();
-    if (!args.is_early) wait_for_inputs();
-    let_next_begin();
     if (warp == 0) {
         const int count = is_down ? args.top_k : min(tile_pair + 1, args.top_k);
-        experts.load(route, args.ids, args.weights, count, is_down, lane);
-    } else if (!is_down && has_tile) {
+        // The first choice is from any logits, while the previous kernel runs: fetching its code takes
+        // longer than executing it.
+        const bool is_cold = route.logits != nullptr && !args.is_early;
+#pragma unroll 1
+        for (int i = is_cold ? 0 : 1; i < 2; ++i) {
+            if (i == 1 && !args.is_early) wait_for_inputs();
+            experts.load(route, args.ids, args.weights, count, is_down, lane);
+        }
+    } else if (!args.is_early) {
+        wait_for_inputs();
+    }
+    let_next_begin();
+    if (warp != 0 && !is_down && has_tile) {
         const int64_t row = static_cast<int64_t>(tile_pair / call.pairs_per_row) * call.x_stride;
         copy_row<X>(rows, call.x[0], row, call.k);
         if (has_two) copy_row<X>(rows + call.k, call.x[1], row, call.k);
@@ -265,7 +304,7 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
         Unit unit = {tile_pair, WarpWork::of(own, tile, warp), {}, 0, 0};
         if (is_down) unit.pair = number / slices, unit.work = {0, tile, number % slices, slices};
         const int expert = static_cast<int>(uniform(experts.ids[unit.pair]));
-        unit.w = matrix_of(call, expert, unit.work.part);
+        unit.w = tables.at(expert, unit.work.part);
         unit.first = unit.work.first(unit.w);
         unit.last = unit.work.panel * 32 < call.n ? unit.work.last(unit.w) : unit.first;
         const uint8_t* const bytes = unit.w.tiles + unit.work.panel * unit.w.panel_bytes;
@@ -275,60 +314,86 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
         return unit;
     };
     Unit unit = {};
+    const int step = cluster.size * kWarps;
     if (first_unit < num_units) unit = start(first_unit);
     // Operands of the epilogues are read while the weights arrive.
     const int column = 32 * tile + lane;
     const bool adds_up = is_down && cluster.rank == 0;
     const bool stores = adds_up && warp == 0 && column < call.n;
     const ExlExpertItem item = {has_tile ? experts.ids[tile_pair] : 0, tile_pair, 1, 0};
-    const TileOutputs outputs(own, item);
     for (int pair = warp; adds_up && pair < args.top_k; pair += kWarps) {
-        const float* const bias = matrix_of(call, experts.ids[pair], 0).bias;
+        const float* const bias = tables.bias(experts.ids[pair], 0);
         const bool has_bias = bias != nullptr && column < call.n;
         sums[args.top_k * slices + pair].columns[lane] = has_bias ? bias[column] : 0.0f;
     }
     if (args.is_early) wait_for_inputs();
     float before = 0.0f;
     if (stores && call.epilogue == EXL_EPILOGUE_ADD) before = static_cast<float*>(call.y)[column];
-    if (is_down && args.counters != nullptr) {
-        const int tiles = args.num_tiles * args.top_k;
-        wait_for_tiles(args.counters, tiles, gridDim.x - args.first_blocks);
-    }
+    // The first pass has no inputs and weights, and its results are dropped: fetching code takes longer
+    // than executing it, and the weights are on their way.
 #pragma unroll 1
-    for (int number = first_unit; number < num_units; number += cluster.size * kWarps) {
-        if (number != first_unit) unit = start(number);
-        Blocks blocks = {};
-        __half* inputs = rows + (has_two ? unit.work.part * call.k : 0);
-        if (is_down) {
-            inputs = rows + warp * own.warp_inputs;
-            blocks = blocks_of<Shape::kIsDense>(unit.w, unit.first, unit.last);
-            const int64_t row = static_cast<int64_t>(unit.pair / call.pairs_per_row);
-            const auto* const x = static_cast<const __half*>(call.x[0]);
-            copy_inputs(inputs, x + row * call.x_stride, blocks, lane);
+    for (int pass = Shape::kIsDense ? 1 : 0; pass < 2; ++pass) {
+        const bool is_cold = pass == 0;
+#pragma unroll 1
+        for (int number = first_unit; number < num_units; number += step) {
+            if (number != first_unit) unit = start(number);
+            Blocks blocks = {};
+            __half* inputs = rows + (has_two ? unit.work.part * call.k : 0);
+            if (is_down) {
+                inputs = rows + warp * own.warp_inputs;
+                blocks = blocks_of<Shape::kIsDense>(unit.w, unit.first, unit.last);
+            }
+            const auto prepare = [&] {
+                if (!is_down) return;
+                if (args.counters != nullptr) {
+                    wait_for_tiles(args.counters, unit.pair, args.num_tiles, lane);
+                }
+                const int64_t row = static_cast<int64_t>(unit.pair / call.pairs_per_row);
+                const auto* const x = static_cast<const __half*>(call.x[0]);
+                copy_inputs(inputs, x + row * call.x_stride, blocks, lane);
+            };
+            const SharedRow x(inputs, blocks.first, lane);
+            PanelSums<Shape> total = {};
+            if constexpr (Shape::kIsDense) {
+                sum_dense<Shape>(
+                    total, own, unit.w, unit.work.panel, unit.first, unit.last, x, lane, prepare
+                );
+            } else {
+                const uint8_t* const bytes = unit.w.tiles + unit.work.panel * unit.w.panel_bytes;
+                sum_loads<Shape>(
+                    total, own, unit.w, ring, bytes, unit.first, unit.last, x, lane, is_cold,
+                    prepare
+                );
+            }
+            float* const to = sums[number].columns;
+            store_sums<Shape>(total, to, 1, lane);
+            if (is_cold) break;
+            if (!is_down || cluster.rank == 0) continue;
+            __syncwarp();
+            Cluster::store_in_first(to + lane, to[lane]);
         }
-        const SharedRow x(inputs, blocks.first, lane);
-        PanelSums<Shape> total = {};
-        if constexpr (Shape::kIsDense) {
-            sum_dense<Shape>(total, own, unit.w, unit.work.panel, unit.first, unit.last, x, lane);
-        } else {
-            const uint8_t* const bytes = unit.w.tiles + unit.work.panel * unit.w.panel_bytes;
-            sum_loads<Shape>(total, own, unit.w, ring, bytes, unit.first, unit.last, x, lane);
+        if (!is_down) {
+            __syncthreads();
+            if (!has_tile) continue;
+            // The products of the first pass are replaced before they are counted.
+            TileOutputs outputs = {tables.bias(item.expert, 0), nullptr, nullptr};
+            if (own.is_gated()) outputs.up_bias = tables.bias(item.expert, 1);
+            if (call.next != nullptr) outputs.places = call.next[item.expert].inverse_permutation;
+            store_tile(own, item, outputs, tile, sums->columns, 32);
+            if (!is_cold && args.counters != nullptr) add_stored_tile(args.counters, tile_pair);
+            continue;
         }
-        float* const to = sums[number].columns;
-        store_sums<Shape>(total, to, 1, lane);
-        if (!is_down || cluster.rank == 0) continue;
-        __syncwarp();
-        Cluster::store_in_first(to + lane, to[lane]);
+        if (!is_cold) cluster.sync();
+        if (cluster.rank != 0) continue;
+        if (!is_cold && args.counters != nullptr && threadIdx.x == kThreads - 1) {
+            end_waiting(args.counters, (gridDim.x - args.first_blocks) / cluster.size, args.top_k);
+        }
+        add_pairs(sums, args.top_k, slices, !is_cold, warp, lane);
+        __syncthreads();
+        if (!stores) continue;
+        const float y = weighted_sum(sums, experts.weights, args.top_k, slices, lane);
+        if (!is_cold) static_cast<float*>(call.y)[column] = before + y;
     }
-    if (is_down) {
-        cluster.sync();
-        if (stores) store_panel(args, experts, sums, before, column, lane);
-        return;
-    }
-    __syncthreads();
-    if (!has_tile) return;
-    store_tile(own, item, outputs, tile, sums->columns, 32);
-    if (args.counters != nullptr) add_stored_tile(args.counters);
 }
 
 // ---- host --------------------------------------------------------------------------------------
@@ -409,7 +474,17 @@ cudaError_t launch_row(
     row_bytes = static_cast<int>(ceil_div(row_bytes, 16) * 16);
     const int barrier_bytes = kWarps * static_cast<int>(sizeof(WarpBarriers));
     const int sums_bytes = num_sums * static_cast<int>(sizeof(UnitSums));
-    const int rest = barrier_bytes + sums_bytes + row_bytes + RowExperts::bytes(route, top_k);
+    const int experts_bytes = RowExperts::bytes(route, top_k);
+    int table_bytes = 0;
+    args.table_experts = route.logits != nullptr ? route.experts : 0;
+    for (int i = has_first ? 0 : 1; i < (has_down ? 2 : 1); ++i) {
+        const ExlExpertLinear& call = args.parts[i].call;
+        if (call.loads == nullptr) args.table_experts = 0;
+        table_bytes = std::max(table_bytes, Tables::bytes(call, route.experts));
+    }
+    if (table_bytes > kMaxTableBytes) args.table_experts = 0;
+    table_bytes = args.table_experts == 0 ? 0 : static_cast<int>(ceil_div(table_bytes, 16) * 16);
+    const int rest = barrier_bytes + sums_bytes + row_bytes + experts_bytes + table_bytes;
     int ring_bytes = 0;
     for (int i = has_first ? 0 : 1; i < (has_down ? 2 : 1); ++i) {
         const int bytes = size_rings(args.parts[i], rest, most);
@@ -418,7 +493,8 @@ cudaError_t launch_row(
     }
     args.sums_offset = ring_bytes + barrier_bytes;
     args.rows_offset = args.sums_offset + sums_bytes;
-    args.experts_offset = args.rows_offset + row_bytes;
+    args.tables_offset = args.rows_offset + row_bytes;
+    args.experts_offset = args.tables_offset + table_bytes;
     const bool is_float = has_first && args.parts[0].call.x_dtype == kF32;
     const auto kernel = is_float ? kernel_for<float>(source) : kernel_for<__half>(source);
     if (cudaError_t error = prefer_shared_memory(kernel); error != cudaSuccess) return error;
@@ -464,6 +540,7 @@ extern "C" int exl_cuda_expert_row(
     args.counters = has_first && has_down ? counters : nullptr;
     args.top_k = top_k;
     args.is_early = !has_first;
+    if (route != nullptr) args.num_experts = route->experts;
     const ExlRoute choice = route == nullptr ? ExlRoute{} : *route;
     return launch_row(args, has_first, has_down, source, choice, info, stream);
 }

@@ -127,7 +127,9 @@ __device__ __forceinline__ void write_normed(
 }
 
 template <class X, int kRows, bool kIsAligned>
-__global__ void __launch_bounds__(kThreads, 2) router_kernel(const ExlRoute args) {
+__global__ void __launch_bounds__(kThreads, 2) router_kernel(
+    const ExlRoute args, const int first_pass
+) {
     __shared__ bool is_last;
     let_next_begin();
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -163,29 +165,37 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const ExlRoute args
     for (int i = own + kInFlight * kStep; i < d; i += kStep) prefetch_to_l2(weight + i);
     const float logit_bias =
         is_scored && args.logit_bias != nullptr ? args.logit_bias[expert] : 0.0f;
-    wait_for_inputs();
-    // Rows past the last one read the last one; their sums are dropped.
     const X* rows[kRows];
+    float sums[kRows], factors[kRows];  // logits without norm and bias; factors of the norm
+    // The first pass reads other numbers, while the previous kernel runs, and its results are dropped:
+    // fetching the code takes longer than executing it.
+#pragma unroll 1
+    for (int pass = first_pass; pass < 2; ++pass) {
+        if (pass == 1) wait_for_inputs();
+        // Rows past the last one read the last one; their sums are dropped.
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const int64_t row = first_row + min(r, count - 1);
+            rows[r] = static_cast<const X*>(args.x) + row * args.x_stride;
+            if (pass == 0) rows[r] = reinterpret_cast<const X*>(args.norm);
+        }
+        Logits logits;
+        for (int start = own; start < d; start += kInFlight * kStep) {
+            logits.add(rows, ahead, gains, args.norm, start, d);
+            const int next = start + kInFlight * kStep;
+            load_weights(pass == 0 && next >= d ? own : next);
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            sums[r] = warp_sum(logits.sums[r]);
+            factors[r] = 1.0f;
+            if (args.norm == nullptr) continue;
+            factors[r] = rsqrtf(warp_sum(logits.squares[r]) / args.d + args.norm_eps);
+        }
+    }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        const int64_t row = first_row + min(r, count - 1);
-        rows[r] = static_cast<const X*>(args.x) + row * args.x_stride;
-    }
-    Logits logits;
-    for (int start = own; start < d; start += kInFlight * kStep) {
-        logits.add(rows, ahead, gains, args.norm, start, d);
-        load_weights(start + kInFlight * kStep);
-    }
-    float factors[kRows];  // of the norm
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        factors[r] = 1.0f;
-        if (args.norm == nullptr) continue;
-        factors[r] = rsqrtf(warp_sum(logits.squares[r]) / args.d + args.norm_eps);
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        const float logit = warp_sum(logits.sums[r]) * factors[r] + logit_bias;
+        const float logit = sums[r] * factors[r] + logit_bias;
         if (lane != 0 || !has_expert || r >= count) continue;
         logits_at(args, first_row + r)[expert] = logit;
     }
@@ -263,5 +273,6 @@ extern "C" int exl_cuda_route(const ExlRoute* args, void* stream) {
     const auto kernel = a.x_dtype == kF32 ? kernel_for<float>(rows, is_aligned)
                                           : kernel_for<__half>(rows, is_aligned);
     if (cudaError_t error = prefer_shared_memory(kernel); error != cudaSuccess) return error;
-    return launch(kernel, grid, dim3(kThreads), scratch_bytes, stream, a);
+    const int first_pass = rows == 1 && a.norm != nullptr ? 0 : 1;
+    return launch(kernel, grid, dim3(kThreads), scratch_bytes, stream, a, first_pass);
 }
