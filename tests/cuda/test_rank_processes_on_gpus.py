@@ -16,11 +16,10 @@ import torch
 
 from exl_core.engine.engine import Engine
 from exl_core.engine.events import FinishEvent
-from exl_core.errors import RankError
+from exl_core.errors import DeviceError, RankError
 from exl_core.lora.adapter import load_adapter
 from exl_core.model.adapters import AdapterUse
 from exl_core.parallel.followers import Followers
-from exl_core.parallel.leader import LeadingTransformer
 from exl_core.parallel.nccl import Connecting
 from exl_core.sampling.params import SamplerParams
 from exl_core.session import ranks
@@ -30,6 +29,7 @@ from support.adapters import random_pairs, stored, write_adapter
 from support.driving import ask, run_all, submit
 from support.launched_jobs import PROMPT, START_S, TOKENS, Job, complete, is_free, job
 from support.quantized_models import quantized_llama
+from support.rank_failures import processes_of
 from support.tiny_models import save, tiny_llama
 
 pytestmark = [
@@ -67,12 +67,6 @@ def text_of(path: Path, *adapters: Path) -> str:
     return text
 
 
-def processes_of(loaded: LoadedModel) -> tuple[int, ...]:
-    assert isinstance(loaded.model, LeadingTransformer)
-    assert isinstance(loaded.model.followers, Followers)
-    return loaded.model.followers.process_ids
-
-
 def free_bytes() -> tuple[int, int]:
     gc.collect()
     torch.cuda.empty_cache()
@@ -80,6 +74,9 @@ def free_bytes() -> tuple[int, int]:
     return first, second
 
 
+@pytest.mark.skipif(
+    "EXL_TEST_SHARED_GPUS" in os.environ, reason="other programs use memory of the GPUs"
+)
 def test_unload_frees_the_memory_of_both_gpus(tmp_path: Path) -> None:
     """Each load connects the GPUs anew, with some hundred MB of buffers."""
     path = quantized_llama("exl2", tmp_path / "model")
@@ -102,8 +99,8 @@ class Recorded(Connecting):
 
     made: list[Recorded]
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.made.append(self)
 
 
@@ -163,6 +160,19 @@ def test_a_rank_that_is_killed_while_gpus_connect_ends_the_load(
     with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
         load_model(tiny, device="cuda", tensor_parallel=2)
     assert time.monotonic() - started[0] < END_LIMIT_S
+
+
+def test_a_failure_of_nccl_on_rank_0_ends_the_load(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks wait for its id, and rank 0 has read nothing yet."""
+
+    def fail() -> bytes:
+        raise DeviceError("no NCCL")
+
+    monkeypatch.setattr(ranks, "new_id", fail)
+    with pytest.raises(DeviceError, match="no NCCL"):
+        load_model(tiny, device="cuda", tensor_parallel=2)
 
 
 def test_connections_stay_on_the_loopback_interface(tiny: Path) -> None:

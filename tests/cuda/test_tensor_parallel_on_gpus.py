@@ -209,6 +209,21 @@ def test_a_lost_rank_ends_a_running_pass(pair: Pair, number: signal.Signals) -> 
     assert not Path(f"/proc/{process}/exe").exists()
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+def test_rows_have_the_same_bits_in_short_and_long_passes(tmp_path: Path) -> None:
+    """Sums of short passes go through shared memory, those of long ones through NCCL."""
+    path = quantized_llama("exl2", tmp_path / "model")
+    loaded = load_model(path, device="cuda", tensor_parallel=4, batch_invariant=True)
+    try:
+        ids = torch.randint(3, 259, (100,), generator=torch.Generator().manual_seed(9))
+        whole = Context(loaded.model, 128).forward(ids[None])[0]
+        context, chunks = Context(loaded.model, 128), (ids[:40], ids[40:41], ids[41:])
+        parts = torch.cat([context.feed([chunk.tolist()])[0] for chunk in chunks])
+        assert torch.equal(whole.cpu(), parts.cpu())
+    finally:
+        loaded.unload()
+
+
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     path = save(tiny_llama(head_dim=32), tmp_path / "model")
     count = torch.cuda.device_count()

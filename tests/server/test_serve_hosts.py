@@ -70,12 +70,14 @@ def test_the_text_of_one_process(
         assert all(not running.log(rank) for rank in range(1, hosts * local))
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite4-hybrid"])
-def test_recurrent_layers(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "local"), [("lfm2", 1), ("qwen3.5", 1), ("granite4-hybrid", 1), ("qwen3.5", 2)]
+)
+def test_recurrent_layers(tmp_path: Path, name: str, local: int) -> None:
     """The second request goes on from a snapshot of the first one's state."""
     path = save_family(name, HYBRID_FAMILIES[name](), tmp_path / "model")
     expected = text_of(path)
-    with job(tmp_path, 2, 1, [path] * 2) as running:
+    with job(tmp_path, 2, local, [path] * 2 * local) as running:
         url = running.url()
         for _ in range(2):
             assert complete(url).json()["choices"][0]["text"] == expected

@@ -45,8 +45,9 @@ ROUTERS = (
     *("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.gate.wg.weight"),
     *("block_sparse_moe.router.layer.weight", "feed_forward.gate.weight", "mixer.gate.weight"),
     "mlp.shared_expert_gate.weight",
+    *("linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight"),
 )
-"""Endings of the names of routers, which are never quantized."""
+"""Endings of the names of routers and of other narrow matrices, which are never quantized."""
 # Groups of stored rows by in_features; these are the values that occur with the sizes above.
 GROUPS = {
     64: [(6, 32), (4, 32)],

@@ -85,7 +85,7 @@ def rank_model(path: Path, exchange: ThreadExchange, options: LoadOptions) -> Ra
     files = open_model(path)
     config = with_options(files.config, options)
     checkpoint = checkpoint_of(files, config, options)
-    ops = get_table("reference" if options.device == "reference" else "cpu", threads=1)
+    ops = get_table(options.device, threads=1)
     tensors, own = sharded(checkpoint, config, exchange.rank)
     weights = Loading(own, tensors, path, 1, None).whole(ops, None)
     return RankTransformer(
@@ -95,14 +95,19 @@ def rank_model(path: Path, exchange: ThreadExchange, options: LoadOptions) -> Ra
 
 def logits_of(model: Transformer, kv_format: KVFormat = KVFormat.FP16) -> tuple[Tensor, Tensor]:
     """Logits of a prompt of one sequence in two chunks, and of decode steps of two sequences."""
-    store = store_for(model, kv_format, 2)
+    has_states = bool(model.config.state_bytes)
+    store = store_for(model, kv_format, 2, num_states=2 if has_states else 0)
     generator = torch.Generator().manual_seed(5)
     size = min(model.config.vocab_size, 259)
     ids = torch.randint(3, size, (2, PROMPT + STEPS), generator=generator).tolist()
 
     def run(*parts: tuple[int, int, int], rows: LogitRows) -> Tensor:
         segments = [
-            Segment(tuple(ids[one][first:last]), first, (one,), rows) for one, first, last in parts
+            Segment(
+                *(tuple(ids[one][first:last]), first, (one,), rows),
+                state_slot=one if has_states else None,
+            )
+            for one, first, last in parts
         ]
         return model.forward(make_batch(segments, PAGE_SIZE), store)
 

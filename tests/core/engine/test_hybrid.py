@@ -15,7 +15,6 @@ from exl_core.engine.events import FinishEvent
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError, UnsupportedModelError
 from exl_core.model.context import Context
-from exl_core.parallel.plan import Rank, share_config
 from exl_core.sampling.params import SamplerParams
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from exl_core.speculate.draft_model import ModelDrafter
@@ -234,8 +233,6 @@ def test_a_store_without_states_is_refused(loaded: LoadedModel, tmp_path: Path) 
 
 
 def test_uses_that_need_attention_everywhere_are_refused_by_name(loaded: LoadedModel) -> None:
-    with pytest.raises(UnsupportedModelError, match="recurrent layers cannot be divided"):
-        share_config(loaded.config, Rank(0, 2))
     with pytest.raises(UnsupportedModelError, match="draft model with recurrent layers"):
         ModelDrafter(loaded.model, vocab_size=loaded.config.vocab_size, num_pages=4)
     with pytest.raises(UnsupportedModelError, match="mixer"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from exl_core.errors import RankError, RequestError
+from exl_core.ops.backends.cuda import peers as cuda_peers
 from exl_core.ops.backends.cuda.peers import PeerSums
 from exl_core.ops.backends.cuda.trellis import CudaTrellisInputs
 from exl_core.ops.open import get_table
@@ -34,6 +36,7 @@ from exl_core.session.hosts import load_part
 from exl_core.session.load import LoadOptions, load_model
 from exl_core.session.open import open_model
 from exl_core.session.weights import Loading
+from exl_kernels import cuda
 from support.thread_ranks import ThreadExchange, on_ranks
 from support.tiny_models import save, tiny_llama
 
@@ -285,3 +288,21 @@ def test_inputs_of_every_form_are_multiplied_or_left_to_the_caller() -> None:
     matrix: Any = None
     inputs = CudaTrellisInputs(matrix, 3, 0, 3, torch.empty(0, dtype=torch.uint8))
     assert not sums.multiply(inputs, matrix)
+
+
+def test_own_memory_is_freed_even_if_that_of_another_rank_cannot_be_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[tuple[str, int]] = []
+
+    class Library:
+        def call(self, name: str, address: int) -> None:
+            called.append((name, address))
+            if address == 2:
+                raise RuntimeError("cannot be closed")
+
+    monkeypatch.setattr(cuda, "load", Library)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    with pytest.raises(RuntimeError, match="cannot be closed"):
+        cuda_peers._free(CPU, 1, [2, 3])
+    assert sorted(called) == [("shared_close", 2), ("shared_close", 3), ("shared_free", 1)]

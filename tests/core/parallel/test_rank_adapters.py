@@ -20,6 +20,7 @@ from exl_core.model.runner import make_batch, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
 from exl_core.session.load import LoadOptions, load_model
+from support import tiny_hybrids
 from support import tiny_models as tiny
 from support.adapters import random_pairs, stored, write_adapter
 from support.quantized_models import quantized_llama
@@ -43,9 +44,10 @@ def logits(model: Transformer, folders: tuple[Path, ...]) -> Tensor:
     """Logits of three sequences of one pass: without adapters, with the first, with both."""
     found = [AdapterUse(load_adapter(folder, model), 0.7) for folder in folders]
     uses = ((), tuple(found[:1]), tuple(found))
-    store = store_for(model, KVFormat.FP32, 3)
+    store = store_for(model, KVFormat.FP32, 3, num_states=3)
+    slots = range(3) if model.config.state_bytes else [None] * 3
     segments = [
-        Segment(tuple(ids), 0, (index,), LogitRows.ALL, own)
+        Segment(tuple(ids), 0, (index,), LogitRows.ALL, own, state_slot=slots[index])
         for index, (ids, own) in enumerate(zip(IDS, uses, strict=True))
     ]
     return model.forward(make_batch(segments, PAGE_SIZE), store)
@@ -72,6 +74,21 @@ def test_every_linear_of_a_layer(name: str, tmp_path: Path) -> None:
     model = FAMILIES[name]()
     path = tiny.save(model, tmp_path / "model")
     assert_equal_on_ranks(path, adapters_of(model, tmp_path), 1e-7)
+
+
+HYBRIDS: dict[str, Callable[[], Any]] = {
+    "qwen3.5": tiny_hybrids.tiny_qwen35,
+    "granite4-hybrid": tiny_hybrids.tiny_granite_hybrid,
+    "lfm2": tiny_hybrids.tiny_lfm2,
+}
+MIXER_LINEARS = ("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj")
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_linears_of_recurrent_layers(name: str, tmp_path: Path) -> None:
+    model = HYBRIDS[name]()
+    path = tiny.save(model, tmp_path / "model")
+    assert_equal_on_ranks(path, adapters_of(model, tmp_path, linears=MIXER_LINEARS), 1e-7)
 
 
 @pytest.mark.parametrize("method", ["exl2", "exl3", "gptq", "awq"])

@@ -5,7 +5,9 @@ The ranks are threads; `test_rank_processes.py` has processes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from exl_core.model.segment import LogitRows, Segment
 from exl_core.parallel.model import RankTransformer
 from exl_core.parallel.plan import Rank, head_share, latent_heads
 from exl_core.session.load import LoadOptions
-from support import tiny_latent
+from support import tiny_hybrids, tiny_latent
 from support import tiny_models as tiny
 from support.families import FAMILIES, save_family
 from support.gguf_latent import write_latent
@@ -31,7 +33,7 @@ from support.quantized_models import METHODS, SIZES, TIED, quantize, quantized_l
 from support.thread_ranks import logits_on_one, logits_on_ranks, mean_kl, on_ranks, rank_model
 from support.thread_sums import logits_through_memory, through_memory
 
-OTHERS = {
+OTHERS: dict[str, Callable[[], Any]] = {
     "qwen3-moe": tiny.tiny_qwen3_moe,
     "qwen2-moe": tiny.tiny_qwen2_moe,
     "glm4-moe": tiny.tiny_glm4_moe,
@@ -48,6 +50,15 @@ OTHERS = {
     "deepseek3": tiny_latent.tiny_deepseek3,
     "glm4-moe-lite": tiny_latent.tiny_glm4_moe_lite,
     "mistral4": tiny_latent.tiny_mistral4,
+    "lfm2": tiny_hybrids.tiny_lfm2,
+    "lfm2-moe": tiny_hybrids.tiny_lfm2_moe,
+    "qwen3.5": tiny_hybrids.tiny_qwen35,
+    "qwen3.5-moe": tiny_hybrids.tiny_qwen35_moe,
+    "qwen3-next": tiny_hybrids.tiny_qwen3_next,
+    "kimi-linear": tiny_hybrids.tiny_kimi_linear,
+    "granite4-hybrid": tiny_hybrids.tiny_granite_hybrid,
+    "granite4-hybrid-1": lambda: tiny_hybrids.tiny_granite_hybrid(mamba_n_groups=1),
+    "nemotron-h": tiny_hybrids.tiny_nemotron_h,
 }
 EXACT = LoadOptions(device="cpu", exact=True)
 FAST = LoadOptions(device="cpu")

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,13 @@ from exl_core.model.transformer import Transformer
 from exl_core.parallel.followers import END_S, Followers
 from exl_core.parallel.leader import LeadingTransformer
 from exl_core.parallel.wire import Message
-from exl_core.session import ranks
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from exl_core.session.weights import Loading
 from support.adapters import random_pairs, stored, write_adapter
 from support.driving import ask, run_all, submit
 from support.quantized_models import quantized_llama
 from support.random_jobs import run_jobs
+from support.rank_failures import is_alive, processes_of, starting_with
 from support.real_models import gemma3_gguf, smollm2_gguf
 from support.thread_ranks import logits_of, mean_kl
 from support.tiny_latent import tiny_deepseek3
@@ -85,20 +85,6 @@ def loaded_ranks(path: Path, count: int = 2, **changes: Any) -> Iterator[LoadedM
         loaded.unload()
         assert not any(map(is_alive, processes))
         assert not list(Path(tempfile.gettempdir()).glob("exl-ranks-*"))
-
-
-def processes_of(loaded: LoadedModel) -> tuple[int, ...]:
-    assert isinstance(loaded.model, LeadingTransformer)
-    assert isinstance(loaded.model.followers, Followers)
-    return loaded.model.followers.process_ids
-
-
-def is_alive(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    except FileNotFoundError:
-        return False
-    return state[0] != "Z"
 
 
 def replies(loaded: LoadedModel, max_tokens: int) -> list[tuple[int, ...]]:
@@ -214,23 +200,6 @@ def test_a_rank_that_hangs_is_named(tiny: Path) -> None:
         error, seconds = failing(divided, lambda process: os.kill(process, signal.SIGSTOP))
     assert str(error) == "rank 1 of 2 has not answered for 3.5 s"
     assert seconds < END_LIMIT_S
-
-
-def starting_with(monkeypatch: pytest.MonkeyPatch, **changed: object) -> list[Followers]:
-    """Lets rank 1 start with other settings. Returns the groups that are made."""
-    made: list[Followers] = []
-
-    def start(
-        count: int, module: str, settings_of: Callable[[int], Mapping[str, object]], **options: bool
-    ) -> Any:
-        def own(rank: int) -> Mapping[str, object]:
-            return {**settings_of(rank), **(changed if rank == 1 else {})}
-
-        made.append(Followers(count, module, own, **options))
-        return made[-1]
-
-    monkeypatch.setattr(ranks, "Followers", start)
-    return made
 
 
 def damaged(source: Path, folder: Path) -> Path:

@@ -1,15 +1,18 @@
-"""Random jobs on two ranks: no hang, the same memory throughout, right replies."""
+"""Random jobs on several ranks: no hang, the same memory throughout, right replies."""
 
 from __future__ import annotations
 
 import gc
 import os
+import random
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from exl_core.cache.memory import return_freed_memory
 from exl_core.lora.adapter import load_adapter
@@ -31,7 +34,10 @@ TIE = 2e-3
 GPU_TIE = 0.05
 """The same where products round their inputs to half precision, and where the rows of a batch
 choose the kernels."""
-MOST_COMPARED = 100
+MOST_OTHERS = 5e-4
+"""Share of the replies of ranks on the CPU that may differ from those of one process."""
+MOST_COMPARED = 300
+"""Replies of GPUs whose every token is compared with the logits of one GPU."""
 
 
 def resident_kb(process: int) -> int:
@@ -39,11 +45,14 @@ def resident_kb(process: int) -> int:
     return int(text.partition("VmRSS:")[2].split()[0])
 
 
-def used_kb(device: str) -> tuple[int, ...]:
-    """Used memory of both GPUs; none on the CPU."""
-    if device == "cpu":
+def used_kb(soak: Soak) -> tuple[int, ...]:
+    """Used memory of the ranks' GPUs; none on the CPU. With `EXL_TEST_SHARED_GPUS`, other programs
+    use the GPUs too, and only rank 0's own memory counts."""
+    if soak.device == "cpu":
         return ()
-    sizes = [torch.cuda.mem_get_info(index) for index in range(2)]
+    if os.environ.get("EXL_TEST_SHARED_GPUS"):
+        return (torch.cuda.memory_reserved(0) >> 10,)
+    sizes = [torch.cuda.mem_get_info(index) for index in range(soak.ranks)]
     return tuple((total - free) >> 10 for free, total in sizes)
 
 
@@ -52,54 +61,43 @@ def adapters_of(loaded: LoadedModel, folders: list[Path]) -> tuple[AdapterUse, .
     return (found[0], found[1])
 
 
-def gap_of(
-    whole: LoadedModel, one: Reply, other: Reply, choices: Sequence[tuple[AdapterUse, ...]]
-) -> float:
-    """Difference of the logits of the first tokens in which two replies differ."""
-    assert (one.prompt, one.choice) == (other.prompt, other.choice)
-    pairs = enumerate(zip(one.token_ids, other.token_ids, strict=True))
-    at = next(index for index, (first, second) in pairs if first != second)
-    ids = torch.tensor([(*one.prompt, *one.token_ids[:at])])
-    logits = Context(whole.model, 512).forward(ids, adapters=choices[one.choice])[0, -1]
-    return abs(float(logits[one.token_ids[at]] - logits[other.token_ids[at]]))
-
-
 @dataclass(frozen=True)
 class Soak:
     """`growth_kb`: limit on the growth of a process and of a GPU from the measurement `settled` to
-    the last. There are about ten; graphs of passes are captured until all shapes have occurred.
-    `most_others`: share of the replies that may differ from those of one process, whose sums have
-    another order, and whose logits are then closer than `tie`."""
+    the last. There are about ten; graphs of passes are captured until all shapes have occurred."""
 
     device: str
+    ranks: int
     jobs: int
     max_batch: int
     growth_kb: int
-    most_others: float
-    tie: float
     settled: int = 1
 
 
-ON_CPU = Soak("cpu", 10_000, 4, GROWTH_LIMIT_KB, 5e-4, TIE)
-ON_GPUS = Soak("cuda", 10_000, 32, 4 * GROWTH_LIMIT_KB, 1.0, GPU_TIE)
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+CPU_SOAK = pytest.param(
+    Soak("cpu", 2, 10_000, 4, GROWTH_LIMIT_KB), marks=pytest.mark.soak, id="cpu"
+)
+
+
+def gpu_soak(ranks: int, jobs: int, *marks: pytest.MarkDecorator, settled: int = 1) -> ParameterSet:
+    soak = Soak("cuda", ranks, jobs, 32, 4 * GROWTH_LIMIT_KB, settled)
+    has_gpus = torch.cuda.device_count() >= ranks
+    needed = pytest.mark.skipif(not has_gpus, reason=f"needs {ranks} GPUs")
+    return pytest.param(soak, marks=[pytest.mark.cuda, needed, *marks], id=f"cuda-{ranks}-{jobs}")
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "soak",
     [
-        pytest.param(ON_CPU, marks=pytest.mark.soak, id="cpu"),
-        pytest.param(ON_GPUS, marks=[pytest.mark.cuda, pytest.mark.soak, two_gpus], id="cuda"),
-        pytest.param(
-            replace(ON_GPUS, jobs=500, settled=5),
-            marks=[pytest.mark.cuda, two_gpus],
-            id="cuda-short",
-        ),
+        CPU_SOAK,
+        *(gpu_soak(ranks, 10_000, pytest.mark.soak) for ranks in (2, 4, 8)),
+        *(gpu_soak(ranks, 500, settled=5) for ranks in (2, 4)),
     ],
 )
 def test_random_jobs(soak: Soak, tmp_path: Path) -> None:
-    model = tiny_llama() if soak.device == "cpu" else tiny_llama(head_dim=32)
+    heads = max(6, soak.ranks)
+    model = tiny_llama(num_attention_heads=heads, head_dim=20 if soak.device == "cpu" else 32)
     path = save(model, tmp_path / "tiny")
     folders = [
         write_adapter(tmp_path / str(seed), stored(random_pairs(model, seed=seed)))
@@ -107,17 +105,22 @@ def test_random_jobs(soak: Soak, tmp_path: Path) -> None:
     ]
     memory: list[tuple[int, ...]] = []
     is_exact = soak.device == "cpu"
-    divided = load_model(path, device=soak.device, exact=is_exact, threads=2, tensor_parallel=2)
+    divided = load_model(
+        path, device=soak.device, exact=is_exact, threads=2, tensor_parallel=soak.ranks
+    )
     leader = divided.model
     assert isinstance(leader, LeadingTransformer)
     assert isinstance(leader.followers, Followers)
     processes = (os.getpid(), *leader.followers.process_ids)
+    started = time.monotonic()
 
     def measure(begun: int) -> None:
         gc.collect()
         return_freed_memory({leader.ops.device})
-        memory.append((*map(resident_kb, processes), *used_kb(soak.device)))
-        print(f"{begun} jobs: {', '.join(f'{one} kB' for one in memory[-1])}", flush=True)
+        memory.append((*map(resident_kb, processes), *used_kb(soak)))
+        seconds = time.monotonic() - started
+        sizes = ", ".join(f"{one} kB" for one in memory[-1])
+        print(f"{begun} jobs after {seconds:.0f} s: {sizes}", flush=True)
 
     try:
         uses = adapters_of(divided, folders)
@@ -131,11 +134,24 @@ def test_random_jobs(soak: Soak, tmp_path: Path) -> None:
     device = "cpu" if is_exact else "cuda:0"
     whole = load_model(path, device=device, exact=is_exact, threads=2, split="none")
     uses = adapters_of(whole, folders)
-    expected = run_jobs(whole, soak.jobs, uses, max_batch=soak.max_batch)
-    assert expected.keys() == found.keys()
-    others = [name for name, reply in expected.items() if found[name] != reply]
-    print(f"{len(others)} of {len(found)} replies differ from those of one process", flush=True)
-    assert len(others) <= soak.most_others * soak.jobs
-    for name in others[:MOST_COMPARED]:
-        gap = gap_of(whole, expected[name], found[name], ((), *((use,) for use in uses)))
-        assert gap < soak.tie
+    choices = ((), *((use,) for use in uses))
+    if is_exact:
+        expected = run_jobs(whole, soak.jobs, uses, max_batch=soak.max_batch)
+        assert expected.keys() == found.keys()
+        compared = [reply for name, reply in found.items() if expected[name] != reply]
+        print(f"{len(compared)} of {len(found)} replies differ from those of one process")
+        assert len(compared) <= MOST_OTHERS * soak.jobs
+    else:
+        compared = random.Random(3).sample([*found.values()], MOST_COMPARED)
+    for reply in compared:
+        assert gap_of(whole, reply, choices) < (TIE if is_exact else GPU_TIE)
+
+
+def gap_of(whole: LoadedModel, reply: Reply, choices: Sequence[tuple[AdapterUse, ...]]) -> float:
+    """The largest difference between the best logit of one process and that of a reply's token.
+    The engine samples only ids that have a text."""
+    ids = torch.tensor([(*reply.prompt, *reply.token_ids)])
+    logits = Context(whole.model, 512).forward(ids, adapters=choices[reply.choice])[0]
+    of_tokens = logits[len(reply.prompt) - 1 : -1, : whole.tokenizer.vocab_size]
+    chosen = of_tokens.gather(1, ids[0, len(reply.prompt) :, None].to(of_tokens.device))[:, 0]
+    return float((of_tokens.amax(1) - chosen).max())

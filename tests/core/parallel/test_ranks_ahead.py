@@ -61,6 +61,15 @@ def test_another_number_of_ranks_ends_the_processes_that_were_started_ahead(tiny
     divided.unload()
 
 
+def test_no_process_starts_for_a_number_of_ranks_that_the_load_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes, "visible_gpus", lambda: 2)
+    for count, may_use_gpu in ((65, False), (3, True)):
+        processes.start_ahead(count, may_use_gpu=may_use_gpu)
+        assert not processes._ahead
+
+
 def test_processes_that_no_load_takes_end_with_rank_0() -> None:
     """They wait for a rank 0 that neither computes nor says anything."""
     script = (

@@ -18,7 +18,7 @@ from exl_cli.interrupt import exits_at_once
 from exl_cli.model_options import ModelOptions, print_warnings
 from exl_cli.prompts import check_encodable
 from exl_core.errors import RequestError, printable
-from exl_core.parallel.plan import AUTO, parse_exchange, parse_ranks
+from exl_core.parallel.plan import AUTO, check_alternatives, parse_exchange, parse_ranks
 from exl_core.parallel.processes import start_ahead
 from exl_core.prompt.formats import PromptFormat, find_format
 from exl_core.session.resolve import resolve_model
@@ -99,6 +99,8 @@ class RunningOptions(ModelOptions):
         path = resolve_model(spec)  # reports an unknown name before torch is imported
         num_ranks = parse_ranks(self.tensor_parallel)
         if job is None and num_ranks not in (1, AUTO):
+            has_limit = self.held_memory is not None
+            check_alternatives(self.split, self.cpu_layers, self.experts_on, has_limit=has_limit)
             may_use_gpu = not self.exact and self.device not in ("cpu", "reference")
             start_ahead(num_ranks, may_use_gpu=may_use_gpu)
         with exits_at_once():

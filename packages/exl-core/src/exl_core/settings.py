@@ -83,6 +83,14 @@ def launched() -> Launched | None:
     return Launched(rank, world_size, local_rank, local_size, address, run)
 
 
+def visible_gpus() -> int:
+    """At most so many GPUs are visible to this process, by their device files and
+    `CUDA_VISIBLE_DEVICES`; 0: unknown."""
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return gpus if named is None else min(gpus, len([one for one in named.split(",") if one]))
+
+
 def server_key() -> str | None:
     """`EXL_API_KEY`: API key that clients of the server must send, unless an option sets one."""
     return os.environ.get("EXL_API_KEY") or None

@@ -222,10 +222,16 @@ def _attention_parts(config: ModelConfig, spec: Attention) -> list[Part]:
 
 
 def _short_conv_parts(hidden: int, spec: ShortConv) -> list[Part]:
-    wide = Part("mixer_in", Kind.LINEAR, (3 * spec.size, hidden), spec.has_bias, "mixer_in")
-    narrow = Part("mixer_out", Kind.LINEAR, (hidden, spec.size), spec.has_bias, "mixer_out")
     taps = Part("taps", Kind.TAPS, (spec.size, spec.taps), spec.has_bias)
-    return [wide._replace(is_converted=True), narrow._replace(is_converted=True), taps]
+    return [*_ends_of_mixer(hidden, 3 * spec.size, spec.size, has_bias=spec.has_bias), taps]
+
+
+def _ends_of_mixer(hidden: int, wide: int, narrow: int, *, has_bias: bool) -> list[Part]:
+    """The matrices before and after a mixer that has one of each."""
+    first = Part("mixer_in", Kind.LINEAR, (wide, hidden), has_bias, "mixer_in", Shard.OUT_FEATURES)
+    last = Part("mixer_out", Kind.LINEAR, (hidden, narrow), has_bias, "mixer_out")
+    last = last._replace(shard=Shard.IN_FEATURES)
+    return [first._replace(is_converted=True), last._replace(is_converted=True)]
 
 
 def _delta_net_parts(hidden: int, spec: GatedDeltaNet) -> list[Part]:
@@ -240,12 +246,13 @@ def _delta_net_parts(hidden: int, spec: GatedDeltaNet) -> list[Part]:
         ("delta_a", shared, False),
     ):
         part = Part(role, Kind.LINEAR, (spec.key_heads * each, hidden), packed="mixer_in")
+        part = part._replace(shard=Shard.OUT_FEATURES)
         heads = RowPermutation(spec.key_heads, each, 0)
         wide.append(part._replace(heads=heads, is_converted=is_converted))
     narrow = Part("mixer_out", Kind.LINEAR, (hidden, spec.value_size), packed="mixer_out")
     return [
         *wide,
-        narrow._replace(is_converted=True),
+        narrow._replace(shard=Shard.IN_FEATURES, is_converted=True),
         Part("taps", Kind.TAPS, (spec.channels, spec.taps)),
         Part("decay", Kind.VECTOR, (spec.value_heads,)),
         Part("step_bias", Kind.VECTOR, (spec.value_heads,)),
@@ -255,7 +262,11 @@ def _delta_net_parts(hidden: int, spec: GatedDeltaNet) -> list[Part]:
 
 def _kimi_delta_parts(hidden: int, spec: KimiDeltaNet) -> list[Part]:
     def linear(role: str, out: int, inner: int, packed: Packed) -> Part:
-        return Part(role, Kind.LINEAR, (out, inner), packed=packed)
+        shard = Shard.IN_FEATURES if role == "mixer_out" else Shard.OUT_FEATURES
+        is_whole = role in ("decay_a", "delta_z_a")  # inner vectors, which all heads read
+        return Part(
+            role, Kind.LINEAR, (out, inner), packed=packed, shard=None if is_whole else shard
+        )
 
     wide = [
         linear(role, out, hidden, "mixer_in")
@@ -279,11 +290,8 @@ def _kimi_delta_parts(hidden: int, spec: KimiDeltaNet) -> list[Part]:
 
 def _mamba2_parts(hidden: int, spec: Mamba2) -> list[Part]:
     width = spec.size + spec.channels + spec.heads
-    wide = Part("mixer_in", Kind.LINEAR, (width, hidden), spec.has_bias, "mixer_in")
-    narrow = Part("mixer_out", Kind.LINEAR, (hidden, spec.size), spec.has_bias, "mixer_out")
     return [
-        wide._replace(is_converted=True),
-        narrow._replace(is_converted=True),
+        *_ends_of_mixer(hidden, width, spec.size, has_bias=spec.has_bias),
         Part("taps", Kind.TAPS, (spec.channels, spec.taps), spec.has_taps_bias),
         *(Part(role, Kind.VECTOR, (spec.heads,)) for role in ("decay", "step_bias", "skip")),
         Part("mixer_norm", Kind.VECTOR, (spec.size,)),

@@ -127,7 +127,7 @@ class ProductOps(Protocol):
         self, x: Tensor, norm: Norm, w: PackedLinear, out: Tensor | None = None
     ) -> Tensor:
         """linear(norm(x), w), written to `out` if given, which is then returned: [m, n]
-        contiguous."""
+        contiguous. A GPU also writes to some columns of a wider tensor."""
         ...
 
     def norm_gated_linear(

@@ -1,9 +1,9 @@
 """The tensors of one rank of tensor parallelism, cut out of a checkpoint while they are read.
 
-Columns are divided of q, k and v (by heads), gate and up, embedding and head (by tokens). Rows are
-divided of the last matrix of attention and of the MLPs, whose products are summed over the ranks.
-Everything else is whole on every rank: norms, routers. Experts are divided like any MLP. Of latent
-attention, the matrices to latent vectors are whole, and those from them to heads are divided.
+Columns are divided of the matrices before a mixer (by heads, or by channels of a short
+convolution), of gate and up, and of embedding and head (by tokens). Rows are divided of the last
+matrix of a mixer and of the MLPs, whose products are summed over the ranks. All else is whole on
+every rank: norms, routers, matrices to latent vectors. Experts are divided like any MLP.
 
 Gate and up follow the rows of their `down` matrix. With act-order these are scattered features, so
 that no input is exchanged between the ranks.
@@ -17,14 +17,14 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from exl_core.arch.modules import Kind, ModuleRow, Shard
+from exl_core.arch.modules import ModuleRow, Shard
 from exl_core.arch.spec import ModelConfig
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.codecs.runtime import RuntimeMatrix
 from exl_core.formats.containers.source import StoredTensor
 from exl_core.ops.weights import DenseLayout, WeightLayout
-from exl_core.parallel.plan import Rank, head_share, share
-from exl_core.parallel.shares import Shares, of_heads
+from exl_core.parallel.plan import Rank, share
+from exl_core.parallel.shares import Shares
 from exl_core.parallel.slices import SlicedMatrix, deal, slice_rows
 
 
@@ -97,20 +97,18 @@ class ShardedCheckpoint:
         return matrix
 
     def vector(self, name: str) -> Tensor:
-        """A bias of a norm, float32 [rows]."""
-        return self._whole.vector(name)
+        """A bias of a norm or of a convolution, float32 [rows]."""
+        return self._own_rows(self._whole.rows[name], self._whole.vector(name))
 
     def norm(self, name: str) -> Tensor:
-        """Factors of a norm, or numbers of each head, float32; those of the rank's heads."""
-        row, weight = self._whole.rows[name], self._whole.norm(name)
-        if row.kind is Kind.SINKS:
-            heads = head_share(self.shares.attention(row), self._rank)
-            return weight[heads.q.start : heads.q.stop]
-        if row.kind is not Kind.NORM or row.role not in ("q_norm", "k_norm"):
-            return weight
-        spec = self.shares.attention(row)
-        heads = head_share(spec, self._rank)
-        return weight[of_heads(heads.q if row.role == "q_norm" else heads.kv, spec)]
+        """Factors of a norm, numbers of each head, or taps of a convolution, float32; those of the
+        rank's heads or channels."""
+        return self._own_rows(self._whole.rows[name], self._whole.norm(name))
+
+    def _own_rows(self, row: ModuleRow, values: Tensor) -> Tensor:
+        """The rank's rows of a tensor that is no matrix."""
+        rows = self.shares.mixer_rows(row)
+        return values if rows is None else values[rows]
 
     def release(self, name: str, rows: slice | None = None) -> None:
         """Releases the process's memory for a tensor's part of the file, after reading. Ranges of
@@ -124,13 +122,9 @@ class ShardedCheckpoint:
 
     def _shape(self, row: ModuleRow) -> tuple[int, ...]:
         """Shape of the rank's part of a tensor."""
-        latent = self.shares.latent_rows(row)
-        if latent is not None:
-            width = len(latent)
-        elif row.role in ("q", "k", "v", "output"):
-            spec = self.shares.attention(row)
-            heads = head_share(spec, self._rank)
-            width = len(heads.kv if row.role in ("k", "v") else heads.q) * spec.head_dim
+        own = self.shares.mixer_rows(row)
+        if own is not None:
+            width = len(own)
         elif row.shard is not None:
             width = len(share(row.shape[1 if row.shard is Shard.IN_FEATURES else 0], self._rank))
         match row.shard:
@@ -142,8 +136,9 @@ class ShardedCheckpoint:
 
     def _features(self, row: ModuleRow, matrix: RuntimeMatrix | None = None) -> Tensor:
         """The rank's input features of a matrix whose products are summed, int64, ascending."""
-        if row.role == "output":
-            return self.shares.features(row)
+        own = self.shares.mixer_rows(row)
+        if own is not None:
+            return own
         with self._lock:
             dealt = self.shares.dealt
             if row.name not in dealt:

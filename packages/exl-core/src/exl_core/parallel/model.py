@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from exl_core.arch.layers import Attention, HeadNorm, LayerSpec, NormPlacement
+from exl_core.arch.layers import Attention, HeadNorm, LayerSpec, Mamba2, NormPlacement
 from exl_core.arch.modules import LoraTarget
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.store import KVStore
@@ -27,20 +27,23 @@ from exl_core.model.weights import (
     AttentionWeights,
     BlockWeights,
     LatentWeights,
+    Mamba2Weights,
+    MixerWeights,
     MlpWeights,
     ModelWeights,
     MoeWeights,
+    RecurrentWeights,
 )
 from exl_core.ops.backends.composed import ComposedExpertOps
 from exl_core.ops.checks import check_range
-from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, RmsNorm
+from exl_core.ops.elementwise import ActivationKind, GateKind, Gating, Norm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.moe import ExpertMlp, Routed
 from exl_core.ops.table import LayerOps, OpTable
 from exl_core.ops.wrapped import MarkedLinear, WrappedOps, unmarked
 from exl_core.parallel.exchange import Exchange
 from exl_core.parallel.peers import PeerExchange
-from exl_core.parallel.plan import Rank, head_share, share, share_config
+from exl_core.parallel.plan import Rank, head_share, scan_share, share, share_config
 from exl_core.parallel.shares import Shares
 
 if TYPE_CHECKING:
@@ -72,9 +75,24 @@ class DividedNorm(RmsNorm):
     copies: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedGroupNorm(RmsNorm):
+    """The norm of a group of heads of Mamba-2, of which a rank has some: `weight` are the factors
+    of these.
+
+    size    values of all heads of a group
+    group   number of the rank's group
+    groups  number of all groups
+    """
+
+    size: int
+    group: int
+    groups: int
+
+
 class SummingOps(ComposedExpertOps, WrappedOps):
     """Ops of a layer, with products of `PartialLinear` and of experts, and the squares of a
-    `DividedNorm`, summed over the ranks."""
+    `DividedNorm` or a `SharedGroupNorm`, summed over the ranks."""
 
     def __init__(self, inner: LayerOps, exchange: Exchange) -> None:
         super().__init__(inner)
@@ -101,6 +119,18 @@ class SummingOps(ComposedExpertOps, WrappedOps):
         squares = x.square().sum(-1, keepdim=True) / norm.copies
         mean = self._exchange.sum(squares) / norm.size  # [rows, 1]
         return x * torch.rsqrt(mean + norm.eps) * norm.weight
+
+    def gate_heads(
+        self, x: Tensor, gate: Tensor, gating: Gating, to: PackedLinear | None = None
+    ) -> Inputs:
+        norm = gating.norm
+        if not isinstance(norm, SharedGroupNorm):
+            return super().gate_heads(x, gate, gating, to)
+        x = x * torch.nn.functional.silu(gate.to(x.dtype))
+        squares = x.new_zeros(len(x), norm.groups, dtype=torch.float32)
+        squares[:, norm.group] = x.float().square().sum(-1)
+        mean = self._exchange.sum(squares)[:, norm.group, None] / norm.size  # [rows, 1]
+        return x * torch.rsqrt(mean + norm.eps).to(x.dtype) * norm.weight
 
     def expert_mlp(self, x: Tensor, routed: Routed, experts: ExpertMlp) -> Tensor:
         return self._exchange.sum(self.inner.expert_mlp(x, routed, experts))
@@ -291,9 +321,7 @@ class RankTransformer(Transformer):
             peers.send_logits(x, norm, self._weights.head, own.start)
             return x.new_empty(len(x), len(own))
         logits = x.new_empty(len(x), vocab) if out is None else out
-        part = logits[
-            :, own.start : own.stop
-        ]  # to which the tables of GPUs write, strided as it is
+        part = logits[:, own.start : own.stop]  # a GPU writes to columns of a wider tensor
         found = read_linear(self.ops, x, norm, self._weights.head, part)
         if found is not part:
             part.copy_(found)
@@ -314,45 +342,66 @@ def _divided(config: ModelConfig, weights: ModelWeights, rank: Rank) -> ModelWei
     blocks = []
     later = *weights.blocks[1:], None
     for layer, block, following in zip(config.layers, weights.blocks, later, strict=True):
-        own, mixer = block.mixer, block.mixer
-        if isinstance(own, LatentWeights):
-            mixer = replace(own, output=PartialLinear(own.output))
-        else:
-            assert isinstance(own, AttentionWeights), "`share_config` refuses other mixers"
-            mixer = replace(
-                own,
-                output=_output(layer, block),
-                whole_norms=_divided_norms(layer.attention, own.whole_norms, rank),
-            )
-        mlp: MlpWeights | MoeWeights
-        if isinstance(block.mlp, MoeWeights):
-            shared = block.mlp.shared
-            mlp = replace(block.mlp, shared=None if shared is None else _partial_mlp(shared))
-        else:
-            assert block.mlp is not None, "layers with attention alone are refused"
-            mlp = replace(block.mlp, down=_down(layer, block, following))
-        blocks.append(replace(block, mixer=mixer, mlp=mlp))
+        mlp = block.mlp
+        if isinstance(mlp, MoeWeights):
+            shared = mlp.shared
+            mlp = replace(mlp, shared=None if shared is None else _partial_mlp(shared))
+        elif mlp is not None:
+            mlp = replace(mlp, down=_down(layer, block, following))
+        blocks.append(replace(block, mixer=_divided_mixer(layer, block, rank), mlp=mlp))
     return replace(weights, blocks=tuple(blocks))
 
 
-def _output(layer: LayerSpec, block: BlockWeights) -> PackedLinear:
-    """The last matrix of attention, marked."""
-    attention, mlp = block.attention, block.mlp
+def _divided_mixer(layer: LayerSpec, block: BlockWeights, rank: Rank) -> MixerWeights | None:
+    """The rank's weights of a mixer, marked."""
+    match block.mixer:
+        case LatentWeights() as latent:
+            return replace(latent, output=PartialLinear(latent.output))
+        case AttentionWeights() as own:
+            return replace(
+                own,
+                output=_output(layer, block, own.output, own.post_norm),
+                whole_norms=_divided_norms(layer.attention, own.whole_norms, rank),
+            )
+        case Mamba2Weights() as scan:
+            output = _output(layer, block, scan.narrow, scan.post_norm)
+            return replace(scan, narrow=output, gating=_divided_gating(layer, scan.gating, rank))
+        case RecurrentWeights() as recurrent:
+            output = _output(layer, block, recurrent.narrow, recurrent.post_norm)
+            return replace(recurrent, narrow=output)
+    return None
+
+
+def _divided_gating(layer: LayerSpec, gating: Gating, rank: Rank) -> Gating:
+    """The gates of Mamba-2. With fewer groups than ranks, some ranks share a group, which has one
+    norm, and all of them sum its squares."""
+    assert isinstance(layer.mixer, Mamba2), "the weights are those of Mamba-2"
+    spec, norm = layer.mixer, gating.norm
+    if rank.count <= spec.groups or norm is None:
+        return gating
+    size, group = spec.size // spec.groups, scan_share(spec, rank).kv.start
+    own = SharedGroupNorm(norm.weight, norm.eps, size, group, spec.groups)
+    return replace(gating, norm=own)
+
+
+def _output(
+    layer: LayerSpec, block: BlockWeights, output: PackedLinear, post_norm: Norm | None
+) -> PackedLinear:
+    """The last matrix of a mixer, marked."""
+    mlp = block.mlp
     is_read_next = isinstance(mlp, MlpWeights) and mlp.norm is not None
-    is_deferred = (
-        is_read_next and attention.post_norm is None and layer.norms is not NormPlacement.PARALLEL
-    )
+    is_deferred = is_read_next and post_norm is None and layer.norms is not NormPlacement.PARALLEL
     mark = DeferredLinear if is_deferred else PartialLinear
-    return cast(PackedLinear, mark(attention.output))
+    return cast(PackedLinear, mark(output))
 
 
 def _down(layer: LayerSpec, block: BlockWeights, following: BlockWeights | None) -> PackedLinear:
     """The last matrix of an MLP, marked. `following`: the next layer."""
     mlp = cast(MlpWeights, block.mlp)
     mixer = None if following is None else following.mixer
-    is_read_next = isinstance(mixer, AttentionWeights) and mixer.norm is not None
+    reads_norm = isinstance(mixer, AttentionWeights | RecurrentWeights) and mixer.norm is not None
     is_deferred = (
-        is_read_next
+        reads_norm
         and mlp.post_norm is None
         and block.scalar is None
         and layer.norms is not NormPlacement.PARALLEL

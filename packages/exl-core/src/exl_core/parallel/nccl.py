@@ -45,6 +45,8 @@ _FUNCTIONS: dict[str, tuple[object, ...]] = {
     "ncclCommAbort": (_pointer,),
     # send, receive, count, type, operation, communicator, stream
     "ncclAllReduce": (_pointer, _pointer, _size, _int, _int, _pointer, _pointer),
+    # send, receive, count, type, communicator, stream
+    "ncclAllGather": (_pointer, _pointer, _size, _int, _pointer, _pointer),
     # send, receive, count, type, root, communicator, stream
     "ncclBroadcast": (_pointer, _pointer, _size, _int, _int, _pointer, _pointer),
     # buffer, count, type, peer, communicator, stream
@@ -67,10 +69,17 @@ def new_id() -> bytes:
 class Connecting:
     """A rank's GPU connects with those of the others on a thread, while weights are read."""
 
-    def __init__(self, identity: Callable[[], bytes], rank: Rank, device: torch.device) -> None:
-        """`identity` waits for the `new_id` of rank 0."""
+    def __init__(
+        self,
+        identity: Callable[[], bytes],
+        rank: Rank,
+        device: torch.device,
+        *,
+        in_order: bool = False,
+    ) -> None:
+        """`identity` waits for the `new_id` of rank 0. `in_order`: see `NcclExchange`."""
         self.exchange: Future[NcclExchange] = in_background(
-            lambda: NcclExchange(identity(), rank, device)
+            lambda: NcclExchange(identity(), rank, device, in_order=in_order)
         )
 
     def abort(self, wait_s: float = 0.0) -> None:
@@ -88,12 +97,19 @@ class NcclExchange:
 
     Results are equal on all ranks, to the bit. Ops are queued on the current stream, and a rank
     that fails leaves the others' streams waiting until `abort`.
+
+    NCCL forms sums of more than two ranks in an order that depends on the size of the tensor. With
+    `in_order` every rank gets all parts and adds them in the order of the ranks, so that the bits
+    of a row do not depend on the other rows. It receives count - 1 parts instead of about two.
     """
 
-    def __init__(self, identity: bytes, rank: Rank, device: torch.device) -> None:
+    def __init__(
+        self, identity: bytes, rank: Rank, device: torch.device, *, in_order: bool = False
+    ) -> None:
         """Connects `device` with the GPUs of the other ranks, which know the same `new_id`. Blocks
         until all have, for ever if one has ended."""
         self.rank = rank
+        self._adds_parts = in_order and rank.count > 2  # a sum of two has one order
         self._device = device
         self._library = _load()
         self._lock = Lock()
@@ -111,11 +127,16 @@ class NcclExchange:
         _LOG.debug("first exchanges are complete")
 
     def sum(self, part: Tensor) -> Tensor:
-        """Overwrites `part`, if it is contiguous."""
+        """May overwrite `part`."""
         part = part.contiguous()
         data, count, kind = _operands(part)
-        if count:
-            self._call("ncclAllReduce", data, data, count, kind, _SUM)
+        if not count:
+            return part
+        if self._adds_parts:
+            parts = part.new_empty(self.rank.count, *part.shape)
+            self._call("ncclAllGather", data, parts.data_ptr(), count, kind)
+            return in_order_of_ranks(parts)
+        self._call("ncclAllReduce", data, data, count, kind, _SUM)
         return part
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
@@ -177,6 +198,15 @@ class NcclExchange:
 
     def _checked(self, name: str, *operands: object) -> None:
         _check(self._library, getattr(self._library, name)(*operands), name, self.rank.index)
+
+
+def in_order_of_ranks(parts: Tensor) -> Tensor:
+    """Sum of the parts of all ranks [ranks, ...] in the order of the ranks. Overwrites the first
+    part."""
+    total = parts[0]
+    for other in parts[1:]:
+        total += other
+    return total
 
 
 def _operands(x: Tensor) -> tuple[int, int, int]:

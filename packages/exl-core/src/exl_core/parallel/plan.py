@@ -10,7 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from exl_core.arch.layers import MLA, Attention, Dense, FeedForward, LayerSpec, MoE
+from exl_core.arch.layers import (
+    MLA,
+    Attention,
+    Dense,
+    FeedForward,
+    GatedDeltaNet,
+    KimiDeltaNet,
+    LayerSpec,
+    Mamba2,
+    Mixer,
+    MoE,
+    NoFeedForward,
+    NoMixer,
+    ShortConv,
+)
 from exl_core.arch.spec import ModelConfig
 from exl_core.errors import RequestError, UnsupportedModelError
 
@@ -82,10 +96,33 @@ def parse_exchange(text: str) -> ExchangeKind:
     return AUTO
 
 
+def check_alternatives(
+    split: str, cpu_layers: int | None, experts_on: str, *, has_limit: bool
+) -> None:
+    """RequestError for options that contradict tensor parallelism. `has_limit`: memory for weights
+    is limited."""
+    for is_given, option in (
+        (split not in ("auto", "none"), "--split"),
+        (cpu_layers is not None, "--cpu-layers"),
+        (experts_on not in ("auto", "device"), "--experts-on"),
+        (has_limit, "--held-memory"),
+    ):
+        if is_given:
+            raise RequestError(
+                "every rank has a part of every layer",
+                expected=f"--tensor-parallel or {option}",
+                got="both",
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class HeadShare:
     """Heads of one rank. Several ranks may have the same key-value head, but no query head.
-    `kv_copies`: ranks that have this rank's key-value heads."""
+    `kv_copies`: ranks that have this rank's key-value heads.
+
+    Of a delta net, value heads take the place of query heads, and its key heads that of key-value
+    heads. Of Mamba-2, the groups take the place of key-value heads.
+    """
 
     q: range
     kv: range
@@ -117,19 +154,36 @@ def head_share(spec: Attention, rank: Rank) -> HeadShare:
     With more ranks than key-value heads, several ranks have a copy of one and divide its query
     heads. RequestError if a rank would have no query head.
     """
-    group = spec.num_q_heads // spec.num_kv_heads
-    if rank.count <= spec.num_kv_heads:
-        first, last = (
-            spec.num_kv_heads * index // rank.count for index in (rank.index, rank.index + 1)
-        )
+    return _grouped_heads(spec.num_q_heads, spec.num_kv_heads, rank)
+
+
+def delta_share(spec: GatedDeltaNet, rank: Rank) -> HeadShare:
+    """The rank's value heads (`q`), numbered by key head, and key heads (`kv`) of a delta net."""
+    return _grouped_heads(spec.value_heads, spec.key_heads, rank)
+
+
+def scan_share(spec: Mamba2, rank: Rank) -> HeadShare:
+    """The rank's heads (`q`) and groups (`kv`) of Mamba-2."""
+    return _grouped_heads(spec.heads, spec.groups, rank)
+
+
+def channel_share(spec: ShortConv, rank: Rank) -> range:
+    """The rank's channels of a short convolution."""
+    return share(spec.size, rank)
+
+
+def _grouped_heads(q_heads: int, kv_heads: int, rank: Rank) -> HeadShare:
+    group = q_heads // kv_heads
+    if rank.count <= kv_heads:
+        first, last = (kv_heads * index // rank.count for index in (rank.index, rank.index + 1))
         return HeadShare(range(first * group, last * group), range(first, last))
-    heads = [spec.num_kv_heads * index // rank.count for index in range(rank.count)]
+    heads = [kv_heads * index // rank.count for index in range(rank.count)]
     own = heads[rank.index]
     sharing = [index for index, head in enumerate(heads) if head == own]
     if len(sharing) > group:
         raise RequestError(
             "the model has too few attention heads for so many ranks",
-            expected=f"at most {spec.num_q_heads} ranks",
+            expected=f"at most {q_heads} ranks",
             got=f"--tensor-parallel {rank.count}",
         )
     place = sharing.index(rank.index)
@@ -140,7 +194,11 @@ def head_share(spec: Attention, rank: Rank) -> HeadShare:
 
 def latent_heads(spec: MLA, rank: Rank) -> range:
     """The rank's heads of latent attention. Every rank has the whole latent vectors."""
-    heads = spec.num_q_heads
+    return even_heads(spec.num_q_heads, rank)
+
+
+def even_heads(heads: int, rank: Rank) -> range:
+    """The rank's part of heads that share nothing. RequestError if there are too few."""
     if rank.count > heads:
         raise RequestError(
             "the model has too few attention heads for so many ranks",
@@ -158,29 +216,40 @@ def share_config(config: ModelConfig, rank: Rank) -> ModelConfig:
     """
     if rank.count < 2:
         return config
-    if config.state_bytes:
-        raise UnsupportedModelError(
-            "a model with recurrent layers cannot be divided among ranks",
-            expected="attention in every layer",
-            next_step="Give whole layers to each GPU with --split instead.",
-        )
     share(config.vocab_size, rank)
     return replace(config, layers=tuple(_layer(layer, rank) for layer in config.layers))
 
 
 def _layer(layer: LayerSpec, rank: Rank) -> LayerSpec:
-    mixer: Attention | MLA
-    match layer.mixer:
-        case Attention() as spec:
-            heads = head_share(spec, rank)
-            mixer = replace(spec, num_q_heads=len(heads.q), num_kv_heads=len(heads.kv))
-        case MLA() as latent:
-            mixer = replace(latent, num_q_heads=len(latent_heads(latent, rank)))
-        case other:
+    mixer, feed_forward = _mixer(layer.mixer, rank), _feed_forward(layer.feed_forward, rank)
+    return replace(layer, mixer=mixer, feed_forward=feed_forward)
+
+
+def _mixer(mixer: Mixer, rank: Rank) -> Mixer:
+    own: Mixer
+    match mixer:
+        case Attention():
+            heads = head_share(mixer, rank)
+            own = replace(mixer, num_q_heads=len(heads.q), num_kv_heads=len(heads.kv))
+        case MLA():
+            own = replace(mixer, num_q_heads=len(latent_heads(mixer, rank)))
+        case GatedDeltaNet():
+            heads = delta_share(mixer, rank)
+            own = replace(mixer, value_heads=len(heads.q), key_heads=len(heads.kv))
+        case KimiDeltaNet():
+            own = replace(mixer, heads=len(even_heads(mixer.heads, rank)))
+        case Mamba2():
+            heads = scan_share(mixer, rank)
+            own = replace(mixer, heads=len(heads.q), groups=len(heads.kv))
+        case ShortConv():
+            own = replace(mixer, size=len(channel_share(mixer, rank)))
+        case NoMixer():
+            own = mixer
+        case _:
             raise UnsupportedModelError(
-                "tensor parallelism cannot divide this mixer", got=type(other).__name__
+                "tensor parallelism cannot divide this mixer", got=type(mixer).__name__
             )
-    return replace(layer, mixer=mixer, feed_forward=_feed_forward(layer.feed_forward, rank))
+    return own
 
 
 def _feed_forward(part: FeedForward, rank: Rank) -> FeedForward:
@@ -193,6 +262,8 @@ def _feed_forward(part: FeedForward, rank: Rank) -> FeedForward:
             shared = replace(shared, intermediate_size=width)
         width = len(share(part.intermediate_size, rank))
         return replace(part, intermediate_size=width, shared=shared)
+    if isinstance(part, NoFeedForward):
+        return part
     raise UnsupportedModelError(
         "tensor parallelism cannot divide this feed-forward part", got=type(part).__name__
     )

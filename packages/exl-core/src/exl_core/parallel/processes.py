@@ -1,8 +1,7 @@
 """Processes for the other ranks on rank 0's machine, which may start before rank 0 imports torch.
 
 A process imports what it needs and then waits for its settings, which are the first message on its
-sockets. It inherits two socket pairs, and ends when rank 0's ends of them close. Imports only the
-standard library.
+sockets. It inherits two socket pairs, and ends when rank 0's ends of them close. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,6 +13,9 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
+
+from exl_core.parallel.plan import MOST_RANKS
+from exl_core.settings import visible_gpus
 
 MODULE = "exl_core.session.follower"
 
@@ -58,9 +60,12 @@ _ahead: list[RankProcess] = []
 def start_ahead(num_ranks: int, *, may_use_gpu: bool) -> None:
     """Starts the other ranks of the next load with `tensor_parallel=num_ranks`, which takes them.
 
-    They import torch while this process does. They end with it if no load takes them.
+    They import torch while this process does. They end with it if no load takes them. Starts none
+    for a number of ranks that the load will refuse.
     """
     drop_ahead()
+    if num_ranks > MOST_RANKS or (may_use_gpu and 0 < visible_gpus() < num_ranks):
+        return
     _ahead.extend(RankProcess(rank, may_use_gpu=may_use_gpu) for rank in range(1, num_ranks))
 
 

@@ -1,7 +1,8 @@
 """Outputs and input features that one rank has of each divided matrix.
 
-A rank has whole heads of attention, ranges of the vocabulary, and of each MLP the features that
-`ShardedCheckpoint` deals to it when it reads the `down` matrix. Gate and up follow that matrix.
+A rank has whole heads of a mixer or some of its channels, ranges of the vocabulary, and of each MLP
+the features that `ShardedCheckpoint` deals to it when it reads the `down` matrix. Gate and up
+follow that matrix.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from exl_core.arch.layers import MLA, Attention
 from exl_core.arch.modules import LoraTarget, ModuleRow, Shard, module_table
 from exl_core.arch.spec import ModelConfig
-from exl_core.parallel.plan import Rank, head_share, latent_heads, share, share_config
+from exl_core.parallel.mixer_shares import mixer_rows
+from exl_core.parallel.plan import Rank, share, share_config
 
 _DOWN = {
     "gate": "down",
@@ -39,24 +40,12 @@ class Shares:
         self._table = module_table(config)
         self._own_table = module_table(share_config(config, rank))
 
-    def latent_rows(self, row: ModuleRow) -> Tensor | None:
-        """The rank's outputs of a matrix of latent attention with rows of each head, or its input
-        features of the last one, int64; None for other matrices."""
-        spec = None if row.layer is None else self.config.layers[row.layer].mixer
-        if not isinstance(spec, MLA):
+    def mixer_rows(self, row: ModuleRow) -> Tensor | None:
+        """The rank's rows of a tensor of a mixer, int64, or its input features of the last matrix
+        of one. None for other tensors, and for those that are whole on every rank."""
+        if row.layer is None:
             return None
-        sizes = {
-            **{"q": spec.head_dim, "q_b": spec.head_dim},
-            **{"kv_up": spec.nope_dim + spec.value_dim, "k_up": spec.kv_rank},
-            **{"v_up": spec.value_dim, "output": spec.value_dim},
-        }
-        size = sizes.get(row.role)
-        heads = latent_heads(spec, self.rank)
-        return None if size is None else torch.arange(heads.start * size, heads.stop * size)
-
-    def attention(self, row: ModuleRow) -> Attention:
-        assert row.layer is not None, "attention belongs to a layer"
-        return self.config.layers[row.layer].attention
+        return mixer_rows(self.config.layers[row.layer].mixer, row, self.rank)
 
     def down_of(self, row: ModuleRow) -> ModuleRow | None:
         """The matrix that reads the outputs of `row`, a gate or up matrix; None for others."""
@@ -72,24 +61,15 @@ class Shares:
         down = self.down_of(row)
         if down is not None:
             return self.features(down)
-        latent = self.latent_rows(row)
-        if latent is not None:
-            return latent
-        if row.role in ("q", "k", "v"):
-            spec = self.attention(row)
-            heads = head_share(spec, self.rank)
-            return of_heads(heads.q if row.role == "q" else heads.kv, spec)
+        own = self.mixer_rows(row)
+        if own is not None:
+            return own
         return _indices(share(row.shape[0], self.rank))
 
     def features(self, row: ModuleRow) -> Tensor:
         """The rank's input features of a matrix whose products are summed, int64, ascending."""
-        if row.role != "output":
-            return self.dealt[row.name]
-        latent = self.latent_rows(row)
-        if latent is not None:
-            return latent
-        spec = self.attention(row)
-        return of_heads(head_share(spec, self.rank).q, spec)
+        own = self.mixer_rows(row)
+        return self.dealt[row.name] if own is None else own
 
     def low_rank(self, target: LoraTarget, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor, int]:
         """The rank's part of an adapter's pair for matrices of a layer: down [in_features, r], up
@@ -106,11 +86,6 @@ class Shares:
             own = [self.columns(row) + row.first_out - first.first_out for row in target.rows]
             up = up[:, torch.cat(own)].contiguous()
         return down, up, self._own_table.layers[first.layer][first.role].first_out
-
-
-def of_heads(heads: range, spec: Attention) -> Tensor:
-    """Rows of consecutive heads, int64."""
-    return torch.arange(heads.start * spec.head_dim, heads.stop * spec.head_dim)
 
 
 def _indices(part: range) -> Tensor:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exl_core.errors import UnsupportedModelError
 from exl_core.formats.codecs import bits
 from exl_core.formats.codecs.runtime import Move, RuntimeMatrix, stay
 from exl_core.ops.weights import (
@@ -254,9 +255,16 @@ def _has_words(matrix: RuntimeMatrix) -> bool:
 
 
 def first_of(indices: Tensor) -> int:
-    """The first of consecutive indices, int64."""
+    """The first of consecutive indices, int64, as a slice of a trellis needs them.
+    UnsupportedModelError for others: several parts of one matrix."""
     first = int(indices[0])
-    assert torch.equal(indices, torch.arange(first, first + len(indices))), "a range of a trellis"
+    if not torch.equal(indices, torch.arange(first, first + len(indices))):
+        raise UnsupportedModelError(
+            "tensor parallelism cannot divide a trellis whose columns are of several kinds",
+            expected="a matrix of its own for each projection",
+            got="one of a short convolution or of Mamba-2",
+            next_step="Give whole layers to each GPU with --split instead.",
+        )
     return first
 
 

@@ -153,7 +153,7 @@ def _connecting(messages: Connection, rank: Rank, ops: OpTable) -> Connecting | 
     from exl_core.parallel.nccl import ID_BYTES, Connecting
 
     identity = messages.recv_bytes(ID_BYTES)
-    return Connecting(lambda: identity, rank, ops.device)
+    return Connecting(lambda: identity, rank, ops.device, in_order=ops.is_batch_invariant)
 
 
 def _log_to_stderr(rank: int) -> None:

@@ -35,6 +35,7 @@ from exl_core.parallel.plan import (
     ExchangeKind,
     Rank,
     RankCount,
+    check_alternatives,
     parse_exchange,
     share_config,
 )
@@ -165,18 +166,8 @@ def check_ranks(options: RankOptions, device: str) -> None:
         )
     if ranks in (1, AUTO):
         return
-    for is_given, option in (
-        (options.split not in ("auto", "none"), "--split"),
-        (options.cpu_layers is not None, "--cpu-layers"),
-        (options.experts_on not in ("auto", "device"), "--experts-on"),
-        (options.held_bytes is not None, "--held-memory"),
-    ):
-        if is_given:
-            raise RequestError(
-                "every rank has a part of every layer",
-                expected=f"--tensor-parallel or {option}",
-                got="both",
-            )
+    has_limit = options.held_bytes is not None
+    check_alternatives(options.split, options.cpu_layers, options.experts_on, has_limit=has_limit)
     if not device.startswith("cuda"):
         return
     if device != "cuda":
@@ -275,6 +266,8 @@ def load_leader(
 
     def report(done_bytes: int, total_bytes: int) -> None:
         followers.check()  # a rank that has failed ends the load
+        if followers.nccl_id is not None and followers.nccl_id.done():
+            followers.nccl_id.result()  # a failure, which the others do not know about
         if loading.progress is not None:
             loading.progress(done_bytes, total_bytes)
 
@@ -308,7 +301,7 @@ def connecting_leader(group: Group, rank: Rank, ops: OpTable) -> Connecting | No
     end of the group ends what waits in the exchange, and frees it."""
     if group.nccl_id is None:
         return None
-    connecting = Connecting(group.nccl_id.result, rank, ops.device)
+    connecting = Connecting(group.nccl_id.result, rank, ops.device, in_order=ops.is_batch_invariant)
     group.on_failure, group.on_close = connecting.abort, connecting.abort
     return connecting
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import NamedTuple, cast
 
 import torch
@@ -56,12 +57,12 @@ class SharedMemory:
 
 
 def _free(device: torch.device, own: int, opened: Sequence[int]) -> None:
-    """Frees memory of this process, and closes that of others."""
+    """Frees memory of this process, and closes that of others, even if one cannot be closed."""
     library = cuda.load()
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), ExitStack() as stack:
+        stack.callback(library.call, "shared_free", own)
         for one in opened:
-            library.call("shared_close", one)
-        library.call("shared_free", own)
+            stack.callback(library.call, "shared_close", one)
 
 
 class _Pending(NamedTuple):
