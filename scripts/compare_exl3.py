@@ -1,7 +1,8 @@
 """Compare EXL3 with other quantizers on a whole model. Usage: compare_exl3.py MODEL TEXT ...
 
 MODEL is a GGUF file or a folder of safetensors that is not quantized. For each of --rates, exl
-converts it to EXL3. Every result is compared with MODEL on the same windows of TEXT:
+converts it to EXL3, unless --no-exl3. Every result is compared with MODEL on the same windows of
+TEXT:
 
   --exl2             exl's conversion to EXL2, whose least rate is about 2.1
   --exllamav3        exllamav3's converter, a process of its own; needs a GPU
@@ -21,8 +22,9 @@ divergence from the source in nats; errors are standard errors over tokens. `sec
 the conversion, `stages` its parts. The line of a result that failed has an `error`, and the exit
 code is then 1.
 
-With --work, results stay in DIR. After an interruption the same command goes on: a finished result
-is only evaluated again, and has no `seconds`. DIR is for one model and one set of options.
+With --work, results and calibration rows stay in DIR. After an interruption the same command goes
+on: a finished result is only evaluated again, and has no `seconds`. Other rates and quantizers can
+be added later, by several processes at once too. DIR is for one model and one set of rows.
 """
 
 from __future__ import annotations
@@ -30,16 +32,20 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import re
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import cast
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from exl_core.arch.modules import module_table
 from exl_core.convert.calibration import AT_ONCE, CalibrationRows, rows_of_model
@@ -71,6 +77,7 @@ from quantizer_peers import (
 )
 
 HEAD_BITS = 6
+RESULT = re.compile(r"exl[23]-[\d.]+")  # without the endings of unfinished ones
 SHARD_BYTES = 8 << 30
 Figures = dict[str, object]
 
@@ -106,6 +113,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=64, help="calibration rows")
     parser.add_argument("--length", type=int, default=1024, help="tokens per calibration row")
     parser.add_argument("--work", type=Path, metavar="DIR", help="default: a temporary folder")
+    parser.add_argument("--no-exl3", action="store_true", help="no conversion to EXL3")
     parser.add_argument("--exl2", action="store_true")
     parser.add_argument("--exllamav3", action="store_true")
     parser.add_argument("--load-in-exllamav3", action="store_true")
@@ -141,7 +149,7 @@ def compare(args: argparse.Namespace, work: Path) -> int:
 
 def jobs(args: argparse.Namespace, bench: Bench) -> Iterator[tuple[str, Callable[[], Figures]]]:
     """Work that yields one line each, by name of the line."""
-    for bits in args.rates:
+    for bits in () if args.no_exl3 else args.rates:
         yield f"exl3 {bits:g}", partial(bench.convert, "exl3", bits)
     for bits in args.rates if args.exl2 else ():
         yield f"exl2 {bits:g}", partial(bench.convert, "exl2", bits)
@@ -167,7 +175,6 @@ class Bench:
     running: RunningReference
     num_rows: int
     length: int
-    measurements: dict[Format, Path] = field(default_factory=dict)
 
     @classmethod
     def open(cls, args: argparse.Namespace, work: Path) -> Bench:
@@ -185,13 +192,26 @@ class Bench:
 
     @cached_property
     def rows(self) -> CalibrationRows:
-        """Rows that the source generates; prints how long that took."""
+        """Rows that the source generates; prints how long that took. Kept in a file."""
+        path = self.work / "rows.safetensors"
+        if path.is_file():
+            with safe_open(path, "pt") as file:
+                return CalibrationRows(file.get_tensor("token_ids"), **file.metadata())
         started = time.monotonic()
         rows = rows_of_model(
             self.source, rows=self.num_rows, length=self.length, seed=0, at_once=AT_ONCE
         )
+        facts = {"sha256": rows.sha256, "description": rows.description}
+        unfinished = path.with_suffix(f".{os.getpid()}")  # other processes see whole files only
+        save_file({"token_ids": rows.token_ids}, unfinished, metadata=facts)
+        unfinished.replace(path)
         say("calibration rows", {"tokens": rows.token_ids.numel(), **since(started)})
         return rows
+
+    def measurement(self, format_: Format) -> Path | None:
+        """That of any finished conversion to the format."""
+        found = self.work.glob(f"{format_}-*/{MEASUREMENT_NAME}")
+        return next((path for path in found if RESULT.fullmatch(path.parent.name)), None)
 
     @cached_property
     def safetensors(self) -> Path:
@@ -222,7 +242,7 @@ class Bench:
                 calibration_sha256=rows.sha256,
                 shard_bytes=SHARD_BYTES,
                 stages=ConvertOptions(device=self.device, head_bits=HEAD_BITS, format=format_),
-                measurement=self.measurements.get(format_),
+                measurement=self.measurement(format_),
             )
             hooks = Hooks(
                 make_rows=lambda _: rows,
@@ -233,7 +253,6 @@ class Bench:
             )
             convert_model(task, hooks)
             facts = clock.figures()
-        self.measurements.setdefault(format_, out / MEASUREMENT_NAME)
         return {"bits": bits_per_weight(out), **facts, **self.evaluate_folder(out)}
 
     def convert_by_exllamav3(self, bits: float) -> Figures:
@@ -248,7 +267,7 @@ class Bench:
         out, values, started = self.work / f"llama-{kind}.gguf", self.importance, time.monotonic()
         quantize_by_llama_cpp(self.path, out, kind, values)
         facts = since(started)
-        with LlamaPasses(out, longest_of(self.layout)) as passes:
+        with LlamaPasses(out, longest_of(self.layout), self.device) as passes:
             found = self.evaluate(cast(TextPasses, passes))  # has the method that is called
         return {"bits": gguf_bits_per_weight(out), **facts, **found}
 

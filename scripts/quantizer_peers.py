@@ -1,8 +1,9 @@
 """Other quantizers that `compare_exl3.py` compares with: exllamav3's converter, llama.cpp's.
 
 exllamav3's converter runs in a process of its own. `pip install --no-deps exllamav3==1.6.5` (and
-the packages that its import names) compiles its extension when it is first imported; how to build
-the extension faster is in docs/experiments/exl3-writer.md.
+the packages that its import names) compiles its extension when it is first imported. How to build
+the extension faster, and which line of exllamav3 hides the tensors of Gemma 3's text models from
+it, is in docs/experiments/exl3-writer.md.
 
 llama.cpp is called through llama-cpp-py-sync (`pip install llama-cpp-py-sync cffi`), which comes
 with llama.cpp's libraries. Its quantizer takes an importance matrix from memory. The quantized file
@@ -64,18 +65,23 @@ def require_exllamav3() -> None:
 
 
 def convert_by_exllamav3(source: Path, out: Path, *, bits: float, head_bits: int) -> None:
-    """Runs exllamav3's converter on a folder of safetensors with a `tokenizer.json`."""
+    """Runs exllamav3's converter on a folder of safetensors with a `tokenizer.json`.
+
+    What it prints goes to a file beside `out` that ends in `.log`.
+    """
     if not (source / "tokenizer.json").is_file():
         raise RequestError("exllamav3 needs a tokenizer.json", where=source)
-    partial, work = (out.with_name(out.name + end) for end in (".partial", ".work"))
+    partial, work, log = (out.with_name(out.name + end) for end in (".partial", ".work", ".log"))
     for folder in (partial, work):
         shutil.rmtree(folder, ignore_errors=True)
     options = {"-i": source, "-o": partial, "-w": work, "-b": bits, "-hb": head_bits}
     words = [str(word) for option in options.items() for word in option]
     command = [sys.executable, "-m", "exllamav3.conversion.convert_model", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with log.open("w", encoding="utf-8") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
     if done.returncode or not (partial / "config.json").is_file():
-        raise ExlError("exllamav3's converter failed", got=_last_line(done.stderr or done.stdout))
+        last = _last_line(log.read_text(encoding="utf-8", errors="replace"))
+        raise ExlError("exllamav3's converter failed", where=log, got=last)
     partial.rename(out)
     shutil.rmtree(work, ignore_errors=True)
 
@@ -198,8 +204,10 @@ def gguf_bits_per_weight(path: Path) -> float:
 class LlamaPasses:
     """Predictions of llama.cpp along texts, with the method `logits` of exl's `TextPasses`."""
 
-    def __init__(self, path: Path, longest: int) -> None:
-        """Loads a file, for texts of at most `longest` tokens."""
+    def __init__(self, path: Path, longest: int, device: str) -> None:
+        """Loads a file, for texts of at most `longest` tokens. Computes on the CPU; the logits are
+        moved to `device`."""
+        self._device = device
         self._ffi, self._lib = ffi, lib = _llama_cpp()
         lib.llama_backend_init()
         self._model = lib.llama_model_load_from_file(
@@ -243,7 +251,7 @@ class LlamaPasses:
             found = torch.frombuffer(memory, dtype=torch.float32).view(count, self._vocab_size)
             skipped = max(0, first - 1 - start)
             if skipped < count:
-                yield start + 1 + skipped, found[skipped:]
+                yield start + 1 + skipped, found[skipped:].to(self._device)
 
 
 def _llama_cpp() -> tuple[Any, Any]:
@@ -266,5 +274,5 @@ def _silence(ffi: Any) -> Any:
 
 
 def _last_line(text: str) -> str:
-    lines = text.strip().splitlines() or ["nothing on stderr"]
+    lines = text.strip().splitlines() or ["no output"]
     return lines[-1][:300]
