@@ -230,9 +230,12 @@ def plain(rows: Sequence[ModuleRow], form: str) -> dict[str, Tensor]:
 def exl_tensors(rows: Sequence[ModuleRow], writer: Exl2Writer | Exl3Writer) -> dict[str, Tensor]:
     """Tensors in EXL2 or EXL3. Matrices that the checkpoints of a family fuse are one matrix."""
     gated = {row.layer for row in rows if row.role == "q_gate"}
+    has_delta_net = any(row.role == "delta_q" for row in rows)
+    root = "model.language_model." if has_delta_net else "model."  # all of these see images, too
     tensors: dict[str, Tensor] = {}
     for row in rows:
         name, num_rows = stored_as(row, has_gate=row.layer in gated)
+        name = name.replace("model.", root, 1)
         stem = name.removesuffix(".weight")
         if not (row.is_converted or row.kind is Kind.HEAD):
             tensors[name] = unquantized(row)
@@ -249,16 +252,17 @@ def stored_as(row: ModuleRow, *, has_gate: bool) -> tuple[str, int]:
         place = places[0]
     else:
         place = next((p for p in places if ".in_proj_" in p.name), row.written)
-    multimodal = place.name.replace("model.", "model.language_model.", 1)
-    is_multimodal = any(p.name == multimodal for p in places)
-    return multimodal if is_multimodal else place.name, place.num_rows
+    return place.name, place.num_rows
 
 
 def unquantized(row: ModuleRow) -> Tensor:
     if row.is_matrix:
         return halves(row.shape[0], row.shape[1], row.shape[1] ** -0.5)
-    ones = torch.ones(row.shape).half()
-    return ones.unsqueeze(1) if row.kind is Kind.TAPS else ones
+    ones = torch.ones(row.shape)
+    if row.kind is Kind.TAPS:
+        return ones.unsqueeze(1).bfloat16()
+    # exllamav3's kernels read these of a delta net as bfloat16, the type of published checkpoints.
+    return ones.bfloat16() if row.role in ("step_bias", "decay", "mixer_norm") else ones.half()
 
 
 if __name__ == "__main__":
