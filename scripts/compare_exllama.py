@@ -23,8 +23,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from exl_core.session.load import LoadedModel
 
 SCRIPTS = Path(__file__).resolve().parent
 Figures = Mapping[str, Any]
@@ -44,7 +46,10 @@ def main() -> int:
     parser.add_argument("--backend", default="native,nccl", help="exllamav3's, with several ranks")
     parser.add_argument("--device", default="cuda", help="of exl; the peers need GPUs")
     parser.add_argument("--only", choices=("exl", "peer"), help="leave the other out")
+    parser.add_argument("--own", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.own:
+        return measure_own(args)
     best: dict[str, Rates] = {"exl": {}, "peers": {}}
     has_failed = False
     for model in args.models:
@@ -86,36 +91,63 @@ def method_of(model: Path) -> str:
 
 
 def own_rates(model: Path, args: argparse.Namespace) -> Rates | None:
-    """Rates of `exl bench`. Prompts have a run of their own, with a batch of one."""
-    ranks = ("--tensor-parallel", f"{args.ranks}") if args.ranks > 1 else ("--split", "none")
-    command = ["-m", "exl_cli", "bench", str(model), "--device", args.device, *ranks]
-    command += ["--json", "--quiet", "--repeat", f"{args.repeat}"]
+    command = [__file__, str(model), "--own", "--device", args.device, "--ranks", f"{args.ranks}"]
+    command += ["--batch", args.batch, "--prefill", args.prefill, "--repeat", f"{args.repeat}"]
+    found = measured(*command, "--depth", f"{args.depth}", "--decode", f"{args.decode}")
+    if found is None:
+        return None
+    note(f"exl, {model.name}: {found['facts']}")
+    rates: Rates = found["rates"]
+    return rates
+
+
+def measure_own(args: argparse.Namespace) -> int:
+    """Measures exl in this process, as `exl bench` does, and prints one line."""
+    from exl_core.engine.engine import PREFILL_CHUNK
+    from exl_core.session.load import load_model
+    from exl_eval.speed import SpeedOptions, measure_speed
+
+    placed: dict[str, Any] = {"tensor_parallel": args.ranks} if args.ranks > 1 else {}
+    loaded = load_model(args.models[0], device=args.device, **placed or {"split": "none"})
+    batches, prompts = (
+        tuple(int(n) for n in text.split(",") if n) for text in (args.batch, args.prefill)
+    )
     rates: Rates = {}
-    loads = []
-    if args.batch:
-        steps = ("--depth", f"{args.depth}", "--decode", f"{args.decode}", "--prefill", "8")
-        found = measured(*command, *steps, "--batch", args.batch)
-        if found is None:
-            return None
-        rates |= {f"decode batch {run['batch']}": run["decode_tok_s"] for run in found["runs"]}
-        loads.append(found["load_s"])
-        shares = {run["batch"]: round(run["floor_share"], 3) for run in found["runs"]}
-        note(f"exl {model.name}: shares of the floor {shares}")
-    if args.prefill:
-        found = measured(*command, "--prefill", args.prefill, "--decode", "1")
-        if found is None:
-            return None
-        rates |= {f"prefill {run['prompt_tokens']}": run["prefill_tok_s"] for run in found["runs"]}
-        loads.append(found["load_s"])
-    return {**rates, "load": median(loads)}
+    facts: dict[str, Any] = {}
+    try:
+        if batches:
+            options = SpeedOptions((8,), args.decode, batches, args.repeat, depth=args.depth)
+            runs = measure_speed(loaded, options, start_memory_bytes=0).runs
+            rates |= {f"decode batch {run.batch}": run.decode.median for run in runs}
+            facts["floor_share"] = {run.batch: round(run.floor_share, 3) for run in runs}
+            facts["different_tokens"] = {size: different(loaded, size, args) for size in batches}
+        if prompts:
+            chunk = PREFILL_CHUNK["cuda"]
+            options = SpeedOptions(prompts, 1, (1,), args.repeat, pass_rows=chunk)
+            runs = measure_speed(loaded, options, start_memory_bytes=0).runs
+            rates |= {f"prefill {run.prompt_tokens}": run.prefill.median for run in runs}
+    finally:
+        loaded.unload()
+    print(json.dumps({"rates": {**rates, "load": loaded.load_s}, "facts": facts}), flush=True)
+    return 0
+
+
+def different(loaded: LoadedModel, batch: int, args: argparse.Namespace) -> int:
+    """Number of different tokens after the last step. Rows with equal tokens choose equal experts,
+    which makes a step cheaper."""
+    from exl_core.cache.format import KVFormat
+    from exl_eval.workload import Workload
+
+    tokens = args.depth + args.decode
+    work = Workload(loaded.model, KVFormat.FP16, tokens=tokens, batch=batch)
+    return len(set(work.decode(work.fill(args.depth), args.depth, args.decode)))
 
 
 def peer_rates(script: str, model: Path, *options: str) -> Rates | None:
     found = measured(str(SCRIPTS / script), str(model), *options)
     if found is None:
         return None
-    if not found.get("is_finite", True):
-        note(f"{script}: logits of {model.name} are not numbers")
+    note(f"{script}, {model.name}: {found.get('facts')}")
     decode = {f"decode batch {size}": rate for size, rate in found["decode_tok_s"].items()}
     prefill = {f"prefill {count}": rate for count, rate in found["prefill_tok_s"].items()}
     return {**decode, **prefill, "load": found["load_s"]}

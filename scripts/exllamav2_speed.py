@@ -25,6 +25,8 @@ from exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config
 from exllamav2.version import __version__
 
 Rates = dict[str, float]
+FACTS: dict[str, dict[int, int]] = {"different_tokens": {}}
+"""Number of different tokens after the last step by batch size; 0 if logits were not numbers."""
 
 
 def main() -> int:
@@ -51,7 +53,7 @@ def main() -> int:
         steps = args.depth, args.decode, args.repeat
         decode = {f"{size}": decode_rate(model, size, *steps) for size in batches}
         prefill = {f"{count}": prefill_rate(model, count, args.repeat) for count in prompts}
-    result: dict[str, Any] = {"version": __version__, "load_s": load_s}
+    result: dict[str, Any] = {"version": __version__, "load_s": load_s, "facts": FACTS}
     print(json.dumps({**result, "decode_tok_s": decode, "prefill_tok_s": prefill}))
     return 0
 
@@ -69,6 +71,8 @@ def decode_rate(model: ExLlamaV2, batch: int, depth: int, decode: int, repeat: i
         for _ in range(decode):
             logits = model.forward(newest, cache)
             newest = logits[:, -1:].argmax(-1).cpu()
+        count = len(newest.unique()) if logits.isfinite().all() else 0
+        FACTS["different_tokens"][batch] = count
 
     return batch * decode / seconds(once, repeat)
 

@@ -58,7 +58,7 @@ def main() -> int:
         prefill = {f"{count}": measuring.prefill(count) for count in prompts}
         steps = args.depth, args.decode, span
         decode = {f"{size}": measuring.decode(size, *steps) for size in batches}
-    result = {"version": __version__, "load_s": load_s, "is_finite": measuring.is_finite}
+    result = {"version": __version__, "load_s": load_s, "facts": measuring.facts}
     print(json.dumps({**result, "decode_tok_s": decode, "prefill_tok_s": prefill}), flush=True)
     if args.ranks > 1:
         model.unload()
@@ -70,12 +70,13 @@ def paged(tokens: int) -> int:
 
 
 class Measuring:
-    """Rates of a loaded model. `is_finite` says whether all logits read last were numbers."""
+    """Rates of a loaded model. `facts` has, for each batch size, the number of different tokens
+    after the last step; 0 if logits were not numbers."""
 
     def __init__(self, model: Any, cache: Any, repeat: int) -> None:
         self._model, self._cache, self._repeat = model, cache, repeat
         self._is_recurrent = bool(model.get_recurrent_layers())
-        self.is_finite = True
+        self.facts: dict[str, dict[int, int]] = {"different_tokens": {}}
 
     def decode(self, batch: int, depth: int, decode: int, span: int) -> float:
         """Tokens per second over all sequences."""
@@ -89,7 +90,8 @@ class Measuring:
                 params = {**self._params(batch, past, span), **states}
                 logits: Tensor = self._model.forward(newest, params)[:, -1:]
                 newest = logits.argmax(-1).cpu()
-            self.is_finite &= bool(logits.isfinite().all())
+            count = len(newest.unique()) if logits.isfinite().all() else 0
+            self.facts["different_tokens"][batch] = count
 
         return batch * decode / self._seconds(lambda: self._with_states(batch, depth, steps))
 

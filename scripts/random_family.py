@@ -238,7 +238,7 @@ def exl_tensors(rows: Sequence[ModuleRow], writer: Exl2Writer | Exl3Writer) -> d
         name = name.replace("model.", root, 1)
         stem = name.removesuffix(".weight")
         if not (row.is_converted or row.kind is Kind.HEAD):
-            tensors[name] = unquantized(row)
+            tensors[name] = unquantized(row, is_tied=False)
         elif f"{stem}.{writer.first_part}" not in tensors:
             parts = writer.linear(stem, row.shape[1], num_rows, f"{row.layer} {row.expert} input")
             tensors |= {f"{stem}.{part}": tensor for part, tensor in parts.items()}
@@ -255,9 +255,11 @@ def stored_as(row: ModuleRow, *, has_gate: bool) -> tuple[str, int]:
     return place.name, place.num_rows
 
 
-def unquantized(row: ModuleRow) -> Tensor:
+def unquantized(row: ModuleRow, *, is_tied: bool = True) -> Tensor:
     if row.is_matrix:
-        return halves(row.shape[0], row.shape[1], row.shape[1] ** -0.5)
+        # An untied embedding outweighs the layers, so that different tokens keep different states.
+        scale = 1.0 if row.kind is Kind.EMBEDDING and not is_tied else row.shape[1] ** -0.5
+        return halves(row.shape[0], row.shape[1], scale)
     ones = torch.ones(row.shape)
     if row.kind is Kind.TAPS:
         return ones.unsqueeze(1).bfloat16()

@@ -134,7 +134,7 @@ def test_the_peer_runs_the_same_passes(
     monkeypatch.setattr(sys, "argv", ["exllamav3_speed.py", "somewhere", *options])
     assert importlib.import_module("exllamav3_speed").main() == 0
     result = json.loads(capsys.readouterr().out)
-    assert (result["version"], result["is_finite"]) == ("1.6.5", True)
+    assert (result["version"], result["facts"]) == ("1.6.5", {"different_tokens": {"2": 2}})
     assert math.isfinite(result["decode_tok_s"]["2"] + result["prefill_tok_s"]["24"])
     assert model.calls[1:3] == [("prefill", 0, 24, [123])] * 2
     steps = [("forward", 5 + i, 1, [105 + i, 106 + i]) for i in range(3)]
@@ -156,14 +156,9 @@ def test_lines_have_ratios_and_a_failed_peer_is_reported(
             return SimpleNamespace(returncode=1, stdout="", stderr="a line\nno GPU\n")
         if command[1].endswith("exllamav3_speed.py"):
             return SimpleNamespace(returncode=0, stdout=json.dumps({"load_s": 2.0, **rates}))
-        is_steps = "--depth" in command
-        sizes = (1, 8) if is_steps else (1,)
-        runs = [
-            {"batch": size, "prompt_tokens": 64, "decode_tok_s": 200.0, "prefill_tok_s": 20480.0}
-            for size in sizes
-        ]
-        runs = [one | {"floor_share": 0.5} for one in runs]
-        text = json.dumps({"runs": runs, "load_s": 1.0 if is_steps else 3.0})
+        assert "--own" in command
+        own = {"decode batch 1": 200.0, "decode batch 8": 200.0, "prefill 64": 20480.0}
+        text = json.dumps({"rates": {**own, "load": 2.0}, "facts": {}})
         return SimpleNamespace(returncode=0, stdout=f"a line\n{text}\n")
 
     monkeypatch.setattr(script, "subprocess", SimpleNamespace(run=run))
@@ -179,3 +174,19 @@ def test_lines_have_ratios_and_a_failed_peer_is_reported(
         for model in ("three", "best of each")
         for figure, ratio in expected.items()
     }
+
+
+@pytest.mark.thorough
+def test_own_rates_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, options = str(tmp_path / "model"), ("--size", "tiny", "--format", "exl3")
+    monkeypatch.setattr(sys, "argv", ["random_exl2.py", model, *options])
+    assert importlib.import_module("random_exl2").main() == 0
+    steps = ("--batch", "1,3", "--prefill", "16", "--decode", "2", "--depth", "4", "--repeat", "1")
+    command = ["compare_exllama.py", model, "--own", "--device", "cpu", *steps]
+    monkeypatch.setattr(sys, "argv", command)
+    assert importlib.import_module("compare_exllama").main() == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["rates"].keys() == {"decode batch 1", "decode batch 3", "prefill 16", "load"}
+    assert 1 <= found["facts"]["different_tokens"]["3"] <= 3
