@@ -71,7 +71,7 @@ def decode_rate(model: ExLlamaV2, batch: int, depth: int, decode: int, repeat: i
         for _ in range(decode):
             logits = model.forward(newest, cache)
             newest = logits[:, -1:].argmax(-1).cpu()
-        count = len(newest.unique()) if logits.isfinite().all() else 0
+        count = len(set(newest.flatten().tolist())) if logits.isfinite().all() else 0
         FACTS["different_tokens"][batch] = count
 
     return batch * decode / seconds(once, repeat)

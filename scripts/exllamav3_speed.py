@@ -90,7 +90,7 @@ class Measuring:
                 params = {**self._params(batch, past, span), **states}
                 logits: Tensor = self._model.forward(newest, params)[:, -1:]
                 newest = logits.argmax(-1).cpu()
-            count = len(newest.unique()) if logits.isfinite().all() else 0
+            count = len(set(newest.flatten().tolist())) if logits.isfinite().all() else 0
             self.facts["different_tokens"][batch] = count
 
         return batch * decode / self._seconds(lambda: self._with_states(batch, depth, steps))
