@@ -1,9 +1,9 @@
 """Time exllamav2 on an EXL2 or GPTQ directory. Usage: exllamav2_speed.py DIR [--batch 1,8] ...
 
 Times the same work as `exl bench`. Decode: `--decode` steps after `--depth` cached tokens. Each
-step is fed the likeliest tokens of the previous one, which are read back. Prefill: from an empty
-cache, with logits of the last token only. One repetition runs unmeasured first. The last line is
-JSON.
+step is fed the likeliest tokens of the previous one, which are read back, and sequences begin with
+different tokens. Prefill: from an empty cache, with logits of the last token only. One repetition
+runs unmeasured first. The last line is JSON.
 
 Needs a GPU and exllamav2 0.3.2, which compiles its extension at the first import. Without
 flash-attn its prefill computes wrong attention unless EXLLAMA_NO_SDPA=1 is set. The comparison
@@ -25,6 +25,8 @@ from exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config
 from exllamav2.version import __version__
 
 Rates = dict[str, float]
+FACTS: dict[str, dict[int, int]] = {"different_tokens": {}}
+"""Number of different tokens after the last step by batch size; 0 if logits were not numbers."""
 
 
 def main() -> int:
@@ -36,10 +38,12 @@ def main() -> int:
     parser.add_argument("--depth", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
-    batches, prompts = ([int(n) for n in text.split(",")] for text in (args.batch, args.prefill))
+    batches, prompts = (
+        [int(n) for n in text.split(",") if n] for text in (args.batch, args.prefill)
+    )
     config = ExLlamaV2Config(args.model)
-    config.max_batch_size = max(batches)
-    config.max_seq_len = max(*prompts, args.depth + args.decode)
+    config.max_batch_size = max([1, *batches])
+    config.max_seq_len = max([*prompts, args.depth + args.decode])
     started = time.perf_counter()
     model = ExLlamaV2(config)
     model.load()
@@ -49,7 +53,7 @@ def main() -> int:
         steps = args.depth, args.decode, args.repeat
         decode = {f"{size}": decode_rate(model, size, *steps) for size in batches}
         prefill = {f"{count}": prefill_rate(model, count, args.repeat) for count in prompts}
-    result: dict[str, Any] = {"version": __version__, "load_s": load_s}
+    result: dict[str, Any] = {"version": __version__, "load_s": load_s, "facts": FACTS}
     print(json.dumps({**result, "decode_tok_s": decode, "prefill_tok_s": prefill}))
     return 0
 
@@ -57,7 +61,7 @@ def main() -> int:
 def decode_rate(model: ExLlamaV2, batch: int, depth: int, decode: int, repeat: int) -> float:
     """Tokens per second over all sequences."""
     cache = ExLlamaV2Cache(model, batch_size=batch, max_seq_len=depth + decode)
-    first = torch.full((batch, 1), 100)
+    first = 100 + torch.arange(batch).unsqueeze(1)
     for _ in range(depth):
         model.forward(first, cache)
 
@@ -67,6 +71,8 @@ def decode_rate(model: ExLlamaV2, batch: int, depth: int, decode: int, repeat: i
         for _ in range(decode):
             logits = model.forward(newest, cache)
             newest = logits[:, -1:].argmax(-1).cpu()
+        count = len(set(newest.flatten().tolist())) if logits.isfinite().all() else 0
+        FACTS["different_tokens"][batch] = count
 
     return batch * decode / seconds(once, repeat)
 

@@ -101,6 +101,7 @@ class Exl2Writer:
     """Writer of EXL2 linears with random codes."""
 
     file_name = "output.safetensors"
+    first_part = "q_weight"
 
     def __init__(
         self, mix: list[tuple[int, float]], head_bits: int, *, has_own_orders: bool
@@ -170,9 +171,11 @@ class GptqWriter:
 
 
 class Exl3Writer:
-    """Writer of EXL3: random rings of trellis codes with the codebook mul1."""
+    """Writer of EXL3: random rings of trellis codes with the codebook mul1. Sizes are padded to
+    multiples of 128."""
 
     file_name = "model.safetensors"
+    first_part = "trellis"
 
     def __init__(self, bits: float, head_bits: int) -> None:
         self._bits, self._head_bits = bits, head_bits
@@ -188,6 +191,7 @@ class Exl3Writer:
 
     def linear(self, name: str, rows: int, columns: int, source: str) -> Parts:  # noqa: ARG002
         bits = self._head_bits if name == "lm_head" else self._bits
+        rows, columns = -(-rows // GROUP) * GROUP, -(-columns // GROUP) * GROUP
         tiles = words(rows * columns // 256, int(8 * bits)).view(torch.int16)
         return {
             "trellis": tiles.view(rows // 16, columns // 16, int(16 * bits)),

@@ -3,8 +3,9 @@
 Speed depends on shapes and formats, not on values. The families have the widths of published models
 and fewer layers. Names and shapes of the tensors come from the module table.
 Formats apply to the matrices of the layers: fp16; gptq, gptq-act-order, awq and ct (packed
-compressed-tensors) with 4 bits in groups of 128; fp8 with blocks of 128 x 128; fp8-channel. The
-last line printed is JSON.
+compressed-tensors) with 4 bits in groups of 128; fp8 with blocks of 128 x 128; fp8-channel; exl2
+and exl3 with 4 bits and an untied head of 6 bits, under the names that exllamav2 and exllamav3
+read. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from exl_core.arch.hf_config import read_hf_config
 from exl_core.arch.modules import Kind, ModuleRow, module_table
-from random_exl2 import byte_tokenizer, halves, words
+from random_exl2 import MIXES, Exl2Writer, Exl3Writer, byte_tokenizer, halves, parse_mix, words
 
 GROUP, BLOCK, SCALE = 128, 128, 0.004
 DENSE = ("router", "shared_router", "delta_a", "delta_b")
@@ -68,6 +69,11 @@ FAMILIES = {
         "Starcoder2", 4608, 18432, (36, 4), model_type="starcoder2", norm_epsilon=1e-5,
         use_bias=True, hidden_act="gelu_pytorch_tanh",
     ),
+    "qwen3-30b-a3b": family(
+        "Qwen3Moe", 2048, 6144, (32, 4), model_type="qwen3_moe", head_dim=128, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, rope_theta=1e6,
+        decoder_sparse_step=1, mlp_only_layers=[], vocab_size=151936,
+    ),
     "qwen3.5-35b-a3b": family(
         "Qwen3_5Moe", 2048, 512, (16, 2), model_type="qwen3_5_moe_text", head_dim=256,
         linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
@@ -87,6 +93,14 @@ FAMILIES = {
         q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
         n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1408,
         first_k_dense_replace=1, topk_method="greedy", norm_topk_prob=False, rope_theta=10000.0,
+    ),
+    # The sizes of V2-Lite with the router of V3, for programs that know V3 only.
+    "deepseek-v3-lite": family(
+        "DeepseekV3", 2048, 11008, (16, 16), model_type="deepseek_v3", kv_lora_rank=512,
+        q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+        n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1408,
+        first_k_dense_replace=1, topk_method="noaux_tc", scoring_func="sigmoid", n_group=1,
+        topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0, rope_theta=10000.0,
     ),
 }  # fmt: skip
 
@@ -167,39 +181,90 @@ MAKERS: dict[str, Maker] = {
     "fp8": fp8,
     "fp8-channel": partial(fp8, by_channel=True),
 }
+EXL: dict[str, Callable[[], Exl2Writer | Exl3Writer]] = {
+    "exl2": lambda: Exl2Writer(parse_mix(MIXES["4"]), 6, has_own_orders=False),
+    "exl3": lambda: Exl3Writer(4, 6),
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("family", choices=FAMILIES)
-    parser.add_argument("format", choices=SETTINGS)
+    parser.add_argument("format", choices=[*SETTINGS, *EXL])
     parser.add_argument("--layers", type=int, default=12)
     args = parser.parse_args()
     written = {**FAMILIES[args.family], "num_hidden_layers": args.layers}
-    if SETTINGS[args.format]:
+    writer = EXL[args.format]() if args.format in EXL else None
+    if writer is not None:
+        written |= {"quantization_config": writer.settings, "tie_word_embeddings": False}
+    elif SETTINGS[args.format]:
         written["quantization_config"] = SETTINGS[args.format]
     args.out.mkdir(parents=True)
     (args.out / "config.json").write_text(json.dumps(written, indent=2), encoding="utf-8")
-    table = module_table(read_hf_config(args.out))
-    orders: dict[int, Tensor] = {}
-    tensors: dict[str, Tensor] = {}
-    for row in table.rows:
-        is_layers = row.kind is Kind.LINEAR and row.layer is not None
-        if is_layers and row.role not in DENSE and args.format in MAKERS:
-            order = None
-            if args.format == "gptq-act-order":
-                order = orders.setdefault(row.shape[1], torch.randperm(row.shape[1]))
-            parts = MAKERS[args.format](row, order)
-            tensors |= {f"{row.stem}.{part}": tensor for part, tensor in parts.items()}
-        elif row.is_matrix:
-            tensors[row.name] = halves(row.shape[0], row.shape[1], row.shape[1] ** -0.5)
-        else:
-            tensors[row.name] = torch.ones(row.shape).half()
+    rows = module_table(read_hf_config(args.out)).rows
+    tensors = plain(rows, args.format) if writer is None else exl_tensors(rows, writer)
     save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
     byte_tokenizer().save(str(args.out / "tokenizer.json"))
     print(json.dumps({"out": str(args.out), "bytes": sum(x.nbytes for x in tensors.values())}))
     return 0
+
+
+def plain(rows: Sequence[ModuleRow], form: str) -> dict[str, Tensor]:
+    """Tensors in any format but EXL2 and EXL3, under canonical names."""
+    orders: dict[int, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
+    for row in rows:
+        is_layers = row.kind is Kind.LINEAR and row.layer is not None
+        if is_layers and row.role not in DENSE and form in MAKERS:
+            order = None
+            if form == "gptq-act-order":
+                order = orders.setdefault(row.shape[1], torch.randperm(row.shape[1]))
+            parts = MAKERS[form](row, order)
+            tensors |= {f"{row.stem}.{part}": tensor for part, tensor in parts.items()}
+        else:
+            tensors[row.name] = unquantized(row)
+    return tensors
+
+
+def exl_tensors(rows: Sequence[ModuleRow], writer: Exl2Writer | Exl3Writer) -> dict[str, Tensor]:
+    """Tensors in EXL2 or EXL3. Matrices that the checkpoints of a family fuse are one matrix."""
+    gated = {row.layer for row in rows if row.role == "q_gate"}
+    has_delta_net = any(row.role == "delta_q" for row in rows)
+    root = "model.language_model." if has_delta_net else "model."  # all of these see images, too
+    tensors: dict[str, Tensor] = {}
+    for row in rows:
+        name, num_rows = stored_as(row, has_gate=row.layer in gated)
+        name = name.replace("model.", root, 1)
+        stem = name.removesuffix(".weight")
+        if not (row.is_converted or row.kind is Kind.HEAD):
+            tensors[name] = unquantized(row, is_tied=False)
+        elif f"{stem}.{writer.first_part}" not in tensors:
+            parts = writer.linear(stem, row.shape[1], num_rows, f"{row.layer} {row.expert} input")
+            tensors |= {f"{stem}.{part}": tensor for part, tensor in parts.items()}
+    return tensors
+
+
+def stored_as(row: ModuleRow, *, has_gate: bool) -> tuple[str, int]:
+    """Name in a published checkpoint, and the number of rows of the stored tensor."""
+    places = row.safetensors
+    if row.role in ("delta_q", "delta_k", "delta_v") or (has_gate and row.role in ("q", "q_gate")):
+        place = places[0]
+    else:
+        place = next((p for p in places if ".in_proj_" in p.name), row.written)
+    return place.name, place.num_rows
+
+
+def unquantized(row: ModuleRow, *, is_tied: bool = True) -> Tensor:
+    if row.is_matrix:
+        # An untied embedding outweighs the layers, so that different tokens keep different states.
+        scale = 1.0 if row.kind is Kind.EMBEDDING and not is_tied else row.shape[1] ** -0.5
+        return halves(row.shape[0], row.shape[1], scale)
+    ones = torch.ones(row.shape)
+    if row.kind is Kind.TAPS:
+        return ones.unsqueeze(1).bfloat16()
+    # exllamav3's kernels read these of a delta net as bfloat16, the type of published checkpoints.
+    return ones.bfloat16() if row.role in ("step_bias", "decay", "mixer_norm") else ones.half()
 
 
 if __name__ == "__main__":

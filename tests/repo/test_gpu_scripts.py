@@ -71,7 +71,9 @@ def test_random_models_load_and_run(
     assert (facts["quant_method"], facts["bits"]) == (method, bits)
     loaded = load_model(str(tmp_path / "model"))
     work = Workload(loaded.model, KVFormat.FP16, tokens=9, batch=2)
-    newest = work.step(work.fill(8), 8)
+    first = work.fill(8)
+    assert first[0] != first[1]
+    newest = work.step([first[0]] * 2, 8)
     assert newest[0] == newest[1]
     embed = loaded.config.vocab_size * loaded.config.hidden_size * 2
     on_disk = sum(t.size_bytes for t in open_checkpoint(tmp_path / "model")[0].tensors.values())

@@ -1,7 +1,8 @@
-"""Workload of the speed measurements: prefill and decode of identical sequences.
+"""Workload of the speed measurements: prefill and decode of several sequences.
 
 Calls the engine's `Runner` and reads back the likeliest token of each row, without scheduling and
-without text. All sequences have the same tokens; each has its own pages in a cache of its own.
+without text. All sequences have the same prompt. Each decodes from another token on, so that the
+rows of a step choose different experts, and has its own pages in a cache of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PASS_ROWS = PREFILL_CHUNK["cpu"]
 
 
 def fixed_tokens(count: int, vocab_size: int) -> tuple[int, ...]:
-    """Tokens that every sequence begins with. The comparison with llama.cpp uses the same."""
+    """Prompt of every sequence. The comparison with llama.cpp uses the same."""
     return tuple((100 + i % 20000) % vocab_size for i in range(count))
 
 
@@ -71,6 +72,7 @@ class Workload:
         self._runner = Runner(model, self.store)
         self._ops = model.ops
         self._likeliest = [RowSettings(row, top_k=1) for row in range(batch)]
+        self._vocab_size = config.vocab_size
         self._tokens = fixed_tokens(tokens, config.vocab_size)
         self._pass_rows = pass_rows
 
@@ -80,7 +82,7 @@ class Workload:
 
     def fill(self, depth: int) -> list[int]:
         """Fills the cache with `depth` tokens of each sequence. Returns each sequence's next token,
-        for `step`.
+        for `step`; no two are equal unless there are more sequences than tokens.
 
         Computes one sequence and copies its pages for the others.
         """
@@ -93,7 +95,8 @@ class Workload:
         self.store.copy_pages(copies)
         if self.store.states is not None:
             self.store.states.copy([StateCopy(0, slot) for slot in range(1, self.batch)])
-        return [self._tokens[depth]] * self.batch
+        first, vocab_size = self._tokens[depth], self._vocab_size
+        return [(first + sequence) % vocab_size for sequence in range(self.batch)]
 
     def step(self, newest: Sequence[int], past_len: int) -> list[int]:
         """Decodes one token of each sequence and reads back the likeliest next tokens."""
