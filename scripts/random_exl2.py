@@ -4,8 +4,9 @@ Speed depends on shapes and widths, not on values. No download is needed to meas
 of converters, matrices that read the same input have one common feature order, the head has its own
 width, and embedding and norms are float16. `--mix` gives the shares of input features by width, the
 widest first. `--format gptq` writes 4 bits in groups of 128 with act-order and a float16 head
-instead, `--format exl3` trellis codes of `--bits` with the codebook mul1. The last line printed is
-JSON.
+instead, `--format exl3` trellis codes of `--bits` with the codebook mul1. `--repeat-layer` writes a
+file for each layer, with the bytes of the first layer: a model of 35 GB takes some 10 s. The last
+line printed is JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +52,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "8b": Size(4096, 14336, 32, 32, 8, 128256),
+    "70b": Size(8192, 28672, 80, 64, 8, 128256),
     "1b": Size(2048, 8192, 16, 32, 8, 128256),
     "tiny": Size(256, 512, 2, 4, 2, 512),
 }
@@ -68,6 +71,8 @@ def main() -> int:
     parser.add_argument("--bits", type=float, choices=TRELLIS_BITS, default=4, help="of exl3")
     parser.add_argument("--head-bits", type=int, default=6)
     parser.add_argument("--own-orders", action="store_true", help="an order for every matrix")
+    parser.add_argument("--repeat-layer", action="store_true", help="layers with the same bytes")
+    parser.add_argument("--layers", type=int, help="another number of layers than the size has")
     args = parser.parse_args()
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         parser.error(f"{args.out} is in use")
@@ -76,6 +81,7 @@ def main() -> int:
     except ValueError:
         parser.error(f"--mix is not a list such as {MIXES['4']}: {args.mix}")
     size = SIZES[args.size]
+    size = size._replace(num_hidden_layers=args.layers or size.num_hidden_layers)
     writer: Writer
     match args.format:
         case "gptq":
@@ -84,7 +90,7 @@ def main() -> int:
             writer = Exl3Writer(args.bits, args.head_bits)
         case _:
             writer = Exl2Writer(mix, args.head_bits, has_own_orders=args.own_orders)
-    print(json.dumps(write_model(args.out, size, writer)))
+    print(json.dumps(write_model(args.out, size, writer, repeats=args.repeat_layer)))
     return 0
 
 
@@ -232,33 +238,82 @@ def fast_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def linears(size: Size) -> Iterator[tuple[str, int, int, str]]:
-    """Name, input features, output features and input of every linear."""
+def layer_linears(size: Size, prefix: str) -> Iterator[tuple[str, int, int, str]]:
+    """Name, input features, output features and input of every linear of a layer."""
     hidden, inner = size.hidden_size, size.intermediate_size
     kv = hidden // size.num_attention_heads * size.num_key_value_heads
-    for layer in range(size.num_hidden_layers):
-        prefix = f"model.layers.{layer}."
-        for name, columns in (("q_proj", hidden), ("k_proj", kv), ("v_proj", kv)):
-            yield f"{prefix}self_attn.{name}", hidden, columns, f"{prefix}attention"
-        yield f"{prefix}self_attn.o_proj", hidden, hidden, f"{prefix}mixed"
-        for name in ("gate_proj", "up_proj"):
-            yield f"{prefix}mlp.{name}", hidden, inner, f"{prefix}mlp"
-        yield f"{prefix}mlp.down_proj", inner, hidden, f"{prefix}gated"
-    yield "lm_head", hidden, size.vocab_size, "head"
+    for name, columns in (("q_proj", hidden), ("k_proj", kv), ("v_proj", kv)):
+        yield f"{prefix}self_attn.{name}", hidden, columns, f"{prefix}attention"
+    yield f"{prefix}self_attn.o_proj", hidden, hidden, f"{prefix}mixed"
+    for name in ("gate_proj", "up_proj"):
+        yield f"{prefix}mlp.{name}", hidden, inner, f"{prefix}mlp"
+    yield f"{prefix}mlp.down_proj", inner, hidden, f"{prefix}gated"
 
 
-def write_model(out: Path, size: Size, writer: Writer) -> dict[str, object]:
-    hidden = size.hidden_size
-    tensors: Parts = {"model.norm.weight": torch.ones(hidden, dtype=torch.float16)}
-    for layer in range(size.num_hidden_layers):
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"model.layers.{layer}.{norm}.weight"] = torch.ones(hidden).half()
-    for name, rows, columns, source in linears(size):
+def layer_parts(size: Size, writer: Writer, index: int) -> Parts:
+    """Tensors of a layer."""
+    prefix = f"model.layers.{index}."
+    tensors: Parts = {}
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        tensors[f"{prefix}{norm}.weight"] = torch.ones(size.hidden_size).half()
+    for name, rows, columns, source in layer_linears(size, prefix):
         parts = writer.linear(name, rows, columns, source)
         tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
-    bytes_read = sum(tensor.nbytes for tensor in tensors.values())
-    tensors["model.embed_tokens.weight"] = halves(size.vocab_size, hidden)
+    return tensors
+
+
+def outer_parts(size: Size, writer: Writer) -> Parts:
+    """Tensors of the model outside of its layers."""
+    hidden, vocab = size.hidden_size, size.vocab_size
+    tensors: Parts = {"model.norm.weight": torch.ones(hidden, dtype=torch.float16)}
+    parts = writer.linear("lm_head", hidden, vocab, "head")
+    tensors |= {f"lm_head.{part}": tensor for part, tensor in parts.items()}
+    tensors["model.embed_tokens.weight"] = halves(vocab, hidden)
+    return tensors
+
+
+def write_repeated(out: Path, name: str, first: Parts, count: int) -> None:
+    """Writes a file for each of `count` layers with the tensors of layer 0."""
+
+    def write(index: int) -> None:
+        prefix = f"model.layers.{index}."
+        own = {part.replace("model.layers.0.", prefix, 1): one for part, one in first.items()}
+        write_file(out / name.replace(".", f"-{index + 1:05}-of-{count:05}.", 1), own)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(count)))
+
+
+def write_file(path: Path, tensors: Parts) -> None:
+    """`save_file` without copies of the tensors, and without the interpreter's lock."""
+    names = {torch.float16: "F16", torch.int16: "I16", torch.int32: "I32"}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, one in tensors.items():
+        place = [end, end := end + one.nbytes]
+        header[name] = {"dtype": names[one.dtype], "shape": one.shape, "data_offsets": place}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for one in tensors.values():
+            file.write(one.contiguous().flatten().view(torch.uint8).numpy().data)
+
+
+def write_model(out: Path, size: Size, writer: Writer, *, repeats: bool) -> dict[str, object]:
     out.mkdir(parents=True, exist_ok=True)
+    tensors = outer_parts(size, writer)
+    held = [
+        layer_parts(size, writer, index)
+        for index in range(1 if repeats else size.num_hidden_layers)
+    ]
+    bytes_read = sum(one.nbytes for name, one in tensors.items() if "embed" not in name)
+    layers = sum(one.nbytes for layer in held for one in layer.values())
+    bytes_read += layers * (size.num_hidden_layers if repeats else 1)
+    if repeats:
+        write_repeated(out, writer.file_name, held[0], size.num_hidden_layers)
+    else:
+        tensors |= {name: one for layer in held for name, one in layer.items()}
     save_file(tensors, out / writer.file_name, metadata={"format": "pt"})
     config = {
         "architectures": ["LlamaForCausalLM"],

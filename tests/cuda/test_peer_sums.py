@@ -1,4 +1,4 @@
-"""Sums through the ranks' own memory: several ranks take turns on one GPU, and two on two GPUs.
+"""Sums through the ranks' own memory: several ranks take turns on one GPU, or each has its own.
 
 On one GPU every rank sends before any rank reads, so that no rank waits. The results have the bits
 of products, sums in the order of the ranks, and norms that are computed one after the other.
@@ -6,7 +6,8 @@ of products, sums in the order of the ranks, and norms that are computed one aft
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import pairwise, permutations
 
 import pytest
 import torch
@@ -56,16 +57,19 @@ def matrix(ops: CudaTable, n: int, k: int, seed: int) -> PackedLinear:
 
 
 class Ranks:
-    """The ranks of one GPU, with a buffer each."""
+    """Ranks of one process, with a buffer each: on one GPU, or on the GPUs of several tables."""
 
-    def __init__(self, ops: CudaTable, number: int, width: int, vocab: int = 1) -> None:
+    def __init__(
+        self, ops: CudaTable | Sequence[CudaTable], number: int, width: int, vocab: int = 1
+    ) -> None:
+        tables = [ops] * number if isinstance(ops, CudaTable) else ops
         size = PeerBuffers((0,) * number, MAX_ROWS, width, vocab).size_bytes
         self.buffers = [
-            torch.zeros(size // 4, dtype=torch.int32, device="cuda") for _ in range(number)
+            torch.zeros(size // 4, dtype=torch.int32, device=table.device) for table in tables
         ]
         addresses = tuple(one.data_ptr() for one in self.buffers)
         places = PeerBuffers(addresses, MAX_ROWS, width, vocab)
-        self.all = [ops.peer_sums(rank, places) for rank in range(number)]
+        self.all = [table.peer_sums(rank, places) for rank, table in enumerate(tables)]
 
     def begin(self, rows: int) -> None:
         for one in self.all:
@@ -149,6 +153,71 @@ def test_products_send_their_sums_and_the_next_product_reads_them(
         x = targets[0]
     assert x.isfinite().all()
     ranks.end()
+
+
+def connected_tables(number: int) -> list[CudaTable]:
+    """Tables of as many GPUs, which can access each other's memory."""
+    if torch.cuda.device_count() < number:
+        pytest.skip(f"needs {number} GPUs")
+    for one, other in permutations(range(number), 2):
+        torch.ones(1, device=f"cuda:{one}").to(f"cuda:{other}")  # torch turns access on
+    tables = [get_table(f"cuda:{index}", threads=1) for index in range(number)]
+    return [table for table in tables if isinstance(table, CudaTable)]
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 8])
+@pytest.mark.parametrize("rows", [1, 8, 32, 64])
+def test_ranks_with_their_own_gpus_wait_for_each_other(
+    rng: torch.Generator, number: int, rows: int
+) -> None:
+    """The GPUs send and read at the same time, and pause at random. Products read most sums."""
+    width, rounds = 1024, 40
+    tables = connected_tables(number)
+    ranks = Ranks(tables, number, width)
+    sending = [matrix(table, width, 256, seed) for seed, table in enumerate(tables)]
+    reading = [matrix(table, 96, width, 50) for table in tables]
+    norms = [RmsNorm(torch.ones(width, device=table.device), 1e-5) for table in tables]
+    inputs = torch.randn(rounds, number, rows, 256, generator=rng).half()
+    pauses = torch.randint(0, 100_000, (rounds, number), generator=rng).tolist()
+    own = [inputs[:, rank].to(table.device) for rank, table in enumerate(tables)]
+    states = [torch.zeros(rows, width, device=table.device) for table in tables]
+    found: list[list[tuple[Tensor, Tensor]]] = []
+    for one in ranks.all:
+        one.timeout_ms = 10_000
+    for table in tables:
+        torch.cuda.synchronize(table.device)  # all buffers are empty
+    ranks.begin(rows)
+    for round_ in range(rounds):
+        defers, is_read = round_ % 5 != 4, round_ % 7 != 6
+        for rank, one in enumerate(ranks.all):
+            with torch.cuda.device(rank):
+                torch.cuda._sleep(pauses[round_][rank])  # type: ignore[no-untyped-call]
+            assert one.multiply(own[rank][round_], sending[rank])
+        found.append([])
+        for rank, one in enumerate(ranks.all):
+            before = states[rank] if defers else states[rank].clone()  # which may be overwritten
+            states[rank] = one.await_sum(before, defers=defers)
+            y = None
+            if defers and is_read:
+                y = one.norm_linear(states[rank], norms[rank], reading[rank], None)
+                assert y is not None
+            one.settle()
+            if y is None:
+                y = tables[rank].norm_linear(states[rank], norms[rank], reading[rank])
+            found[-1].append((states[rank], y))
+    ranks.end()
+    assert not any(one.has_ended for one in ranks.all)
+    expected = torch.zeros(rows, width)
+    for round_ in range(rounds):
+        parts = [
+            table.linear(own[rank][round_], sending[rank]).cpu()
+            for rank, table in enumerate(tables)
+        ]
+        expected = in_order(expected, parts)
+        y = tables[0].norm_linear(expected.to(tables[0].device), norms[0], reading[0]).cpu()
+        for state, out in found[round_]:
+            assert torch.equal(state.cpu(), expected)
+            assert torch.equal(out.cpu(), y)
 
 
 def test_sums_that_a_product_has_read_are_emptied_by_the_next_reader(ops: CudaTable) -> None:
@@ -262,7 +331,8 @@ def test_matrices_without_codes_are_left_to_the_caller(ops: CudaTable) -> None:
     ops.fill_linear(dense, 0, DenseColumns(torch.randn(64, 32).half(), None))
     first = ranks.all[0]
     assert not first.multiply(torch.randn(3, 32).half().cuda(), dense)
-    assert not first.multiply(torch.randn(3, 128).half().cuda(), matrix(ops, 32, 128, 1))
+    other = matrix(ops, 32, 128, 1)
+    assert not first.multiply(torch.randn(3, 128).half().cuda(), other)
     assert not first.takes(torch.zeros(4, 64))
 
 

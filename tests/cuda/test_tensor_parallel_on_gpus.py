@@ -1,13 +1,13 @@
-"""Models divided among two GPUs, by matrices or by layers, against the same models on one GPU."""
+"""Models divided among two or four GPUs, by matrices or by layers, against one GPU."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -46,6 +46,7 @@ pytestmark = [
 QUANTIZED = ("exl2", "gptq", "awq", "exl3")
 MODELS = (*QUANTIZED, "gguf", "float", "gemma3", "mixtral")
 PROMPTS = ([5, 6, 7], [9, 8, 7, 6, 5] * 30, [11, 12], [200, 3, 4, 250] * 8)
+COUNTS = [count for count in (2, 4) if count <= max(2, torch.cuda.device_count())]
 END_LIMIT_S = 5.0
 
 
@@ -69,7 +70,7 @@ def model_files(name: str, folder: Path) -> Path:
 
 
 class Pair(NamedTuple):
-    """One model on one GPU and on two, and its path."""
+    """One model on one GPU and on several, and its path."""
 
     path: Path
     whole: LoadedModel
@@ -80,10 +81,11 @@ class Pair(NamedTuple):
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    """Started once for all tests of a model, as the start of two ranks takes about 10 s."""
-    path = model_files(request.param, tmp_path_factory.mktemp(request.param) / "model")
+    """Started once for all tests of a model, as the start of the ranks takes about 10 s."""
+    name, count = request.param
+    path = model_files(name, tmp_path_factory.mktemp(name) / "model")
     whole = load_model(path, device="cuda", split="none")
-    divided = load_model(path, device="cuda", tensor_parallel=2)
+    divided = load_model(path, device="cuda", tensor_parallel=count)
     try:
         yield Pair(path, whole, divided)
     finally:
@@ -91,8 +93,12 @@ def pair(
         whole.unload()
 
 
-def of_models(*names: Any) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("pair", names, indirect=True)
+def of_models(*names: str, counts: Sequence[int] = COUNTS) -> pytest.MarkDecorator:
+    """The test runs with each of the models, divided among each number of GPUs."""
+    pairs = [
+        pytest.param((name, count), id=f"{name}-{count}") for name in names for count in counts
+    ]
+    return pytest.mark.parametrize("pair", pairs, indirect=True)
 
 
 def replies(loaded: LoadedModel, max_tokens: int = 40) -> list[tuple[int, ...]]:
@@ -121,7 +127,7 @@ def logits_of_a_batch(model: Transformer, count: int = 16, steps: int = 4) -> to
 
 
 @of_models(*MODELS)
-def test_two_gpus_write_the_text_of_one(pair: Pair) -> None:
+def test_several_gpus_write_the_text_of_one(pair: Pair) -> None:
     expected, logits = replies(pair.whole), logits_of(pair.whole.model)
     found = logits_of(pair.divided.model)
     assert mean_kl(logits[0].cpu(), found[0].cpu()) <= 1e-4
@@ -130,7 +136,7 @@ def test_two_gpus_write_the_text_of_one(pair: Pair) -> None:
     assert replies(pair.divided) == expected  # the second time with the same graphs' shapes
 
 
-@of_models("exl2", "exl3", "gemma3", "mixtral")
+@of_models("exl2", "exl3", "gemma3", "mixtral", counts=[2])
 def test_sums_through_shared_memory_have_the_bits_of_nccl(pair: Pair) -> None:
     """With two ranks both add the second rank's part to the first one's."""
     link = pair.divided.link
@@ -187,8 +193,9 @@ def test_keys_in_four_bits_are_smoothed_by_each_rank(pair: Pair) -> None:
 
 @pytest.mark.parametrize(
     ("pair", "number"),
-    [("gptq", signal.SIGKILL), ("awq", signal.SIGSTOP)],
+    [(("gptq", 2), signal.SIGKILL), (("awq", 2), signal.SIGSTOP)],
     indirect=["pair"],
+    ids=["killed", "stopped"],
     scope="module",  # next to the other test of the same pair
 )
 def test_a_lost_rank_ends_a_running_pass(pair: Pair, number: signal.Signals) -> None:
@@ -231,7 +238,7 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
         load_model(path, device="cuda", tensor_parallel=count + 1)
 
 
-@of_models("exl2", "gguf", "gemma3")
+@of_models("exl2", "gguf", "gemma3", counts=[2])
 def test_layers_on_two_gpus_compute_the_bits_of_one(pair: Pair) -> None:
     """The graphs of both GPUs are captured; each holds the work of its own GPU."""
     last = pair.whole.config.num_layers - 1

@@ -60,6 +60,7 @@ def random_model(
         ((), "exl2", 3.95),
         (("--mix", "3", "--own-orders"), "exl2", 2.5),
         (("--mix", "6:0.5,2:0.5", "--head-bits", "8"), "exl2", 4.0),
+        (("--layers", "3", "--repeat-layer"), "exl2", 3.95),
         (("--format", "gptq"), "gptq", 4),
         (("--format", "exl3", "--bits", "2.5"), "exl3", 2.5),
     ],

@@ -128,6 +128,7 @@ class ScriptedModel:
     config: ScriptedShape = field(default_factory=ScriptedShape)
     rows_of_pass: list[int] = field(default_factory=list)
     failure: BaseException | None = None
+    num_ranks: int = 1
     ops: OpTable = field(default_factory=lambda: get_table("reference", threads=1))
 
     def check_loaded(self) -> None:

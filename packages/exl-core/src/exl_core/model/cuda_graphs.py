@@ -40,6 +40,10 @@ cost little time, and each graph costs some memory."""
 
 # Row counts and sequence counts of other passes.
 PROMPT_BUCKETS = (*BUCKETS, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+LONG_BUCKETS = (*PROMPT_BUCKETS, 1280, 1536, 1792, 2048)
+"""Row counts of other passes of ranks. Up to 2048 rows, launches take the host longer than a rank's
+part of the work takes its GPU."""
+
 SEQUENCE_BUCKETS = (1, 4, 16, 64, 128)
 PASSES_BEFORE_CAPTURE = 3
 """A bucket's graph is captured at its third pass; a capture takes as long as about ten passes."""
@@ -207,6 +211,7 @@ class CudaGraphs:
         self._receive = model.stages[stage].receive
         self._has_logits = stage == len(model.stages) - 1
         self._pages = min(pages_for(model.config.max_seq_len), store.num_pages)
+        self._buckets = PROMPT_BUCKETS if model.num_ranks == 1 else LONG_BUCKETS
         self._graphs: dict[Shape, Captured] = {}
         self._passes: Counter[Shape] = Counter()
         self._inputs_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -214,7 +219,7 @@ class CudaGraphs:
     def next_ids(self, segments: Sequence[Segment]) -> Tensor | None:
         """Token input of the graph for these segments: int64 [n] on the device. None unless they
         form a decode pass whose graph has been captured."""
-        shape = shape_of(segments, self._pages)
+        shape = shape_of(segments, self._pages, self._buckets)
         if shape is None or not shape.is_decoding or shape not in self._graphs:
             return None
         return self._graphs[shape].inputs.batch.token_ids[: len(segments)]
@@ -234,7 +239,7 @@ class CudaGraphs:
         tensor that `next_ids` returned, or earlier work on the stream writes them there.
         `is_decided`: rank 0 has decided that the pass runs as a graph.
         """
-        shape = shape_of(segments, self._pages)
+        shape = shape_of(segments, self._pages, self._buckets)
         if shape is None:
             return None
         self._store.grow(1 + max(one.last_written_page(self._store.page_size) for one in segments))
@@ -315,18 +320,23 @@ def capture(
     return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
 
 
-def shape_of(segments: Sequence[Segment], pages: int) -> Shape | None:
-    """Bucket of a pass whose sequences have at most `pages` pages each; None if no bucket fits."""
+def shape_of(
+    segments: Sequence[Segment], pages: int, buckets: Sequence[int] = PROMPT_BUCKETS
+) -> Shape | None:
+    """Bucket of a pass whose sequences have at most `pages` pages each; None if no bucket fits.
+
+    `buckets`: row counts of passes other than decode.
+    """
     counts = [len(one.token_ids) for one in segments]
     rows = sum(counts)
-    is_small = 0 < rows <= PROMPT_BUCKETS[-1] and len(counts) <= SEQUENCE_BUCKETS[-1]
+    is_small = 0 < rows <= buckets[-1] and len(counts) <= SEQUENCE_BUCKETS[-1]
     if not is_small or not all(_is_capturable(one, pages) for one in segments):
         return None
     is_decoding = max(counts) == min(counts) == 1
     if is_decoding and not any(one.logit_rows is LogitRows.NONE for one in segments):
         bucket = BUCKETS[bisect_left(BUCKETS, rows)]
         return Shape(bucket, bucket, bucket)
-    bucket = PROMPT_BUCKETS[bisect_left(PROMPT_BUCKETS, rows)]
+    bucket = buckets[bisect_left(buckets, rows)]
     sequences = SEQUENCE_BUCKETS[bisect_left(SEQUENCE_BUCKETS, len(counts))]
     sequences = min(sequences, bucket - 1)  # as many sequences as rows would mean decode
     wants_all = any(one.logit_rows is LogitRows.ALL for one in segments)

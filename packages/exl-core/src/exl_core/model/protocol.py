@@ -60,6 +60,11 @@ class Model(Protocol):
         ...
 
     @property
+    def num_ranks(self) -> int:
+        """Processes that the model is divided among, each with a part of every matrix."""
+        ...
+
+    @property
     def can_capture(self) -> bool:
         """Whether passes on a GPU can be captured as graphs: the host does nothing in them."""
         ...

@@ -109,9 +109,12 @@ class SummingOps(ComposedExpertOps, WrappedOps):
     def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> Tensor:
         if not isinstance(w, PartialLinear):
             return self.inner.linear_add_(x, w, residual)
-        if self._exchange.rank.index != 0:  # rank 0 adds the residual stream, once
-            residual = torch.zeros_like(residual)
-        return self._exchange.sum(self.inner.linear_add_(x, w.part, residual))
+        if self._exchange.rank.index == 0:  # adds the residual stream, once
+            return self._exchange.sum(self.inner.linear_add_(x, w.part, residual))
+        if isinstance(x, Tensor):
+            return self._exchange.sum(self.inner.linear(x, w.part))
+        zeros = torch.zeros_like(residual)
+        return self._exchange.sum(self.inner.linear_add_(x, w.part, zeros))
 
     def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor:
         if not isinstance(norm, DividedNorm):
