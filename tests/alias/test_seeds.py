@@ -97,7 +97,7 @@ def test_streaming_principle(brief_dir: Path, tmp_path: Path) -> None:
     )
     defined = (
         "from exllamav2.generator import ExLlamaV2Sampler\n"
-        "gen_settings = ExLlamaV2Sampler.Settings()\n"
+        "gen_settings = ExLlamaV2Sampler.Settings.greedy()\n"
         "input_ids = tokenizer.encode('The capital of France is')\n"
         "generator.set_stop_conditions([tokenizer.eos_token_id])\n"
         "def display(text):\n    print(text, end='')\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import EngineOptions
+from exl_core.engine.scheduler import Scheduler
 from exl_core.generate.dynamic import DynamicGenerator
+from exl_core.model import microbatch
 from exl_core.model.cuda_graphs import PASSES_BEFORE_CAPTURE
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
@@ -83,6 +86,43 @@ def test_a_model_that_the_gpu_cannot_hold_gets_layers_on_the_cpu(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)
     found = load_model(str(folder), device="cuda:0")
     assert [(stage.device, stage.layers.stop) for stage in found.plan][:1] == [("cpu", 1)]
+
+
+@pytest.mark.parametrize("second", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize("divided_from", [2, 128])
+def test_passes_of_stages_begin_before_their_tokens_are_read(
+    folder: Path, second: str, divided_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replies are those of passes that begin afterwards, also where decode is divided."""
+    if int(second[-1]) >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    monkeypatch.setattr(microbatch, "MIN_SPLIT_SEQUENCES", divided_from)
+    last = load_model(str(folder), device="cpu").config.num_layers - 1
+    loaded = load_model(str(folder), split=f"cuda:0=1,{second}={last}")
+    begun: list[int] = []
+    run_on = Runner.run_on
+
+    def counted(runner: Runner, segments: Sequence[Segment]) -> Tensor:
+        begun.append(len(segments))
+        return run_on(runner, segments)
+
+    monkeypatch.setattr(Runner, "run_on", counted)
+    sampler = SamplerParams(temperature=0.8, top_k=20, seed=3)
+    prompts = [chr(ord("a") + i) * 20 for i in range(5)]
+    found: list[list[str]] = []
+    for is_async in (True, False):
+        if not is_async:
+            monkeypatch.setattr(Scheduler, "next_segments", lambda *_: None)
+        generator = DynamicGenerator(loaded, EngineOptions(cache_tokens=4096, max_batch=8))
+        for _ in range(2):  # the second round uses captured graphs
+            generator.engine.forget_cache()
+            replies = generator.generate(
+                prompts, sampler=sampler, max_tokens=60, stop=(), completion_only=True
+            )
+        assert replies is not None
+        found.append(replies)
+    assert found[0] == found[1]
+    assert begun and set(begun) == {5}
 
 
 @pytest.mark.parametrize("first", ["cpu", "cuda:0"])

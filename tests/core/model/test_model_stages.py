@@ -16,7 +16,7 @@ from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
 from exl_core.cache.page_pool import PageCopy
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.model.build import build_weights
-from exl_core.model.microbatch import MICROBATCH_ROWS, microbatches
+from exl_core.model.microbatch import MICROBATCH_ROWS, MIN_SPLIT_SEQUENCES, microbatches
 from exl_core.model.runner import Runner, make_batch, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.stage import StageTable
@@ -136,10 +136,12 @@ def test_microbatches_have_the_rows_and_logits_of_the_pass(
 
 
 def test_decode_is_divided_only_where_stages_are_gpus() -> None:
-    decode = [Segment((1,), 5, (i,), LogitRows.LAST) for i in range(9)]
-    assert [len(part) for part in microbatches(decode, 2, splits_decode=True)] == [5, 4]
-    assert [len(part) for part in microbatches(decode, 2, splits_decode=False)] == [9]
-    assert [len(part) for part in microbatches(decode[:7], 2, splits_decode=True)] == [7]
+    count = MIN_SPLIT_SEQUENCES + 1
+    half = count // 2
+    decode = [Segment((1,), 5, (i,), LogitRows.LAST) for i in range(count)]
+    assert [len(one) for one in microbatches(decode, 2, splits_decode=True)] == [half + 1, half]
+    assert [len(one) for one in microbatches(decode, 2, splits_decode=False)] == [count]
+    assert [len(one) for one in microbatches(decode[2:], 2, splits_decode=True)] == [count - 2]
 
 
 def test_a_long_prompt_in_microbatches_gives_the_bits_of_its_chunks(tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ class Runner:
             else None
             for index, stage in enumerate(model.stages)
         )
+        self._sampled_ids: Tensor | None = None  # int64, on the device of the last stage
 
     @torch.inference_mode()
     def run(
@@ -185,18 +186,23 @@ class Runner:
 
     def _run_split(self, segments: Sequence[Segment], out: Tensor | None) -> Tensor:
         """A pass through several stages, each with its own graphs."""
-        splits_decode = all(graphs is not None for graphs in self._graphs)
-        parts = microbatches(segments, len(self._graphs), splits_decode=splits_decode)
+        parts = self._parts(segments)
         if len(parts) == 1:
             return self._run_stages(segments, out)
-        # A graph's result is overwritten by its next replay.
         return torch.cat([self._run_stages(part, None).clone() for part in parts])
 
-    def _run_stages(self, segments: Sequence[Segment], out: Tensor | None) -> Tensor:
+    def _parts(self, segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
+        return microbatches(segments, len(self._graphs), splits_decode=self.has_graphs)
+
+    def _run_stages(
+        self, segments: Sequence[Segment], out: Tensor | None, *, has_tokens: bool = False
+    ) -> Tensor:
         batch: Batch | None = None
         x: Tensor | None = None
         for index, graphs in enumerate(self._graphs):
-            found = None if graphs is None else graphs.run(segments, x)
+            found = None if graphs is None else graphs.run(segments, x, has_tokens=has_tokens)
+            if found is None and has_tokens:
+                raise AssertionError("run_on: a stage has no graph of such a pass")
             if found is None:
                 if batch is None:
                     batch = replace(make_batch(segments, self.store.page_size), logits=out)
@@ -207,18 +213,26 @@ class Runner:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether passes run as one captured CUDA graph, which async scheduling requires."""
-        return self._single is not None
-
-    @property
-    def _single(self) -> CudaGraphs | None:
-        """Graphs of a model that is on one device."""
-        return self._graphs[0] if len(self._graphs) == 1 else None
+        """Whether passes run as captured CUDA graphs, one per stage, which async scheduling
+        requires."""
+        return all(graphs is not None for graphs in self._graphs)
 
     def next_ids(self, segments: Sequence[Segment]) -> Tensor | None:
-        """Tensor from which `run_on` reads the tokens of these segments: int64 [n] on the device.
-        None if no graph has been captured for such a pass."""
-        return None if self._single is None else self._single.next_ids(segments)
+        """Tensor from which `run_on` reads the tokens of these segments: int64 [n] on the device
+        that samples. None if a graph is missing for such a pass."""
+        parts = [tuple(segments)] if len(self._graphs) == 1 else self._parts(segments)
+        found: Tensor | None = None
+        for graphs in self._graphs:
+            for part in parts:
+                found = None if graphs is None else graphs.next_ids(part)
+                if found is None:
+                    return None
+        if len(self._graphs) == 1:
+            return found
+        if self._sampled_ids is None or len(self._sampled_ids) < len(segments):
+            device = self.model.stages[-1].ops.device
+            self._sampled_ids = torch.zeros(len(segments), dtype=torch.int64, device=device)
+        return self._sampled_ids[: len(segments)]
 
     @torch.inference_mode()
     def run_on(self, segments: Sequence[Segment]) -> Tensor:
@@ -227,10 +241,27 @@ class Runner:
         Work queued earlier on the device writes the ids to the tensor that `next_ids` returned. The
         host does not synchronize, and the token ids in `segments` are ignored.
         """
-        logits = None
-        if self._single is not None:
-            with device_failures(self.store.device, f"a pass of {len(segments)} sequences"):
-                logits = self._single.run(segments, has_tokens=True)
-        if logits is None:
-            raise AssertionError("run_on: next_ids has no place for the tokens of such a pass")
-        return logits
+        with device_failures(self.store.device, f"a pass of {len(segments)} sequences"):
+            if len(self._graphs) == 1:
+                return self._run_stages(segments, None, has_tokens=True)
+            return self._run_split_on(segments, self._parts(segments))
+
+    def _run_split_on(
+        self, segments: Sequence[Segment], parts: Sequence[tuple[Segment, ...]]
+    ) -> Tensor:
+        """As `run_on`, for a model with several stages. The first one has the embedding, and is the
+        only one that reads tokens."""
+        ids, first = self._sampled_ids, self._graphs[0]
+        if ids is None or first is None:
+            raise AssertionError("run_on: next_ids has not been called")
+        found: list[Tensor] = []
+        for part, own_ids in zip(
+            parts, ids[: len(segments)].split_with_sizes([*map(len, parts)]), strict=True
+        ):
+            to = first.next_ids(part)
+            if to is None:
+                raise AssertionError("run_on: the first stage has no graph of such a pass")
+            to.copy_(own_ids, non_blocking=True)
+            logits = self._run_stages(part, None, has_tokens=True)
+            found.append(logits if len(parts) == 1 else logits.clone())
+        return found[0] if len(parts) == 1 else torch.cat(found)
