@@ -11,7 +11,6 @@ from exl_core.ops.backends.cuda import matmul
 from exl_core.ops.backends.cuda.library import Gpu
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
 from exl_core.ops.backends.cuda.recurrent import CudaRecurrentOps
-from exl_core.ops.backends.cuda.slices import Slices
 from exl_core.ops.backends.cuda.trellis import DECODE_ROWS, Trellis
 from exl_core.ops.recurrent import StateRows, StateScan
 from exl_core.ops.weights import Codebook, Formula, GroupedLayout, GroupRun, TrellisLayout
@@ -100,7 +99,7 @@ def test_trellis_inputs_have_one_form_in_the_batch_invariant_mode(
     """`max_rows`: of a device without the small-batch kernel, and of one with it."""
     gpu = GpuOnCpu(is_invariant=True)
     gpu.trellis_max_rows = max_rows
-    trellis = Trellis(gpu, cast(Slices, None))
+    trellis = Trellis(gpu)
     w = trellis.new(TrellisLayout(128, 128, 64, codebook))
     found = [trellis.inputs_for(w, rows) for rows in range(1, max_rows + 1)]
     assert len({one.form for one in found}) == 1

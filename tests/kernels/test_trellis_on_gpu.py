@@ -17,6 +17,7 @@ from kernel_support import assert_norm_within, normal
 from kernel_support import packed as dense_packed
 from torch import Tensor
 
+from exl_core.ops.backends.cuda import trellis
 from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.table import OpTable
@@ -191,6 +192,16 @@ def test_matrices_of_other_kinds_are_joined(
     x = normal(rng, rows, 256)
     exact = torch.cat([x.double() @ weights, x.double() @ plain.double().T], 1)
     assert_norm_within(gpu_table.linear(x, w), exact, BOUND)
+
+
+@pytest.mark.parametrize("columns", [640, 768])
+def test_prompts_with_matrices_that_are_decoded_in_slices(
+    gpu_table: OpTable, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setattr(trellis, "SCRATCH_HALVES", 384 * 200)
+    w, weights = packed(gpu_table, random_exl3(4, 4, rows=384, columns=columns))
+    x = normal(rng, 131, 384)
+    assert_norm_within(gpu_table.linear(x, w), x.double() @ weights, BOUND)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 9, 64, 97])

@@ -124,7 +124,7 @@ class Linears:
         self._gpu = gpu
         self._max_n = 1
         self._slices = Slices(gpu)
-        self._trellis = Trellis(gpu, self._slices)
+        self._trellis = Trellis(gpu)
 
     def begin_pass(self) -> None:
         """Starts a pass: `CudaTable.attention_batch` calls this before its first product."""

@@ -3,8 +3,9 @@
 A matrix is rotated on both sides. Its inputs are therefore prepared by one kernel (norm, factors,
 Hadamard transform), multiplied with the rotated matrix by another, and a third transforms the sums
 into results. Up to `exl_cuda_trellis_max_rows` rows, the product reads the codes: the decode kernel
-up to 8 rows, or the small-batch kernel. With more rows the rotated matrix is decoded to float16 in
-slices of columns, which torch multiplies. `exl/cuda/trellis.h` has the forms of prepared inputs.
+up to 8 rows, or the small-batch kernel. With more rows the rotated matrix is decoded to float16,
+which torch multiplies. Decoding on a second stream, beside another product, was slower.
+`exl/cuda/trellis.h` has the forms of prepared inputs.
 
 In the batch-invariant mode the small-batch kernel takes any number of rows. Devices without enough
 shared memory for it take 8 rows at a time instead.
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
-from exl_core.ops.backends.cuda.slices import Slices
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.backends.reference.trellis import check_trellis_layout
 from exl_core.ops.checks import OpInputError
@@ -36,8 +36,11 @@ DECODE_ROWS = 8
 INTEGER_ROWS = 4
 """Largest number of rows that the decode kernel multiplies as integers, with codes of mul1."""
 
-SCRATCH_HALVES = 48 << 20
-"""Largest slice of decoded weights, in float16 numbers. There are two such buffers."""
+SCRATCH_HALVES = 64 << 20
+"""Largest slice of decoded weights, in float16 numbers."""
+
+JOINT_COLUMNS = 4096
+"""Most columns of matrices that one call multiplies together, with decoded weights."""
 
 FORMS = {"integers": 0, "halves": 1, "plain": 2}
 CODEBOOKS = {"3inst": 0, "mcg": 1, "mul1": 2}
@@ -127,14 +130,15 @@ class CudaTrellisInputs:
 class Trellis:
     """Products with matrices of trellis codes on one GPU."""
 
-    def __init__(self, gpu: Gpu, slices: Slices) -> None:
+    def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._slices = slices
         self._max_rows = gpu.trellis_max_rows
-        self._max_n = 1
+        self._max_n = self._max_halves = 1
 
     def new(self, layout: TrellisLayout) -> CudaTrellis:
         self._max_n = max(self._max_n, layout.stored_out)
+        halves = layout.stored_in * layout.stored_out
+        self._max_halves = max(self._max_halves, min(halves, SCRATCH_HALVES))
         return CudaTrellis(layout, self._gpu)
 
     def takes(self, rows: int) -> bool:
@@ -155,6 +159,16 @@ class Trellis:
         size = self._gpu.size("trellis_inputs_bytes", number, form_rows, w.layout.stored_in)
         memory = self._gpu.empty(size, dtype=torch.uint8)
         return CudaTrellisInputs(w, rows, number, form_rows, memory)
+
+    def _inputs_of(self, parts: Sequence[CudaTrellis], rows: int) -> list[CudaTrellisInputs]:
+        """Buffers for the inputs of parts with the same number of stored inputs."""
+        inputs = [self.inputs_for(part, rows) for part in parts]
+        if inputs[0].form == FORMS["plain"]:  # successive, so that one product can take several
+            size = inputs[0].memory.numel()
+            memory = self._gpu.empty(len(parts), size, dtype=torch.uint8)
+            for one, own in zip(inputs, memory, strict=True):
+                one.memory = own
+        return inputs
 
     def prepare(self, x: Tensor, norm: RmsNorm | None, inputs: Sequence[CudaTrellisInputs]) -> None:
         """Fills up to three prepared inputs from x [m, k] strided rows, float32 or float16."""
@@ -185,7 +199,7 @@ class Trellis:
             first = 0
             for group in _groups(parts):
                 last = first + sum(part.out_features for part in group)
-                inputs = [self.inputs_for(part, rows.stop - rows.start) for part in group]
+                inputs = self._inputs_of(group, rows.stop - rows.start)
                 self.prepare(x[rows], norm, inputs)
                 epilogue = cuda.ADD if is_added else cuda.STORE
                 self._launch(inputs, out[rows, first:last], epilogue)
@@ -206,7 +220,7 @@ class Trellis:
         """out [m, n] = act(gate) * up for two parts that `is_pair` accepts."""
         if isinstance(out, CudaTrellisInputs):
             if _can_follow(out.w.layout, parts[0].layout) and len(self._chunks(out.rows)) == 1:
-                inputs = [self.inputs_for(part, out.rows) for part in parts]
+                inputs = self._inputs_of(parts, out.rows)
                 self.prepare(x, norm, inputs)
                 self._launch(inputs, None, cuda.GATED, kind, out)
                 return
@@ -215,7 +229,7 @@ class Trellis:
             self.prepare(halves, None, [out])
             return
         for rows in self._chunks(x.shape[0]):
-            inputs = [self.inputs_for(part, rows.stop - rows.start) for part in parts]
+            inputs = self._inputs_of(parts, rows.stop - rows.start)
             self.prepare(x[rows], norm, inputs)
             self._launch(inputs, out[rows], cuda.GATED, kind)
 
@@ -240,12 +254,13 @@ class Trellis:
             args.y, args.y_stride, args.y_dtype = out.data_ptr(), out.stride(0), TYPES[out.dtype]
         if to is not None:
             args.next = to.operand
-        held = []  # tensors that must live until the launch
         for i, one in enumerate(inputs):
             args.parts[i] = one.operand
-            if one.form == FORMS["plain"]:
-                held.append(self._product(one))
-                args.sums[i] = held[-1].data_ptr()
+        held: list[Tensor] = []  # tensors that must live until the launch
+        if first.form == FORMS["plain"]:
+            held = self._products(inputs)
+            for i, sums in enumerate(held):
+                args.sums[i] = sums.data_ptr()
         if not held:
             n = max(self._max_n, sum(one.w.layout.stored_out for one in inputs))
             rows = first.form_rows if first.form_rows <= DECODE_ROWS else self._max_rows
@@ -253,12 +268,34 @@ class Trellis:
             args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
         self._gpu.call("trellis_linear", args)
 
-    def _product(self, x: CudaTrellisInputs) -> Tensor:
-        """Plain inputs times the rotated matrix, float16 [m, n].
+    def _products(self, inputs: Sequence[CudaTrellisInputs]) -> list[Tensor]:
+        """Plain inputs of each part times its rotated matrix, float16 [m, n]."""
+        sums: list[Tensor] = []
+        while len(sums) < len(inputs):
+            first = inputs[len(sums)]
+            rest = inputs[len(sums) :]
+            count = next((i for i, x in enumerate(rest) if not _is_joint(first, x, i)), len(rest))
+            sums += self._joint_product(rest[:count]) if count > 1 else [self._product(first)]
+        return sums
 
-        The next slice of the matrix is decoded on a second stream during the product of the current
-        one.
+    def _joint_product(self, inputs: Sequence[CudaTrellisInputs]) -> list[Tensor]:
+        """The same for parts of one shape, whose inputs follow one another in memory.
+
+        Alone, each would leave many multiprocessors idle.
         """
+        layout = inputs[0].w.layout
+        k, n, rows, count = layout.stored_in, layout.stored_out, inputs[0].rows, len(inputs)
+        x = inputs[0].memory.view(torch.float16)
+        x = x.as_strided((count, rows, k), (rows * k, k, 1))
+        dense = self._scratch(count * n * k).view(count, n, k)
+        for one, to in zip(inputs, dense, strict=True):
+            one.w.unpack(0, n, to)
+        sums = self._gpu.empty(count, rows, n, dtype=torch.float16)
+        torch.bmm(x, dense.transpose(1, 2), out=sums)
+        return list(sums)
+
+    def _product(self, x: CudaTrellisInputs) -> Tensor:
+        """Plain inputs times the rotated matrix, which is decoded in slices, float16 [m, n]."""
         k, n = x.w.layout.stored_in, x.w.layout.stored_out
         halves = x.memory.view(torch.float16).view(x.rows, k)
         sums = self._gpu.empty(x.rows, n, dtype=torch.float16)
@@ -266,12 +303,22 @@ class Trellis:
         width = -(-n // count // HADAMARD) * HADAMARD
         for first in range(0, n, width):
             last = min(first + width, n)
-            with self._slices.next((last - first) * k) as slice_:
-                dense = slice_.memory.view(last - first, k)
-                with slice_.filling():
-                    x.w.unpack(first, last - first, dense)
-                torch.mm(halves, dense.T, out=sums[:, first:last])
+            dense = self._scratch((last - first) * k).view(last - first, k)
+            x.w.unpack(first, last - first, dense)
+            torch.mm(halves, dense.T, out=sums[:, first:last])
         return sums
+
+    def _scratch(self, size: int) -> Tensor:
+        """Buffer for decoded weights, float16 [size]."""
+        memory = self._gpu.buffer("trellis_decoded", 2 * max(size, self._max_halves))
+        return memory[: 2 * size].view(torch.float16)
+
+
+def _is_joint(first: CudaTrellisInputs, x: CudaTrellisInputs, before: int) -> bool:
+    """Whether x can be multiplied with `first` and what is between, `before` parts in all."""
+    a, b = first.w.layout, x.w.layout
+    is_alike = (a.stored_in, a.stored_out) == (b.stored_in, b.stored_out)
+    return is_alike and (before + 1) * a.stored_out <= JOINT_COLUMNS
 
 
 def _check_columns(layout: TrellisLayout, first_column: int, columns: TrellisColumns) -> None:
