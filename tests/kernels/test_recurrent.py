@@ -10,6 +10,7 @@ import torch
 from kernel_support import is_gpu, normal, strided_rows
 from torch import Tensor
 
+from exl_core.ops.backends.cuda import recurrent
 from exl_core.ops.backends.recurrence import (
     DeltaInputs,
     delta_chunks,
@@ -147,10 +148,16 @@ def mixer_sizes(name: str) -> tuple[tuple[int, ...], int, int]:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("name", MIXERS)
 def test_mixers_convolve_their_inputs(
-    table: OpTable, name: str, lengths: tuple[int, ...], *, has_bias: bool
+    *,
+    monkeypatch: pytest.MonkeyPatch,
+    table: OpTable,
+    name: str,
+    lengths: tuple[int, ...],
+    has_bias: bool,
 ) -> None:
     """With as many sequences as rows, a GPU convolves in the mixer's kernel. Three passes, so that
     what one leaves in the states is what the next one reads."""
+    monkeypatch.setattr(recurrent, "FUSED_ROWS", 64)
     shape, channels, gates = mixer_sizes(name)
     rng = torch.Generator().manual_seed(len(lengths))
     bias = normal(rng, channels) if has_bias else None

@@ -14,6 +14,11 @@ from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.recurrent import Convolution, DeltaRule, StateRows, StateScan, Taps
 from exl_kernels import cuda_recurrent
 
+FUSED_ROWS = 4
+"""Most rows whose convolution is computed inside the kernel of the delta rule or of the scan. Each
+thread block reads the inputs that it needs, 16 times as often as the convolution's own kernel; with
+few rows that costs less than a launch."""
+
 
 class CudaRecurrentOps:
     """RecurrentOps of one GPU."""
@@ -41,9 +46,9 @@ class CudaRecurrentOps:
 
     def fuses_conv(self, x: Tensor, taps: Taps, rows: StateRows) -> bool:
         is_known = x.dtype is torch.float32 and len(taps.weight) == cuda_recurrent.FUSED_TAPS
+        is_few = len(x) <= min(FUSED_ROWS, len(rows.slots))
         # Prompts have a kernel for it, whose bits are those of decode in the batch-invariant mode.
-        is_decode = len(x) <= len(rows.slots) and not self._gpu.is_invariant
-        return is_known and is_decode
+        return is_known and is_few and not self._gpu.is_invariant
 
     def delta_rule(
         self,
