@@ -141,3 +141,13 @@ def mean_kl(expected: Tensor, found: Tensor) -> float:
     """Mean Kullback-Leibler divergence of the distributions of `found` from `expected`, nats."""
     p, q = expected.double().log_softmax(-1), found.double().log_softmax(-1)
     return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def assert_logits_of_one_process(path: Path, options: LoadOptions) -> None:
+    """Two and three ranks have the logits of one process, in float32."""
+    expected = logits_on_one(path, options)
+    for count in (2, 3):
+        found = logits_on_ranks(path, count, options)
+        for one, other in zip(expected, found, strict=True):
+            assert mean_kl(one, other) < 1e-7
+            torch.testing.assert_close(other, one, atol=2e-3, rtol=1e-3)

@@ -189,6 +189,7 @@ class Runner:
         parts = self._parts(segments)
         if len(parts) == 1:
             return self._run_stages(segments, out)
+        # A graph's result is overwritten by its next replay.
         return torch.cat([self._run_stages(part, None).clone() for part in parts])
 
     def _parts(self, segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
