@@ -46,7 +46,8 @@ class MemoryRunner:
                     self.memory.states[one.state_slot] = -1
             raise OutOfMemoryError("scripted")
         known = [
-            replace(one, token_ids=(token,)) for one, token in zip(segments, self.tokens, strict=True)
+            replace(one, token_ids=(token,))
+            for one, token in zip(segments, self.tokens, strict=True)
         ]
         self.memory.run(BatchPlan(tuple(known), self.plan.sequences))
         return torch.empty(len(segments), 1)

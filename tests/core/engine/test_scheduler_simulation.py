@@ -131,21 +131,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         pages=st.integers(2, 8),
         max_batch=st.integers(1, 5),
         prefill_chunk=st.integers(1, 9),
-        max_draft=st.integers(0, 5),
+        max_draft=st.none() | st.integers(0, 5),
         snapshots=st.none() | st.integers(0, 8),
-        has_async=st.booleans(),
     )
     def start(
         self,
         pages: int,
         max_batch: int,
         prefill_chunk: int,
-        max_draft: int,
+        max_draft: int | None,
         snapshots: int | None,
-        has_async: bool,
     ) -> None:
+        """`max_draft` None: launched passes instead of drafts."""
         slots = 0 if snapshots is None else max_batch + snapshots
-        if has_async:
+        if max_draft is None:
             self.sim: Simulation = AsyncSimulation(pages, max_batch, prefill_chunk, slots)
         else:
             self.sim = Simulation(pages, max_batch, prefill_chunk, max_draft, slots)
