@@ -269,7 +269,7 @@ class SequenceState:
 
     def launch(self, count: int) -> None:
         """Record that the next two passes have been launched: one of `count` tokens, which will
-        `advance`, and one of the token after them."""
+        `advance`, and one of the token after them. Only states depend on it."""
         self._state_len = self.past_len + count + 1
 
     def lose_state(self) -> None:
@@ -310,14 +310,16 @@ class SequenceState:
         """
         size = self.memory.page_size
         first_page, computed = self.past_len // size, self.past_len + count
-        self._state_len = max(self._state_len, computed)
-        if self.slot is not None and computed > len(self.token_ids) - 1:
-            # The state includes rejected tokens. The next pass repeats the accepted ones.
-            self._trim()
-            self._go_back(self.past_len)
-            return
+        if self.slot is not None:
+            self._state_len = max(self._state_len, computed)
+            if computed > len(self.token_ids) - 1:
+                # The state includes rejected tokens. The next pass repeats the accepted ones.
+                self._trim()
+                self._go_back(self.past_len)
+                return
         self.past_len = min(computed, len(self.token_ids) - 1)
-        self._register(first_page)
+        if self.past_len // size > first_page:
+            self._register(first_page)
         if is_prompt:
             self._note()
         self._trim()

@@ -280,8 +280,9 @@ class Scheduler:
                 draft = drafts.get(sequence.request_id, ()) if drafts and len(members) == 1 else ()
                 decoding += [(member, self._segment(member, 1, draft)) for member in members]
         chosen = decoding + prefilling
-        is_behind = only is None and any(member.state.is_ahead for member, _ in chosen)
-        assert not is_behind, "a row of a launched pass is used or its state restored"
+        if only is None and self.memory.states is not None:
+            is_ahead = any(member.state.is_ahead for member, _ in chosen)
+            assert not is_ahead, "a row of a launched pass is used, or its state is restored"
         return BatchPlan(
             segments=tuple(segment for _, segment in chosen),
             sequences=tuple(sequence for sequence, _ in chosen),
@@ -317,8 +318,11 @@ class Scheduler:
     def launched(self, plan: BatchPlan) -> None:
         """Record that the pass of `next_segments(plan)` has been launched, before `advance(plan)`.
 
-        A sequence that ends meanwhile keeps that pass's row, which is that of its newest token.
+        A sequence that ends meanwhile keeps the recurrent state after that pass's row, which is
+        that of its newest token.
         """
+        if self.memory.states is None:
+            return
         for sequence, segment in zip(plan.sequences, plan.segments, strict=True):
             sequence.state.launch(len(segment.token_ids))
 
@@ -327,6 +331,8 @@ class Scheduler:
 
         `advance(plan)`, which follows, takes its sequences back to known states.
         """
+        if self.memory.states is None:
+            return
         for sequence in plan.sequences:
             sequence.state.lose_state()
 
