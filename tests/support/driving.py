@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
+from exl_core.arch.layers import StateShape
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import (
     Event,
@@ -32,10 +33,14 @@ def engine_for(
     tokenizer: Tokenizer | None = None,
     drafter: Drafter | None = None,
     clock: Callable[[], float] = perf_counter,
+    is_hybrid: bool = False,
     **options: object,
 ) -> Engine:
+    """`is_hybrid`: the model has a recurrent state, too."""
     tokenizer = tokenizer or ByteTokenizer()
-    model = ScriptedModel(rule, ScriptedShape(tokenizer.vocab_size, max_seq_len))
+    states = (StateShape((1, 1)),) if is_hybrid else ()
+    shape = ScriptedShape(tokenizer.vocab_size, max_seq_len, state_shapes=states)
+    model = ScriptedModel(rule, shape)
     known = EngineOptions(**options)  # type: ignore[arg-type]
     return Engine(model, tokenizer, known, drafter=drafter, clock=clock)
 

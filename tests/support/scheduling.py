@@ -207,15 +207,13 @@ class Simulation:
         self.prepare()
         if self.live and random.random() < 0.05:  # a cancellation before the pass
             self.cancel(random.randrange(len(self.live)), is_trusted=True)
-        plan = self.s.plan(self.draft(random))
-        assert bool(plan.segments) == bool(self.live), "a plan is empty only without live sequences"
-        self.check_plan(plan)
-        self.memory.run(plan)
+        plan = self.run_pass(random)
+        tokens = self.next_tokens(plan, random)
         rewinds: list[tuple[RequestSequence, int]] = []
-        for runner, segment in zip(plan.sequences, plan.segments, strict=True):
+        for i, (runner, segment) in enumerate(zip(plan.sequences, plan.segments, strict=True)):
             if segment.logit_rows is LogitRows.NONE or runner not in self.live:
                 continue
-            self.sample(runner, segment, random)
+            self.sample(runner, segment, random, None if tokens is None else tokens[i])
             num_new = len(runner.token_ids) - len(runner.request.prompt_ids)
             if random.random() < 0.06 and num_new:
                 rewinds.append((runner, random.randint(0, num_new)))
@@ -237,6 +235,21 @@ class Simulation:
         for runner in [r for r in self.live if len(r.token_ids) >= r.max_len]:
             self.end(runner, is_trusted=True)
             self.count["stop"] += 1
+        self.finish_some(plan, random)
+
+    def run_pass(self, random: Random) -> BatchPlan:
+        plan = self.s.plan(self.draft(random))
+        assert bool(plan.segments) == bool(self.live), "a plan is empty only without live sequences"
+        self.check_plan(plan)
+        self.memory.run(plan)
+        return plan
+
+    def next_tokens(self, plan: BatchPlan, random: Random) -> list[int] | None:
+        """One token for each segment, if they are known before the host appends them."""
+        return None
+
+    def finish_some(self, plan: BatchPlan, random: Random) -> None:
+        """End sequences before they have their longest length."""
 
     def draft(self, random: Random) -> dict[str, tuple[int, ...]]:
         drafts = {}
@@ -254,11 +267,13 @@ class Simulation:
             drafts[runner.request_id] = tuple(random.randint(0, 1) for _ in range(length))
         return drafts
 
-    def sample(self, runner: RequestSequence, segment: Segment, random: Random) -> None:
-        """Accept drafted tokens as long as the sampled ones equal them."""
+    def sample(
+        self, runner: RequestSequence, segment: Segment, random: Random, known: int | None = None
+    ) -> None:
+        """Accept drafted tokens as long as the sampled ones equal them. `known`: the only token."""
         draft = segment.token_ids[1:] if segment.logit_rows is LogitRows.ALL else ()
         for drafted in (*draft, None):
-            token = random.randint(0, 1)
+            token = random.randint(0, 1) if known is None else known
             for member in runner.members:
                 member.token_ids.append(token)
             self.count["drafted"] += drafted is not None
@@ -292,7 +307,7 @@ class Simulation:
 
     def fail(self) -> None:
         """A pass fails: nothing that it wrote may be reused."""
-        self.s.plan()
+        self.plan_failing()
         self.memory.values.clear()
         self.memory.states.clear()
         for gone in self.s.fail_running():
@@ -300,6 +315,9 @@ class Simulation:
         assert not self.s.pending_copies
         self.count["failure"] += 1
         self.check()
+
+    def plan_failing(self) -> BatchPlan:
+        return self.s.plan()
 
     def interrupt(self, random: Random) -> None:
         """A pass of a hybrid runs out of memory, after it has changed some states."""
@@ -342,7 +360,8 @@ class Simulation:
         states = self.s.memory.states
         assert states is None or not states.lent_slots, "no slot is lost"
 
-    def check_plan(self, plan: BatchPlan) -> None:
+    def check_plan(self, plan: BatchPlan, *, is_whole: bool = True) -> None:
+        """`is_whole` False: the plan may lack running sequences."""
         written = Counter[tuple[int, int]]()
         prefill_rows = 0
         pool = self.s.pool
@@ -374,7 +393,7 @@ class Simulation:
         assert all(count == 1 for count in written.values())
         assert prefill_rows <= self.s.prefill_chunk
         self.check_pairs(plan)
-        if self.live:
+        if self.live and is_whole:
             assert {id(m) for m in self.live[0].members} & {id(x) for x in plan.sequences}
 
     def check_pairs(self, plan: BatchPlan) -> None:
@@ -429,9 +448,10 @@ class Simulation:
         assert sorted(everywhere) == list(range(pool.num_slots)), "each slot has one use"
         states = self.memory.states_after(self.s.memory.state_copies)
         for member in members:
-            past = member.token_ids[: member.past_len]
-            values = chain(root_value(member.state.key_root), past)
-            assert not past or states[member.state.slot or 0] == values[-1]
+            length = member.state._state_len  # one more in a launched pass
+            assert member.past_len <= length <= len(member.token_ids)
+            values = chain(root_value(member.state.key_root), member.token_ids[:length])
+            assert not length or states[member.state.slot or 0] == values[-1]
             if member.state._backup is not None:
                 slot, length = member.state._backup
                 assert length <= member.past_len

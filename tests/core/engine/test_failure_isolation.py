@@ -14,11 +14,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from exl_core.arch.layers import StateShape
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FailEvent, FinishEvent, SampledToken
 from exl_core.engine.request import Report, Request
 from exl_core.errors import ConstraintError, DeviceError, ExlError, OutOfMemoryError
 from exl_core.ops.checks import OpInputError
+from exl_core.ops.sampling import NextStep, Sampled
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError
 from exl_core.speculate.drafter import Draft, DraftJob
@@ -35,7 +37,7 @@ from support.faults import (
 from support.guessing import ScriptedDrafter, right
 from support.profiles import examples
 from support.reference_loop import Changing
-from support.scripted import ByteTokenizer, HashRule, ScriptedModel
+from support.scripted import ByteTokenizer, HashRule, ScriptedModel, ScriptedShape
 
 RULE = HashRule(3, spread=1.5)
 SEEDED = SamplerParams(temperature=0.9, top_k=30, seed=7)
@@ -86,7 +88,7 @@ VICTIMS: dict[str, dict[str, Any]] = {
     "healed": {"token_healing": True},
     "guided": {"sampler": {"cfg_scale": VICTIM_TOP_K}, "negative_prompt_ids": (66, 67)},
 }
-MODES = ("plain", "drafts", "sampled drafts", "async")
+MODES = ("plain", "drafts", "sampled drafts", "async", "async hybrid")
 
 
 def neighbours(mode: str) -> list[Request]:
@@ -97,7 +99,7 @@ def neighbours(mode: str) -> list[Request]:
         {"sampler": SEEDED, "constraints": (CHANGING,)},
         {"sampler": SamplerParams(seed=2, min_p=0.02), "banned_strings": tuple("abcdefgh\x01")},
     ]
-    if mode != "async":
+    if "async" not in mode:
         kinds += [
             {"sampler": SamplerParams(seed=4, cfg_scale=1.5), "negative_prompt_ids": (66, 67)},
             {"sampler": SamplerParams(seed=1, repetition_penalty=1.2), "token_healing": True},
@@ -135,14 +137,15 @@ class SampledDrafts(ScriptedDrafter):
 
 def engine_in(mode: str, fault: Fault | None = None) -> Engine:
     drafter = {"drafts": lambda: ScriptedDrafter(right(RULE)), "sampled drafts": SampledDrafts}
+    states = (StateShape((1, 1)),) if "hybrid" in mode else ()
     engine = Engine(
-        ScriptedModel(RULE, ops=FaultyTable(fault)),
+        ScriptedModel(RULE, ScriptedShape(state_shapes=states), ops=FaultyTable(fault)),
         ByteTokenizer(),
         EngineOptions(max_batch=16, adapt_drafts=False),
         drafter=drafter[mode]() if mode in drafter else None,
         clock=lambda: 0.0,
     )
-    if mode == "async":
+    if "async" in mode:
         enable_async_steps(engine)
     return engine
 
@@ -254,7 +257,7 @@ def test_an_interrupt_ends_all_running_requests(interrupt: type[BaseException]) 
     assert all(isinstance(e.error, interrupt) for e in ends)
 
 
-@pytest.mark.parametrize("mode", ["plain", "async"])
+@pytest.mark.parametrize("mode", ["plain", "async", "async hybrid"])
 def test_a_device_failure_during_sampling_ends_all_running_requests(mode: str) -> None:
     fault = Fault(("op", "sample_rows"), 3, DeviceError("scripted"))
     engine = engine_in(mode, fault)
@@ -268,22 +271,28 @@ def test_a_device_failure_during_sampling_ends_all_running_requests(mode: str) -
     assert outcome(run_one(engine, neighbours(mode)[0])[1]) == undisturbed(mode)["neighbour 0"]
 
 
-def test_a_failed_batch_is_sampled_again_row_by_row() -> None:
-    """If every row can be sampled alone, all replies are unchanged."""
+@pytest.mark.parametrize("is_late", [False, True], ids=["at-once", "after-the-launch"])
+@pytest.mark.parametrize("mode", ["plain", "async", "async hybrid"])
+def test_a_failed_batch_is_sampled_again_row_by_row(mode: str, is_late: bool) -> None:
+    """If every row can be sampled alone, all replies are unchanged. A pass may have been launched
+    with other tokens before the failure."""
 
     class FailingBatches(FaultyTable):
-        def sample_rows(self, logits: Tensor, rows: Any, *rest: Any) -> Any:  # type: ignore[override]
+        def sample_rows(  # type: ignore[override]
+            self, logits: Tensor, rows: Any, next_step: NextStep | None = None
+        ) -> Any:
             if len(rows) > 1:
+                if is_late and next_step is not None:
+                    next_step.launch_after([Sampled(77, 1.0, [])] * len(rows))
                 raise RuntimeError("scripted")
-            return super().sample_rows(logits, rows, *rest)
+            return super().sample_rows(logits, rows, next_step)
 
-    for mode in ("plain", "async"):
-        engine = engine_in(mode)
-        engine.model.ops = FailingBatches()  # type: ignore[misc]
-        for request in neighbours(mode):
-            submit(engine, request)
-        ends = [e for e in run_all(engine) if isinstance(e, FinishEvent)]
-        assert {e.request_id: outcome(e) for e in ends} == undisturbed(mode)
+    engine = engine_in(mode)
+    engine.model.ops = FailingBatches()  # type: ignore[misc]
+    for request in neighbours(mode):
+        submit(engine, request)
+    ends = [e for e in run_all(engine) if isinstance(e, FinishEvent)]
+    assert {e.request_id: outcome(e) for e in ends} == undisturbed(mode)
 
 
 def test_cancel_removes_a_request_whose_state_fails() -> None:

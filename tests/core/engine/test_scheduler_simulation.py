@@ -10,20 +10,27 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from support.async_scheduling import AsyncSimulation
 from support.profiles import examples, first_by_default
 from support.scheduling import Simulation
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 
 
-def simulate(num_events: int, seed: int, *, is_hybrid: bool = False) -> Counter[str]:
+def simulate(
+    num_events: int, seed: int, *, is_hybrid: bool = False, has_async: bool = False
+) -> Counter[str]:
     """Run random simulations with pools of various sizes until `num_events` events occurred."""
     random = Random(seed)
     total = Counter[str]()
     while total["events"] < num_events:
         pages, max_batch = random.randint(2, 12), random.randint(1, 6)
         slots = max_batch + random.randint(0, 12) if is_hybrid else 0
-        sim = Simulation(pages, max_batch, random.randint(1, 12), random.randint(0, 6), slots)
+        chunk, draft = random.randint(1, 12), random.randint(0, 6)
+        if has_async:
+            sim: Simulation = AsyncSimulation(pages, max_batch, chunk, slots)
+        else:
+            sim = Simulation(pages, max_batch, chunk, draft, slots)
         num_events_here = random.randint(50, 600)
         arrivals = random.uniform(0.05, 0.6)  # from mostly idle to crowded
         num_turns = 0
@@ -73,13 +80,18 @@ def tokens(random: Random) -> list[int]:
     return [int(random.random() < 0.1) for _ in range(random.randint(1, 20))]
 
 
-def check_coverage(total: Counter[str], *, is_hybrid: bool = False) -> None:
+def check_coverage(
+    total: Counter[str], *, is_hybrid: bool = False, has_async: bool = False
+) -> None:
     # A hybrid copies a part of a page only if there is a snapshot of exactly that part.
     copies = ("partial hits",) if is_hybrid else ("partial hits", "plans of several copies")
     of_states = ("snapshots", "used snapshots", "evicted snapshots", "interruption")
+    of_drafts = ("drafted", "accepted")
+    of_launches = ("used rows", "unused rows", "failed launch", "distrusted launch")
     assert {
         *("arrival", "cancellation", "stop", "failure", "rewind", "pair", "refusal"),
-        *("drafted", "accepted", "defragmentation", "requeued", "evicted", "hits", *copies),
+        *("defragmentation", "requeued", "evicted", "hits", *copies),
+        *(of_launches if has_async else of_drafts),
         *(of_states if is_hybrid else ()),
     } <= {kind for kind, count in total.items() if count >= total["events"] / 1000}, total
 
@@ -96,11 +108,20 @@ def test_thousands_of_events_of_a_hybrid_lose_no_state(num_events: int) -> None:
     check_coverage(simulate(num_events, seed=1, is_hybrid=True), is_hybrid=True)
 
 
+@pytest.mark.parametrize("num_events", first_by_default([4000, 10_000]))
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_launched_passes_lose_no_page_and_no_state(num_events: int, is_hybrid: bool) -> None:
+    kind = {"is_hybrid": is_hybrid, "has_async": True}
+    check_coverage(simulate(num_events, seed=1, **kind), **kind)
+
+
 @pytest.mark.thorough
+@pytest.mark.parametrize("has_async", [False, True])
 @pytest.mark.parametrize("is_hybrid", [False, True])
 @pytest.mark.parametrize("seed", range(2, 12))
-def test_many_more_events_lose_no_page(seed: int, is_hybrid: bool) -> None:
-    check_coverage(simulate(50_000, seed, is_hybrid=is_hybrid), is_hybrid=is_hybrid)
+def test_many_more_events_lose_no_page(seed: int, is_hybrid: bool, has_async: bool) -> None:
+    kind = {"is_hybrid": is_hybrid, "has_async": has_async}
+    check_coverage(simulate(50_000, seed, **kind), **kind)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -110,7 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pages=st.integers(2, 8),
         max_batch=st.integers(1, 5),
         prefill_chunk=st.integers(1, 9),
-        max_draft=st.integers(0, 5),
+        max_draft=st.none() | st.integers(0, 5),
         snapshots=st.none() | st.integers(0, 8),
     )
     def start(
@@ -118,11 +139,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         pages: int,
         max_batch: int,
         prefill_chunk: int,
-        max_draft: int,
+        max_draft: int | None,
         snapshots: int | None,
     ) -> None:
+        """`max_draft` None: launched passes instead of drafts."""
         slots = 0 if snapshots is None else max_batch + snapshots
-        self.sim = Simulation(pages, max_batch, prefill_chunk, max_draft, slots)
+        if max_draft is None:
+            self.sim: Simulation = AsyncSimulation(pages, max_batch, prefill_chunk, slots)
+        else:
+            self.sim = Simulation(pages, max_batch, prefill_chunk, max_draft, slots)
 
     @rule(
         prompt=TOKENS,

@@ -16,6 +16,10 @@ where a pass ends, `rewind` returns to the last one, and `release` leaves the st
 state cannot be cut: going back means computing again from a snapshot, so `past_len` may become less
 than was asked for. `protect` keeps the state before a draft, of which a part may be rejected.
 
+A pass that was launched before its tokens were known (`launch`) moves the state one token beyond
+`past_len`, to the end of `token_ids`. The next `advance` accepts it. A sequence that ends instead
+is released with that state and the values of its newest token: both are of its own text.
+
 Shared pages, and positions that the pool has registered, are never written. A sequence that must
 continue in the middle of such a page gets a copy of the part before. Copies are listed in order and
 run before the next pass, so that one plan may copy from a page, reallocate it and write it. A copy
@@ -24,6 +28,7 @@ stays listed until its pass is over: a plan that never ran loses none.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -38,6 +43,9 @@ from exl_core.cache.page_pool import (
     page_key,
 )
 from exl_core.cache.state import StateCopy, StateKey, StatePool
+
+UNKNOWN_LEN = sys.maxsize
+"""Length of a state that is of no known text: larger than any other length."""
 
 
 class CacheMemory:
@@ -116,6 +124,9 @@ class SequenceState:
     """Keys of the full pages of `token_ids`, computed on demand."""
     slot: int | None = None
     """Slot of the state after `past_len` tokens, if the model has one and the sequence runs."""
+    _state_len: int = 0
+    """Tokens that the state in `slot` is after, pending copies included: `past_len`, or more after
+    `launch`, or `UNKNOWN_LEN`."""
     _copy_end: int = 0
     """End of the tokens that `extend` may copy from a known page. Set by `share`; 0 after that."""
     _backup: tuple[int, int] | None = None
@@ -125,6 +136,11 @@ class SequenceState:
     def capacity(self) -> int:
         """Tokens beyond the last one that fit the memory; negative if the last one does not."""
         return len(self.page_ids) * self.memory.page_size - len(self.token_ids)
+
+    @property
+    def is_ahead(self) -> bool:
+        """The state is not that after `past_len` tokens, which a pass would start from."""
+        return self.slot is not None and self._state_len != self.past_len
 
     @property
     def num_jumps(self) -> int:
@@ -171,12 +187,12 @@ class SequenceState:
             self._copy_end = min(self.past_len + self.memory.page_size, reusable_len)
             return
         source = None if prefix.snapshot is None else states.use(prefix.snapshot)
-        self.slot = states.lend()  # may evict the snapshot itself
+        self.slot, self._state_len = states.lend(), 0  # may evict the snapshot itself
         assert self.slot is not None, "there is a slot for each sequence of a batch"
         if prefix.snapshot is None or source is None:
             return
         self._copy_state(source, self.slot)
-        self._copy_end = self.past_len + len(prefix.snapshot.rest)
+        self._state_len = self._copy_end = self.past_len + len(prefix.snapshot.rest)
 
     def extend(self, count: int) -> bool:
         """Get `count` more pages; False, without any change, if fewer are available."""
@@ -193,7 +209,7 @@ class SequenceState:
         if run is not None:
             self.memory.copy(run.page_id, fresh[0], run.length)
             self.past_len += run.length
-        assert self.slot is None or self.past_len == max(copy_end, self.past_len), "as it was found"
+        assert not copy_end or not self.is_ahead, "the part before the state is as it was found"
         return True
 
     def rewind(self, length: int) -> None:
@@ -206,8 +222,8 @@ class SequenceState:
     def _go_back(self, length: int) -> None:
         """Count only the first `length` tokens as cached, or fewer if no state is known there."""
         pool, size = self.memory.pool, self.memory.page_size
-        if self.slot is not None and length < self.past_len:
-            length = self._restore(length)
+        if self.slot is not None and length < self._state_len:
+            length = self._state_len = self._restore(length)
         self.past_len = length
         page, offset = divmod(self.past_len, size)
         if self.slot is not None:  # pages that will be written again may be shared
@@ -248,8 +264,17 @@ class SequenceState:
         """Go back to a known state: that in the slot is invalid, as a pass was interrupted."""
         if self.slot is not None and self.past_len:
             self._drop_backup()  # its copy may not have run either
-            length, self.past_len = self.past_len, self.past_len + 1
-            self._go_back(length)
+            self._state_len = UNKNOWN_LEN
+            self._go_back(self.past_len)
+
+    def launch(self, count: int) -> None:
+        """Record that the next two passes have been launched: one of `count` tokens, which will
+        `advance`, and one of the token after them. Only states depend on it."""
+        self._state_len = self.past_len + count + 1
+
+    def lose_state(self) -> None:
+        """Record that the state includes unknown tokens. The next `advance` goes back."""
+        self._state_len = UNKNOWN_LEN
 
     def chunk_end(self, end: int) -> int:
         """End of the next chunk of a prompt, which would end at `end` otherwise. With recurrent
@@ -263,6 +288,7 @@ class SequenceState:
     def release(self, *, is_trusted: bool = True) -> None:
         """Give up all memory. Its contents can be reused later if `is_trusted`."""
         if is_trusted:
+            self._accept_launched()
             self._note()
         else:
             self.memory.pool.forget(self.page_ids)
@@ -272,7 +298,7 @@ class SequenceState:
 
     def forget(self) -> None:
         """Have no memory any more, after `CacheMemory.reset`."""
-        self.page_ids, self.past_len, self._copy_end = [], 0, 0
+        self.page_ids, self.past_len, self._copy_end, self._state_len = [], 0, 0, 0
         self.slot = self._backup = None
 
     def advance(self, count: int, *, is_prompt: bool) -> None:
@@ -284,20 +310,39 @@ class SequenceState:
         """
         size = self.memory.page_size
         first_page, computed = self.past_len // size, self.past_len + count
-        if self.slot is not None and computed > len(self.token_ids) - 1:
-            # The state includes rejected tokens. The next pass repeats the accepted ones.
-            before, self.past_len = self.past_len, computed
-            self._trim()
-            self._go_back(before)
-            return
+        if self.slot is not None:
+            self._state_len = max(self._state_len, computed)
+            if computed > len(self.token_ids) - 1:
+                # The state includes rejected tokens. The next pass repeats the accepted ones.
+                self._trim()
+                self._go_back(self.past_len)
+                return
         self.past_len = min(computed, len(self.token_ids) - 1)
-        for i in range(first_page, self.past_len // size):
-            self.page_ids[i] = self.memory.pool.register(self.page_ids[i], self._contents(i, size))
+        if self.past_len // size > first_page:
+            self._register(first_page)
         if is_prompt:
             self._note()
         self._trim()
-        if self.slot is not None and self.past_len and self.past_len % size == 0:
+        if self.slot is None:
+            return
+        if self._state_len == UNKNOWN_LEN:
+            self._go_back(self.past_len)
+        elif self.past_len and self.past_len % size == 0:
+            assert not self.is_ahead, "no pass is launched that needs another page"
             self._save_border()
+
+    def _accept_launched(self) -> None:
+        """Count the newest token as cached, if a launched pass has computed it."""
+        if self.is_ahead and self._state_len == len(self.token_ids):
+            first_page = self.past_len // self.memory.page_size
+            self.past_len = self._state_len
+            self._register(first_page)
+
+    def _register(self, first_page: int) -> None:
+        """Make the full pages from this one on available for sharing."""
+        size = self.memory.page_size
+        for i in range(first_page, self.past_len // size):
+            self.page_ids[i] = self.memory.pool.register(self.page_ids[i], self._contents(i, size))
 
     def _save_border(self) -> None:
         """Take a snapshot at the end of the last full page."""
@@ -338,7 +383,8 @@ class SequenceState:
         page, rest = divmod(self.past_len, self.memory.page_size)
         start = page * self.memory.page_size
         key = StateKey(self._key_before(page), tuple(self.token_ids[start : self.past_len]))
-        if is_trusted and self.past_len and rest not in range(1, MIN_RUN) and self._is_known(key):
+        is_valid = is_trusted and not self.is_ahead and self.past_len > 0
+        if is_valid and rest not in range(1, MIN_RUN) and self._is_known(key):
             states.keep(key, slot)
         else:
             states.give_back(slot)

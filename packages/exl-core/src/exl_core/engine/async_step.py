@@ -4,8 +4,12 @@ Between two passes the host reads tokens, decodes text, looks for stops and plan
 GPU need not wait for this if the next pass depends on nothing but the sampled tokens: they stay on
 the device, and the next pass is launched right behind the sampling kernels. Once the host has read
 the tokens, the launched pass, or a part of its rows, becomes the next pass of the plan. The row of
-a sequence that has ended, rewound or left meanwhile is wasted: it wrote its keys and values behind
-the positions that count as cached.
+a sequence that has ended, rewound or left meanwhile is not used: it wrote its keys and values
+behind the positions that count as cached.
+
+The recurrent state of a hybrid has been changed in place by such a row, which is that of the
+sampled token. A sequence that has ended leaves a snapshot after that token, one that goes back
+restores an earlier snapshot. No state is copied for async scheduling (`cache/sequence_state.py`).
 """
 
 from __future__ import annotations
@@ -75,12 +79,14 @@ class AsyncStep:
             try:
                 computed = self._runner.run_on(segments)
             except OutOfMemoryError:
+                self._scheduler.lose_states(plan)  # the pass may have run in some layers
                 return  # as above
             except BaseException as error:
                 self._failure = error
                 raise
             rows = {sequence: row for row, sequence in enumerate(plan.sequences)}
             self._launched = _Launched(computed, rows, segments)
+            self._scheduler.launched(plan)
 
         return NextStep(token_ids, launch)
 
@@ -107,8 +113,15 @@ class AsyncStep:
         return PassLogits(launched.logits, [launched.rows[one] for one in plan.sequences])
 
     def drop(self) -> None:
-        """Discard the launched pass, if there is one."""
+        """Discard the launched pass, if there is one. No sequence uses it."""
         self._launched = self._failure = None
+
+    def distrust(self, plan: BatchPlan) -> None:
+        """Discard the pass that was launched behind `plan`, if there is one: its tokens may be
+        other ones than those that are sampled next. Its changes to states are undone."""
+        if self._launched is not None:
+            self._scheduler.lose_states(plan)
+        self.drop()
 
     def has_failed_with(self, error: BaseException) -> bool:
         """`error` was raised while the pass was launched, not by sampling."""

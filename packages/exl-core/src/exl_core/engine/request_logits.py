@@ -155,7 +155,7 @@ def sample_batch(
         if is_launch or isinstance(error, DeviceError):
             raise  # no single request is at fault
         if async_step is not None:
-            async_step.drop()
+            async_step.distrust(plan)
         _sample_each(batch, logits, ops, vocab_size)
         return
     for (part, _), one in zip(batch, sampled, strict=True):

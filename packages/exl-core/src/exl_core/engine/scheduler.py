@@ -21,6 +21,9 @@ A model with recurrent layers needs a slot for the state of each sequence (`Stat
 prompts then end at page borders, where snapshots are taken. A sequence that goes back is computed
 again from a snapshot, as a prompt.
 
+With async scheduling, the caller launches the pass of `next_segments` behind the current one, and
+calls `launched` before it appends the tokens.
+
 Order of calls in one step: `prepare`; with drafts `drafting` and `reserve`; `plan`. The caller then
 runs the copies and the pass, appends the sampled tokens (the same ones to a negative sequence), and
 calls `advance`. `rewind` and `remove` follow; only for a sequence whose values must not be reused,
@@ -277,6 +280,9 @@ class Scheduler:
                 draft = drafts.get(sequence.request_id, ()) if drafts and len(members) == 1 else ()
                 decoding += [(member, self._segment(member, 1, draft)) for member in members]
         chosen = decoding + prefilling
+        if only is None and self.memory.states is not None:
+            is_ahead = any(member.state.is_ahead for member, _ in chosen)
+            assert not is_ahead, "a row of a launched pass is used, or its state is restored"
         return BatchPlan(
             segments=tuple(segment for _, segment in chosen),
             sequences=tuple(sequence for sequence, _ in chosen),
@@ -288,10 +294,9 @@ class Scheduler:
         """Segments of the pass after this one, with token 0 in place of the sampled tokens.
 
         None if that pass depends on more than the sampled tokens: a sequence may start or is about
-        to end, needs a new page, or its token may be changed by guidance or a hook.
+        to end, needs a new page, or its token may be changed by guidance or a hook. Snapshots at
+        page borders are therefore copied before a later pass changes the state.
         """
-        if self.memory.states is not None:
-            return None  # the row of a sequence that has ended would change its state
         members = sum(len(sequence.members) for sequence in self.running)
         if len(plan.sequences) != members or (self.waiting and members < self.max_batch):
             return None
@@ -309,6 +314,27 @@ class Scheduler:
                 return None
             segments.append(replace(now, token_ids=(0,), past_len=past_len))
         return segments
+
+    def launched(self, plan: BatchPlan) -> None:
+        """Record that the pass of `next_segments(plan)` has been launched, before `advance(plan)`.
+
+        A sequence that ends meanwhile keeps the recurrent state after that pass's row, which is
+        that of its newest token.
+        """
+        if self.memory.states is None:
+            return
+        for sequence, segment in zip(plan.sequences, plan.segments, strict=True):
+            sequence.state.launch(len(segment.token_ids))
+
+    def lose_states(self, plan: BatchPlan) -> None:
+        """Record that a launched pass may have added unknown tokens to the recurrent states.
+
+        `advance(plan)`, which follows, takes its sequences back to known states.
+        """
+        if self.memory.states is None:
+            return
+        for sequence in plan.sequences:
+            sequence.state.lose_state()
 
     def advance(self, plan: BatchPlan) -> None:
         """Record a completed pass, after the caller has appended the sampled tokens.
