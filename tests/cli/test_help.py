@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_help_pages_fit_a_terminal(
     page = exl(*verb, "--help").out
     assert "bool" not in page
     text = page.partition("\u256d")[0].partition("Usage:")[2].splitlines()
-    for line, following in zip(text, text[1:], strict=False):
+    for line, following in pairwise(text):
         words = following.split()
         if line.strip() and words:
             assert len(line.rstrip()) + 1 + len(words[0]) > 79, line

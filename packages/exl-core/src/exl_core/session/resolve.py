@@ -124,7 +124,9 @@ def _existing_path(name: str) -> Path | None:
 def _neither_file_nor_directory(path: Path) -> ModelNotFoundError:
     expected = "a directory or a .gguf file"
     if not path.is_symlink() or path.exists():
-        return ModelNotFoundError("is neither a file nor a directory", where=path, expected=expected)
+        return ModelNotFoundError(
+            "is neither a file nor a directory", where=path, expected=expected
+        )
     return ModelNotFoundError(
         "is a link to a file that does not exist",
         where=path,
