@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,9 @@ def leaves(name: str, command: Any) -> Iterator[tuple[str, Any]]:
 def section(name: str, command: Any) -> Iterator[str]:
     yield f"## {name}"
     yield ""
-    yield inspect.cleandoc(command.help)
+    for number, paragraph in enumerate(inspect.cleandoc(command.help).split("\n\n")):
+        yield from [""][:number]
+        yield textwrap.fill(paragraph, 100, break_on_hyphens=False)
     yield ""
     yield "| argument or option | default | meaning |"
     yield "|---|---|---|"
@@ -65,9 +68,9 @@ def section(name: str, command: Any) -> Iterator[str]:
     if command.epilog:
         yield ""
         yield "```console"
-        for line in command.epilog.removeprefix("Examples:").split("\n\n"):
-            if line.strip():
-                yield f"$ {line.strip()}".replace("\\[", "[")
+        for example in command.epilog.replace("\\[", "[").split("\n\n")[1:]:
+            effect, line = example.strip().split("\n")
+            yield f"$ {line.strip()}   {effect}"
         yield "```"
 
 
@@ -76,7 +79,7 @@ def row(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         name = f"`{metavar}`"
     else:
-        name = ", ".join(f"`{option}`" for option in parameter.opts)
+        name = ", ".join(f"`{option}`" for option in (*parameter.opts, *parameter.secondary_opts))
         name += f" `{metavar}`" if metavar else ""
     default = parameter.default
     shown = "required" if parameter.required else "" if default in (None, False) else f"{default}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -34,6 +35,27 @@ def test_every_command_has_help_with_examples(verb: tuple[str, ...], exl: Comman
     done = exl(*verb, "--help")
     assert (done.code, done.err) == (0, "")
     assert f"exl {' '.join(verb)}" in done.out.partition("Examples:")[2]
+
+
+@pytest.mark.parametrize("verb", [(), *VERBS], ids=" ".join)
+def test_help_pages_fit_a_terminal(
+    verb: tuple[str, ...], exl: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines of a paragraph break at the terminal's width only, and flags have no type."""
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+    page = exl(*verb, "--help").out
+    assert "bool" not in page
+    text = page.partition("\u256d")[0].partition("Usage:")[2].splitlines()
+    for line, following in pairwise(text):
+        words = following.split()
+        if line.strip() and words:
+            assert len(line.rstrip()) + 1 + len(words[0]) > 79, line
+
+
+def test_examples_are_lines_to_copy(exl: Command) -> None:
+    examples = exl("generate", "--help").out.partition("Examples:")[2]
+    lines = [line.strip() for line in examples.splitlines() if line.strip()]
+    assert [line[0] == "#" for line in lines] == [True, False] * (len(lines) // 2)
 
 
 def test_no_arguments_print_the_help(exl: Command) -> None:

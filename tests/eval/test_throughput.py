@@ -144,6 +144,12 @@ def test_an_empty_and_a_missing_workload_are_refused(tmp_path: Path) -> None:
         read_workload(tmp_path / "missing.jsonl")
 
 
+def test_a_model_in_place_of_the_workload_is_answered_with_its_option(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(RequestError, match=r"is a model, not a workload.*-m MODEL"):
+            read_workload(path)
+
+
 def test_the_example_workload_is_installed() -> None:
     example = read_workload(None)
     assert len(example) == 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -144,6 +145,7 @@ UNUSABLE: list[tuple[Constraint, str]] = [
     (Regex("a\\"), "backslash"),
     (Regex("a\\\\\\"), "backslash"),
     (Regex("\ud800"), "surrogate"),
+    (Regex(cast(Any, 5)), "the regular expression is not a text"),
     (Grammar('start: "\ud800"'), "surrogate"),
     (JsonSchema('{"const": "\\ud800"}'), "hex escape"),
     (JsonSchema('{"const": NaN}'), "not a JSON value"),

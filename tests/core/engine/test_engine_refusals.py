@@ -208,11 +208,18 @@ def test_the_cache_cannot_be_cleared_while_requests_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"cache_tokens": 255}, {"cache_tokens": 0}, {"max_batch": 0}, {"prefill_chunk": 0}]
+    "options",
+    [
+        {"cache_tokens": 255},
+        {"cache_tokens": 0},
+        {"cache_tokens": "512"},
+        {"max_batch": 0},
+        {"prefill_chunk": 0},
+    ],
 )
-def test_invalid_engine_options_are_refused(options: dict[str, int]) -> None:
+def test_invalid_engine_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(options))):
-        EngineOptions(**options)  # type: ignore[arg-type]
+        EngineOptions(**options)
 
 
 def test_a_cache_larger_than_the_memory_is_refused_with_numbers() -> None:

@@ -99,6 +99,12 @@ def test_abort_is_cleared_at_the_start_and_keeps_the_text_so_far() -> None:
     assert not generator.engine.pool.held_pages
 
 
+def test_an_abort_that_is_no_flag_is_refused() -> None:
+    generator = base(reply_with("hello"))
+    with pytest.raises(RequestError, match=r"abort is no flag .*expected a threading\.Event"):
+        generator.generate_simple("Q:", num_tokens=9, abort=cast(Any, True))
+
+
 def test_abort_during_the_prompt_gives_empty_text() -> None:
     loaded = loaded_around(reply_with("hello"))
     abort = threading.Event()

@@ -150,10 +150,12 @@ def test_the_documented_greedy_loop(pair: tuple[Transformer, Tensor]) -> None:
         ([[5]], "not the tokens of each row"),
         ([[5], [5], [300]], "row 2: not a token of the model .*0 to 299, got 300"),
         ([[5], [-1], []], "row 1: not a token of the model"),
+        ([[5], [1.5], []], "row 1: not a token of the model .*got 1.5"),
+        ([[5], "a", []], "row 1: not a token of the model .*got 'a'"),
     ],
 )
 def test_feeding_bad_ids_is_refused(
-    pair: tuple[Transformer, Tensor], ids: list[list[int]], message: str
+    pair: tuple[Transformer, Tensor], ids: Any, message: str
 ) -> None:
     context = context_of(pair[0])
     with pytest.raises(RequestError, match=message):

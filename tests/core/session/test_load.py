@@ -106,6 +106,19 @@ def test_options_may_be_given_by_keyword(folder: Path) -> None:
         load_model(folder, cast(Any, "cpu"))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("device", 3), ("max_seq_len", "x"), ("threads", -1), ("threads", True), ("rope_alpha", "2")],
+)
+def test_options_of_another_type_are_named(name: str, value: object) -> None:
+    with pytest.raises(RequestError, match="thread count" if value == -1 else name):
+        LoadOptions(**cast(Any, {name: value}))
+
+
+def test_a_device_of_torch_names_a_device() -> None:
+    assert LoadOptions(device=cast(Any, torch.device("cuda", 1))) == LoadOptions(device="cuda:1")
+
+
 def test_exact_keeps_nothing_quantized(smollm2: LoadedModel, smollm2_path: Path) -> None:
     exact = load_model(str(smollm2_path), LoadOptions(exact=True))
     assert smollm2.weights_bytes < 1.01 * smollm2_path.stat().st_size

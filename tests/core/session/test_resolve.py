@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,18 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"")
     with pytest.raises(ModelNotFoundError, match=r"another kind.*name the directory"):
         resolve_model(str(path))
+
+
+def test_a_path_that_exists_and_cannot_be_a_model_is_named(tmp_path: Path) -> None:
+    """Such a path is not missing: 'Did you mean' would suggest the same name."""
+    link, fifo = tmp_path / "model.gguf", tmp_path / "fifo.gguf"
+    link.symlink_to("blobs/gone")
+    os.mkfifo(fifo)
+    with pytest.raises(ModelNotFoundError, match=r"got a link to blobs/gone") as caught:
+        resolve_model(str(link))
+    assert "Did you mean" not in str(caught.value)
+    with pytest.raises(ModelNotFoundError, match="neither a file nor a directory"):
+        resolve_model(str(fifo))
 
 
 @pytest.mark.parametrize(

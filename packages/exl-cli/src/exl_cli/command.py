@@ -109,7 +109,26 @@ COMMON = (
 """Parameters that long help pages show first."""
 
 
-class ConfiguredCommand(TyperCommand):
+class _PlainFlags:
+    """Shows no type for flags on help pages. Typer shows `<bool>`, but a flag takes no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        parameters = super().get_params(ctx)  # type: ignore[misc]
+        for one in parameters:
+            if getattr(one, "is_flag", False) and one.metavar is None:
+                one.metavar = ""
+        return list(parameters)
+
+
+class PlainGroup(_PlainFlags, TyperGroup):
+    """A group of commands."""
+
+
+class PlainCommand(_PlainFlags, TyperCommand):
+    """A command without defaults from the user's file."""
+
+
+class ConfiguredCommand(PlainCommand):
     """A command whose defaults come from the user's file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -128,7 +147,7 @@ class LongCommand(ConfiguredCommand):
         super(LongCommand, shown).format_help(ctx, formatter)
 
 
-class InspectGroup(TyperGroup):
+class InspectGroup(PlainGroup):
     """`exl inspect`. An argument that names no subcommand is the model of `inspect model`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -149,7 +168,18 @@ def register(
     shared = _with_shared_options(verb)
     is_long = "help_all" in inspect.signature(shared).parameters
     kind = LongCommand if is_long else ConfiguredCommand
-    app.command(name, cls=kind, epilog=options.examples(lines), hidden=is_hidden)(shared)
+    app.command(
+        name,
+        cls=kind,
+        help=joined_lines(verb.__doc__ or ""),
+        epilog=options.examples(lines),
+        hidden=is_hidden,
+    )(shared)
+
+
+def joined_lines(text: str) -> str:
+    """Paragraphs without line ends, so that the terminal's width alone breaks their lines."""
+    return "\n\n".join(" ".join(one.split()) for one in text.split("\n\n"))
 
 
 def _with_shared_options(verb: Callable[..., None]) -> Callable[..., None]:

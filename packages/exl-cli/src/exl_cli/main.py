@@ -17,7 +17,7 @@ import typer
 from typer.main import get_command
 
 from exl_cli import options
-from exl_cli.command import InspectGroup, register
+from exl_cli.command import InspectGroup, PlainCommand, PlainGroup, joined_lines, register
 from exl_cli.commands import (
     alias,
     bench,
@@ -61,13 +61,16 @@ EXIT_CODES = (
 
 app = typer.Typer(
     name="exl",
+    cls=PlainGroup,
     help="Run, chat with, serve, convert, inspect and evaluate quantized language models.",
     epilog=EXIT_CODES,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-eval_app = typer.Typer(help="Measure the quality and speed of a model.", epilog=EXIT_CODES)
+eval_app = typer.Typer(
+    cls=PlainGroup, help="Measure the quality and speed of a model.", epilog=EXIT_CODES
+)
 inspect_app = typer.Typer(
     cls=InspectGroup, help="Show the contents of a model file without loading it."
 )
@@ -122,6 +125,8 @@ register(inspect_app, "model", inspect.inspect_model, inspect.EXAMPLES)
 register(inspect_app, "tokens", tokens.inspect_tokens, tokens.EXAMPLES)
 app.command(
     "exec",
+    cls=PlainCommand,
+    help=joined_lines(exec_.exec_program.__doc__ or ""),
     epilog=options.examples(exec_.EXAMPLES),
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )(exec_.exec_program)

@@ -302,6 +302,6 @@ def held_bytes(held_memory: str | None) -> int | None:
 
 
 def examples(lines: Sequence[tuple[str, str]]) -> str:
-    """Last section of a help page: command lines and their effects, one per line."""
-    shown = "\n\n".join(f"  {command}   # {what}" for command, what in lines)
+    """Last section of a help page: command lines, each below a comment on its effect."""
+    shown = "\n\n".join(f"  # {what}\n  {command}" for command, what in lines)
     return "Examples:\n\n" + shown.replace("[", "\\[")

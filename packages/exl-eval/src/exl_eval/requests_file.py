@@ -40,6 +40,13 @@ def read_workload(path: Path | None) -> list[TimedRequest]:
     if path is None:
         data = files("exl_eval").joinpath("data/workload.jsonl").read_bytes()
         return parse_workload(data, "the example workload")
+    if path.is_dir() or path.suffix == ".gguf":
+        raise RequestError(
+            "is a model, not a workload",
+            where=path,
+            expected="a file of JSON lines",
+            next_step="-m MODEL names the model.",
+        )
     return parse_workload(read_bytes(path, RequestError, FILE_LIMIT_BYTES), str(path))
 
 

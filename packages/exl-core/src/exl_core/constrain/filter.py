@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 def check_text(text: str, what: str) -> None:
     """Raise ConstraintError if `text` cannot be encoded as UTF-8."""
+    if not isinstance(text, str):
+        raise ConstraintError(f"{what} is not a text", got=repr(text)[:100])
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -504,6 +504,13 @@ def _new_store(
 
 
 def _check_at_least(name: str, value: int, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(
+            f"{name} is something else",
+            where="engine",
+            expected="a whole number",
+            got=repr(value)[:100],
+        )
     if value < low:
         raise RequestError(
             f"{name} is too small", where="engine", expected=f"at least {low}", got=value

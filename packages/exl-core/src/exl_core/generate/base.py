@@ -85,6 +85,10 @@ class BaseGenerator(Generator):
                           prompt contains once; they have no text
         """
         if abort is not None:
+            if not callable(getattr(abort, "clear", None)):
+                raise RequestError(
+                    "abort is no flag", expected="a threading.Event or None", got=repr(abort)[:100]
+                )
             abort.clear()
         _check_settings(settings, self.generate_simple)
         prompts = _prompts(prompt)

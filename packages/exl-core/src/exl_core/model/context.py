@@ -16,6 +16,7 @@ on the adapters of the pass that computed them. The caller must not mix them wit
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 import torch
 from torch import Tensor
@@ -235,14 +236,23 @@ class Context:
                     got=held + len(ids),
                 )
             vocab_size = self.model.config.vocab_size
-            odd = [i for i in ids if not 0 <= i < vocab_size and i < EMBEDDED_FROM]
+            odd = [i for i in ids if not _is_token(i, vocab_size)]
             if odd:
                 raise RequestError(
                     "not a token of the model",
                     where=f"row {row}",
                     expected=f"0 to {vocab_size - 1}",
-                    got=odd[0],
+                    got=repr(odd[0]),
                 )
+
+
+def _is_token(token: object, vocab_size: int) -> bool:
+    """Whether `token` is an id of the vocabulary, or stands for an embedding vector."""
+    try:
+        number = index(token)  # type: ignore[arg-type]  # refuses texts and floats
+    except TypeError:
+        return False
+    return 0 <= number < vocab_size or number >= EMBEDDED_FROM
 
 
 def _logit_count(logits: LogitRows, num_tokens: int) -> int:

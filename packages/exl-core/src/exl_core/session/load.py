@@ -13,6 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
+import torch
+
 from exl_core.arch.checks import check_config
 from exl_core.arch.experts import with_experts_per_token
 from exl_core.arch.layers import GatedDeltaNet, KimiDeltaNet, LayerSpec, Mamba2, ShortConv
@@ -34,6 +36,7 @@ from exl_core.parallel.plan import AUTO, ExchangeKind, RankCount
 from exl_core.prompt.template import ChatTemplate
 from exl_core.session.mtp import MtpFiles, open_mtp
 from exl_core.session.open import ModelFiles, open_model
+from exl_core.session.option_types import check_option_types
 from exl_core.session.parameters import NO_PARAMETERS, Parameters, count_parameters
 from exl_core.session.placement import DeviceMemory, device_memory
 from exl_core.session.ranks import (
@@ -71,7 +74,7 @@ class LoadOptions:
 
     device: str = "auto"
     """`auto` (a GPU where there is one and kernels for it, else the CPU), `cpu`, `cuda`, `cuda:1`,
-    or `reference` (plain torch on the CPU, slow, to check the others)."""
+    or `reference` (plain torch on the CPU, slow, to check the others). A `torch.device` too."""
     isa: str | None = None
     threads: int | None = None
     max_seq_len: int | None = None
@@ -128,6 +131,12 @@ class LoadOptions:
     not only the other processes that the model is divided among."""
     mtp: bool = False
     """Load the layer for multi-token prediction too, for a drafter (`MtpDrafter`)."""
+
+    def __post_init__(self) -> None:
+        given: object = self.device
+        if isinstance(given, torch.device):
+            object.__setattr__(self, "device", str(self.device))
+        check_option_types(self)
 
 
 class LoadFields(TypedDict, total=False):

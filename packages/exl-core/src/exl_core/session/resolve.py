@@ -104,6 +104,8 @@ def _existing_path(name: str) -> Path | None:
     except (OSError, RuntimeError) as error:  # too long, not permitted, or an unknown ~user
         raise ModelNotFoundError("no such model", where=name[:200], got=error) from error
     if not (is_dir or is_file):
+        if name and os.path.lexists(path):
+            raise _neither_file_nor_directory(path)
         return None
     if not os.access(path, os.R_OK | (os.X_OK if is_dir else 0)):
         raise ModelNotFoundError("may not be read", where=path, next_step="Check its permissions.")
@@ -116,6 +118,21 @@ def _existing_path(name: str) -> Path | None:
         where=path,
         expected="a directory or a .gguf file",
         next_step="For safetensors name the directory that holds config.json.",
+    )
+
+
+def _neither_file_nor_directory(path: Path) -> ModelNotFoundError:
+    expected = "a directory or a .gguf file"
+    if not path.is_symlink() or path.exists():
+        return ModelNotFoundError(
+            "is neither a file nor a directory", where=path, expected=expected
+        )
+    return ModelNotFoundError(
+        "is a link to a file that does not exist",
+        where=path,
+        expected=expected,
+        got=f"a link to {path.readlink()}",
+        next_step="Download the model again, or correct the link.",
     )
 
 
