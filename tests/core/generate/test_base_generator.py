@@ -229,7 +229,7 @@ def test_warmup_leaves_no_request_and_no_pages(tiny: LoadedModel) -> None:
         ({"stop_tokens": 1}, "Did you mean 'stop_token'"),
         ({"compleetion_only": True}, "Did you mean 'completion_only'"),
         ({"max_tokens": 5}, "num_tokens"),
-        ({"seed": "1"}, "seed is something else"),
+        ({"seed": "1"}, "seed has the wrong type"),
         ({"seed": -1}, "seed is out of range"),
     ],
 )

@@ -88,6 +88,24 @@ class ConstraintError(RequestError):
     """A constraint that is invalid, cannot be satisfied, or can no longer be by this reply."""
 
 
+def wrong_type(
+    name: str,
+    expected: object,
+    got: object,
+    *,
+    where: object = None,
+    next_step: str | None = None,
+) -> RequestError:
+    """Error for an argument or option `name` of the wrong type."""
+    return RequestError(
+        f"{name} has the wrong type",
+        where=where,
+        expected=expected,
+        got=repr(got)[:100],
+        next_step=next_step,
+    )
+
+
 def check_known(names: Iterable[str], known: Sequence[str], what: str, where: object) -> None:
     """Raises RequestError for a name that is not among `known`, with the nearest one that is.
     `what`: "setting" or "field"."""

@@ -149,7 +149,7 @@ def is_bare(folder: Path) -> bool:
 
 def _require_empty(folder: Path) -> None:
     if not folder.is_dir():
-        raise RequestError("the work directory is something else", where=folder)
+        raise RequestError("the work directory is not a directory", where=folder)
     names = sorted(path.name for path in folder.iterdir() if path.name not in _OWN_NAMES)
     if names:
         raise RequestError(

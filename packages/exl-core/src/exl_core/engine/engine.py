@@ -38,7 +38,7 @@ from exl_core.engine.request import Request
 from exl_core.engine.request_logits import sample_batch, split_by_request
 from exl_core.engine.scheduler import Scheduler
 from exl_core.engine.sequence import RequestSequence
-from exl_core.errors import OutOfMemoryError, RequestError
+from exl_core.errors import OutOfMemoryError, RequestError, wrong_type
 from exl_core.model.protocol import Model
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows
@@ -96,11 +96,7 @@ class EngineOptions:
         if self.snapshots is not None:
             _check_at_least("snapshots", self.snapshots, 0)
         if not isinstance(self.kv_format, KVFormat):
-            raise RequestError(
-                "kv_format is something else",
-                expected=" or ".join(map(str, KVFormat)),
-                got=repr(self.kv_format),
-            )
+            raise wrong_type("kv_format", " or ".join(map(str, KVFormat)), self.kv_format)
 
 
 class Engine:
@@ -505,12 +501,7 @@ def _new_store(
 
 def _check_at_least(name: str, value: int, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(
-            f"{name} is something else",
-            where="engine",
-            expected="a whole number",
-            got=repr(value)[:100],
-        )
+        raise wrong_type(name, "a whole number", value, where="engine")
     if value < low:
         raise RequestError(
             f"{name} is too small", where="engine", expected=f"at least {low}", got=value

@@ -1,6 +1,6 @@
-"""Types of the options of a run, checked where a caller gives them.
+"""Types of the options of a load, checked where a caller gives them.
 
-A value of another type would fail later, in code that the caller does not know.
+A value of the wrong type would fail later, in code that the caller does not know.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from numbers import Integral, Real
 from typing import Any
 
-from exl_core.errors import RequestError
+from exl_core.errors import RequestError, wrong_type
 
 _TEXTS = ("device", "isa", "split", "experts_on", "embeddings_on", "exchange")
 _WHOLE = ("threads", "max_seq_len", "experts_per_token", "held_bytes", "cpu_layers", "cache_tokens")
@@ -21,7 +21,7 @@ _KINDS: tuple[tuple[tuple[str, ...], type, str], ...] = (
 
 
 def check_option_types(options: Any) -> None:
-    """Raise RequestError for a field of `LoadOptions` of another type, or fewer threads than 1."""
+    """Raise RequestError for a field of `LoadOptions` with the wrong type, or for no threads."""
     for names, kind, expected in _KINDS:
         for name in names:
             value = getattr(options, name)
@@ -31,8 +31,3 @@ def check_option_types(options: Any) -> None:
         raise RequestError(
             "not a thread count", expected="at least 1, or None", got=options.threads
         )
-
-
-def wrong_type(name: str, expected: str, got: object) -> RequestError:
-    """Error for an argument `name` of another type."""
-    return RequestError(f"{name} is something else", expected=expected, got=repr(got)[:100])

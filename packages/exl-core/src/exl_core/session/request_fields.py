@@ -15,7 +15,7 @@ from typing import Any, TypedDict, Unpack, get_args
 
 from exl_core.constrain.filter import Constraint
 from exl_core.engine.request import Hook, Report, Request
-from exl_core.errors import RequestError
+from exl_core.errors import RequestError, wrong_type
 from exl_core.model.adapters import Adapter, AdapterUse
 from exl_core.model.embedded import EmbeddedSpan
 from exl_core.sampling.params import SamplerParams
@@ -73,7 +73,7 @@ def as_fields(settings: Mapping[str, object]) -> dict[str, Any]:
     values: dict[str, Any] = dict(settings)
     for name, kind in _KINDS.items():
         if name in values and not isinstance(values[name], kind):
-            raise _wrong(name, f"a {kind.__name__}", values[name])
+            raise wrong_type(name, f"a {kind.__name__}", values[name])
     for name, (is_one, what) in _LISTS.items():
         if name in values:
             values[name] = _listed(name, values[name], is_one, what)
@@ -111,17 +111,12 @@ def check_names(settings: Mapping[str, object], *calls: Callable[..., object]) -
 
 
 def check_argument(name: str, value: object, kind: type | UnionType, next_step: str) -> None:
-    """Raise RequestError for an argument of another type."""
+    """Raise RequestError for an argument of the wrong type."""
     if not isinstance(value, kind):
         wanted = " or ".join(
             "None" if one is NoneType else one.__name__ for one in get_args(kind) or (kind,)
         )
-        raise RequestError(
-            f"{name} is something else",
-            expected=wanted,
-            got=repr(value)[:100],
-            next_step=next_step,
-        )
+        raise wrong_type(name, wanted, value, next_step=next_step)
 
 
 def split_stops(stop: object) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -144,11 +139,11 @@ def split_stops(stop: object) -> tuple[frozenset[int], tuple[str, ...]]:
 def seeded(sampler: SamplerParams, seed: int | None, number: int) -> SamplerParams:
     """Settings of prompt `number`: with a seed, each prompt gets `seed` + `number`."""
     if not isinstance(sampler, SamplerParams):
-        raise _wrong("sampler", "a SamplerParams", sampler)
+        raise wrong_type("sampler", "a SamplerParams", sampler)
     if seed is None:
         return sampler
     if not isinstance(seed, int) or isinstance(seed, bool):
-        raise _wrong("seed", "a whole number from 0", seed)
+        raise wrong_type("seed", "a whole number from 0", seed)
     return replace(sampler, seed=seed + number)
 
 
@@ -160,12 +155,8 @@ def _listed(
     listed = tuple(value) if isinstance(value, Iterable) else (value,)
     for one in listed:
         if not is_one(one):
-            raise _wrong(name, what, one)
+            raise wrong_type(name, what, one)
     return listed
-
-
-def _wrong(name: str, expected: str, got: object) -> RequestError:
-    return RequestError(f"{name} is something else", expected=expected, got=repr(got)[:100])
 
 
 _KINDS: dict[str, type] = {
