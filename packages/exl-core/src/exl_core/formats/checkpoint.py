@@ -270,9 +270,7 @@ class Checkpoint:
         coded = [one for name in joint if (one := self._located[name].matrix) is not None]
         matrices = open_matrices(self._source, coded, self._quantization)
         opened = dict(zip(joint, matrices, strict=True))
-        return [
-            one if (one := opened.get(name)) is not None else self.matrix(name) for name in names
-        ]
+        return [opened[name] if name in opened else self.matrix(name) for name in names]
 
     def _can_join(self, name: str) -> bool:
         """Whether this matrix has codes, all in the order of the file, and no bias."""

@@ -437,11 +437,20 @@ def open_matrices(
 
 
 def whole_columns(matrices: Sequence[RuntimeMatrix], move: Move = stay) -> list[WeightColumns]:
-    """`columns` of all columns of each matrix."""
+    """`columns` of all columns of each matrix. The caller moves the tensors of the results, some of
+    which are moved already because they were computed on the device."""
     exl2_matrices = [one for one in matrices if isinstance(one, Exl2Matrix)]
     if len(exl2_matrices) == len(matrices):
         return list(exl2_matrix.whole_columns(exl2_matrices, move))
-    return [one.columns(0, one.layout.out_features, move) for one in matrices]
+    return [
+        one.columns(0, one.layout.out_features, stay if _is_moved_later(one) else move)
+        for one in matrices
+    ]
+
+
+def _is_moved_later(matrix: RuntimeMatrix) -> bool:
+    """Whether the columns consist of stored tensors, without computations on the device."""
+    return isinstance(matrix, exl3_matrix.Exl3Matrix | GptqMatrix)
 
 
 def stored_layout(

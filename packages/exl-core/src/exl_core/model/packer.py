@@ -27,7 +27,7 @@ from exl_core.ops.latent import LatentUp
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.moe import PackedExperts
 from exl_core.ops.table import OpTable
-from exl_core.ops.weights import DenseLayout, fused_layout
+from exl_core.ops.weights import DenseLayout, fused_layout, moved_columns
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,10 +45,10 @@ class _Member(NamedTuple):
     """One of the matrices that a job packs."""
 
     job: Future[list[PackedLinear]]
-    index: int
+    place: int
 
     def result(self) -> PackedLinear:
-        return self.job.result()[self.index]
+        return self.job.result()[self.place]
 
 
 class Packer:
@@ -91,7 +91,7 @@ class Packer:
                 parts[-1].append(name)
             else:
                 parts.append([name])
-        self._parts[names[0]] = [self._start_part(part) for part in parts]
+        self._parts[names[0]] = [list(self._start_part(part)) for part in parts]
 
     def start_experts(self, experts: Sequence[Sequence[Sequence[ModuleRow]]]) -> None:
         """Queues the matrices of a layer's experts: for each expert, the rows of each of its
@@ -209,6 +209,8 @@ class Packer:
         """Each of these matrices by itself, read jointly."""
         matrices = self._checkpoint.matrices(names)
         columns = whole_columns(matrices, self._ops.bring)
+        if self._ops.device.type != "cpu":
+            columns = moved_columns(columns, self._ops.bring_all)
         filled = []
         for name, matrix, one in zip(names, matrices, columns, strict=True):
             self._report_bias(name)

@@ -11,6 +11,7 @@ that no input is exchanged between the ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from threading import Lock
 

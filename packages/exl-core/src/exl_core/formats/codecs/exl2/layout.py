@@ -312,7 +312,7 @@ def unpack_joint_scales(
         first.q_invperm,
     )
     scales = unpack_scales(joint, prescale=prescale, move=move)
-    return scales.split([linear.q_scale.shape[0] for linear in linears])
+    return torch.split(scales, [linear.q_scale.shape[0] for linear in linears])
 
 
 class _Run(NamedTuple):

@@ -104,7 +104,8 @@ def matrices_of(
 
 def whole_columns(matrices: Sequence[Exl2Matrix], move: Move = stay) -> list[GroupedColumns]:
     """`columns` of all columns of some matrices. Scales of matrices with the same number of columns
-    are unpacked jointly."""
+    are unpacked jointly, where `move` copies their codes. The words of these matrices stay where
+    they are."""
     alike: dict[object, list[int]] = {}
     for index, one in enumerate(matrices):
         whole = one.whole
@@ -120,7 +121,7 @@ def whole_columns(matrices: Sequence[Exl2Matrix], move: Move = stay) -> list[Gro
         linears = [linear for linear, _ in parts]
         scales = exl2.unpack_joint_scales(linears, parts[0][1], move)
         for index, linear, own in zip(members, linears, scales, strict=True):
-            found[index] = GroupedColumns("words", move(linear.q_weight), scales=own)
+            found[index] = GroupedColumns("words", linear.q_weight, scales=own)
     return [found[index] for index in range(len(matrices))]
 
 

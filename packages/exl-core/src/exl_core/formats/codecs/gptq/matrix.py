@@ -99,7 +99,7 @@ def matrices_of(
     orders: dict[int, Tensor] = {}
     given = {i: one.g_idx for i, one in enumerate(linears) if one.g_idx is not None}
     if given:
-        joint = torch.stack(list(given.values())).argsort(1, stable=True).to(torch.int32)
+        joint = torch.stack(list(given.values())).argsort(stable=True, dim=1).to(torch.int32)
         orders = dict(zip(given, joint, strict=True))
     return [
         GptqMatrix(
