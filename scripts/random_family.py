@@ -74,6 +74,12 @@ FAMILIES = {
         num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, rope_theta=1e6,
         decoder_sparse_step=1, mlp_only_layers=[], vocab_size=151936,
     ),
+    # As many matrices per layer as qwen3-30b-a3b, but tiny ones: to time the work per matrix.
+    "tiny-experts": family(
+        "Qwen3Moe", 128, 128, (2, 1), model_type="qwen3_moe", head_dim=64, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=128, norm_topk_prob=True, rope_theta=1e6,
+        decoder_sparse_step=1, mlp_only_layers=[], vocab_size=512,
+    ),
     "qwen3.5-35b-a3b": family(
         "Qwen3_5Moe", 2048, 512, (16, 2), model_type="qwen3_5_moe_text", head_dim=256,
         linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,

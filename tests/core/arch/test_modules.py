@@ -11,15 +11,21 @@ import pytest
 import torch
 from gguf import MODEL_ARCH, get_tensor_name_map
 
-from exl_core.arch.layers import NormPlacement
+from exl_core.arch import modules
+from exl_core.arch.hf_config import read_hf_config
+from exl_core.arch.layers import MoE, NormPlacement
 from exl_core.arch.modules import Kind, ModuleTable, Shard, module_table
 from exl_core.arch.names import GGUF, HF
+from exl_core.arch.naming import Owner
+from exl_core.arch.parts import expert_parts
 from exl_core.arch.places import RowPermutation
 from exl_core.errors import UnsupportedModelError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.source import StoredTensor
 from exl_core.session.open import open_checkpoint
 from support.mixed_model import CONFIG
+from support.model_configs import LLAMA, write
+from support.published_moe_configs import MOE_FAMILIES
 from support.renamed_models import as_internlm2
 from support.tiny_models import (
     save,
@@ -250,3 +256,20 @@ class _CountedNames(dict[str, StoredTensor]):
     def values(self) -> Any:
         self.look_ups += len(self)
         return super().values()
+
+
+def test_rows_of_experts_equal_those_derived_one_by_one(tmp_path: Path) -> None:
+    for number, keys in enumerate(MOE_FAMILIES.values()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        config = read_hf_config(write(folder, {**LLAMA, "num_hidden_layers": 3}, **keys[0]))
+        forms, table = (config.arch.safetensors, config.arch.gguf), module_table(config)
+        for layer, spec in enumerate(config.layers):
+            if not isinstance(spec.feed_forward, MoE):
+                continue
+            parts = expert_parts(config.hidden_size, spec.feed_forward)
+            count = spec.feed_forward.router.num_experts
+            for expert in range(count):
+                rows = modules._rows(parts, forms, Owner(layer, expert, count))
+                own = [row for row in table.rows_of(layer) if row.expert == expert]
+                assert own == rows

@@ -19,7 +19,15 @@ from typing import Literal, NamedTuple
 
 from exl_core.arch.layers import MoE
 from exl_core.arch.names import FileForm
-from exl_core.arch.naming import NOWHERE, Owner, Wanted, canonical_name, ending, places_of
+from exl_core.arch.naming import (
+    NOWHERE,
+    Owner,
+    Wanted,
+    canonical_name,
+    ending,
+    place_of_expert,
+    places_of,
+)
 from exl_core.arch.parts import Kind, Packed, Part, Shard, expert_parts, layer_parts, norm_part
 from exl_core.arch.places import Place, RowPermutation
 from exl_core.arch.spec import ModelConfig
@@ -256,7 +264,31 @@ def _expert_rows(
     if not isinstance(spec, MoE):
         return []
     parts, count = expert_parts(config.hidden_size, spec), spec.router.num_experts
-    return [_rows(parts, forms, Owner(layer, index, count)) for index in range(count)]
+    # The rows of all experts follow from one of them: deriving each anew took 0.1 ms per matrix.
+    rows = _rows(parts, forms, Owner(layer, None, count))
+    return [[_row_of_expert(row, index, count) for row in rows] for index in range(count)]
+
+
+def _row_of_expert(row: ModuleRow, expert: int, count: int) -> ModuleRow:
+    """The row of one expert from that of all of them, whose names have a `{}` for the index."""
+    return ModuleRow(
+        name=row.name.replace("{}", str(expert)),
+        role=row.role,
+        layer=row.layer,
+        kind=row.kind,
+        shape=row.shape,
+        safetensors=tuple(place_of_expert(place, expert, count) for place in row.safetensors),
+        gguf=tuple(place_of_expert(place, expert, count) for place in row.gguf),
+        bias=None if row.bias is None else row.bias.replace("{}", str(expert)),
+        packed=row.packed,
+        first_out=row.first_out,
+        shard=row.shard,
+        num_heads=row.num_heads,
+        is_converted=row.is_converted,
+        is_normalized=row.is_normalized,
+        expert=expert,
+        is_dense=row.is_dense,
+    )
 
 
 def _surplus_row(spec: MoE, hidden: int, layer: int, forms: tuple[FileForm, FileForm]) -> ModuleRow:

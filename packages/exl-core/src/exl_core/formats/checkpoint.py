@@ -9,7 +9,7 @@ is checked: present, of the expected shape, and finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -31,6 +31,7 @@ from exl_core.formats.quantized import (
     BlockMatrix,
     block_groups,
     block_layout,
+    open_matrices,
     open_matrix,
     stored_layout,
 )
@@ -182,7 +183,9 @@ class Checkpoint:
         """
         if name not in self._layouts:
             layout = self._layout_of_codes(name) or self._dense_layout(name)
-            self._layouts[name] = replace(layout, has_bias=self.bias_of(name) is not None)
+            has_bias = self.bias_of(name) is not None
+            same = layout.has_bias == has_bias
+            self._layouts[name] = layout if same else replace(layout, has_bias=has_bias)
         return self._layouts[name]
 
     def _layout_of_codes(self, name: str) -> WeightLayout | None:
@@ -258,6 +261,32 @@ class Checkpoint:
         self._prefetch(name)
         bias, matrix = self.bias_of(name), self._opened.pop(name, None) or self._matrix(name)
         return matrix if bias is None else _WithBias(matrix, self.vector(bias))
+
+    def matrices(self, names: Sequence[str]) -> list[RuntimeMatrix]:
+        """`matrix` of several matrices, such as those of some experts. Codes of matrices that are
+        stored alike are read and checked jointly."""
+        joint = [name for name in names if self._can_join(name)]
+        self._source.prefetch_all(part for name in joint for part in self._stored_names(name))
+        coded = [one for name in joint if (one := self._located[name].matrix) is not None]
+        matrices = open_matrices(self._source, coded, self._quantization)
+        opened = dict(zip(joint, matrices, strict=True))
+        return [opened[name] if name in opened else self.matrix(name) for name in names]
+
+    def _can_join(self, name: str) -> bool:
+        """Whether this matrix has codes, all in the order of the file, and no bias."""
+        located = self._located[name]
+        if located.matrix is None or located.place.permutation is not None:
+            return False
+        is_plain = self.bias_of(name) is None and name not in self._opened
+        return is_plain and not isinstance(self.layout(name), DenseLayout)
+
+    def release_all(self, names: Sequence[str]) -> None:
+        """`release` of several whole tensors."""
+        coded = [name for name in names if self._located[name].matrix is not None]
+        self._source.release_all(part for name in coded for part in self._stored_names(name))
+        for name in names:
+            if self._located[name].matrix is None:
+                self.release(name)
 
     def release(self, name: str, rows: slice | None = None) -> None:
         """Releases the process's memory for these rows of the file (None: all), after reading.

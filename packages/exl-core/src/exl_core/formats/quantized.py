@@ -10,7 +10,7 @@ A matrix in GGUF blocks is one tensor, whose storage type names the block format
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -31,6 +31,7 @@ from exl_core.formats.codecs.awq import matrix as awq_matrix
 from exl_core.formats.codecs.compressed import layout as compressed
 from exl_core.formats.codecs.compressed.matrix import CompressedMatrix
 from exl_core.formats.codecs.exl2 import layout as exl2
+from exl_core.formats.codecs.exl2 import matrix as exl2_matrix
 from exl_core.formats.codecs.exl2.matrix import Exl2Matrix, runs_of
 from exl_core.formats.codecs.exl3 import layout as exl3
 from exl_core.formats.codecs.exl3 import matrix as exl3_matrix
@@ -40,6 +41,7 @@ from exl_core.formats.codecs.fp8.matrix import Fp8Matrix
 from exl_core.formats.codecs.ggml import layout as ggml
 from exl_core.formats.codecs.ggml import matrix as ggml_matrix
 from exl_core.formats.codecs.gptq import layout as gptq
+from exl_core.formats.codecs.gptq import matrix as gptq_matrix
 from exl_core.formats.codecs.gptq.matrix import GptqMatrix, group_runs
 from exl_core.formats.codecs.mxfp4 import layout as mxfp4
 from exl_core.formats.codecs.mxfp4 import matrix as mxfp4_matrix
@@ -52,6 +54,7 @@ from exl_core.ops.weights import (
     GroupedLayout,
     GroupRun,
     TrellisLayout,
+    WeightColumns,
     WeightLayout,
 )
 
@@ -77,6 +80,12 @@ class QuantizedMatrix:
     @property
     def where(self) -> str:
         return f"{next(iter(self.parts.values())).file}: {self.name}"
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Everything that headers say about the matrix, but for its name and its place in files."""
+        parts = [(part, tensor.storage, tensor.shape) for part, tensor in self.parts.items()]
+        return self.method, self.shape, self.first_column, self.stored_columns, *parts
 
     @property
     def stored_bytes(self) -> int:
@@ -146,6 +155,8 @@ class _Format(NamedTuple):
     layout     run-time layout, from headers and group tables only, without a permutation of rows
     open       the matrix, with all checks of its codec that do not need the unpacked codes. The
                tensor, if given, is the stored column of each of the matrix's columns
+    open_alike  the same for matrices of equal `form`, with joint checks. None if one of them needs
+               a check by itself
     is_marked  whether the first part, and the configuration, show this format rather than another
     joint      what the name of a part has between the stem and its own name
     """
@@ -155,6 +166,7 @@ class _Format(NamedTuple):
     open: Callable[[_Stored, Tensor | None], RuntimeMatrix]
     is_marked: Callable[[StoredTensor, Quantization | None], bool] = lambda *_: True
     joint: str = "."
+    open_alike: Callable[[Sequence[_Stored]], Sequence[RuntimeMatrix] | None] = lambda _: None
 
 
 def _exl2_layout(stored: _Stored) -> GroupedLayout:
@@ -181,6 +193,16 @@ def _open_exl2(stored: _Stored, stored_columns: Tensor | None) -> RuntimeMatrix:
     return Exl2Matrix(
         layer, matrix.shape[0], first_column=matrix.first_column, stored_columns=stored_columns
     )
+
+
+def _open_exl2_alike(all_stored: Sequence[_Stored]) -> Sequence[RuntimeMatrix] | None:
+    matrix = all_stored[0].matrix
+    layers = exl2.check_alike([stored.parts() for stored in all_stored], matrix.where)
+    if layers is None:
+        return None
+    columns = -(-matrix.stored_columns // exl2.COLUMN_STEP) * exl2.COLUMN_STEP
+    all_stored[0].check_shape(layers[0], columns)
+    return exl2_matrix.matrices_of(layers, matrix.shape[0], matrix.first_column)
 
 
 def _exl3_layout(stored: _Stored) -> TrellisLayout:
@@ -218,6 +240,16 @@ def _open_exl3(stored: _Stored, stored_columns: Tensor | None) -> RuntimeMatrix:
     )
 
 
+def _open_exl3_alike(all_stored: Sequence[_Stored]) -> Sequence[RuntimeMatrix] | None:
+    matrix = all_stored[0].matrix
+    (n, k), first = matrix.shape, matrix.first_column
+    _exl3_layout(all_stored[0])  # checks the shape before reading
+    layers = exl3.check_alike([stored.parts() for stored in all_stored], matrix.where)
+    if layers is None:
+        return None
+    return [exl3_matrix.Exl3Matrix(layer, n, k, first_column=first) for layer in layers]
+
+
 def _gptq_layout(stored: _Stored) -> GroupedLayout:
     section, rows = stored.section("gptq"), stored.matrix.shape[1]
     settings = gptq.parse_settings(section.settings, section.where)
@@ -233,6 +265,17 @@ def _open_gptq(stored: _Stored, stored_columns: Tensor | None) -> RuntimeMatrix:
     return GptqMatrix(
         layer, matrix.shape[0], first_column=matrix.first_column, stored_columns=stored_columns
     )
+
+
+def _open_gptq_alike(all_stored: Sequence[_Stored]) -> Sequence[RuntimeMatrix] | None:
+    section, matrix = all_stored[0].section("gptq"), all_stored[0].matrix
+    settings = gptq.parse_settings(section.settings, section.where)
+    parts = [stored.parts() for stored in all_stored]
+    layers = gptq.check_alike(parts, settings, matrix.where)
+    if layers is None:
+        return None
+    all_stored[0].check_shape(layers[0])
+    return gptq_matrix.matrices_of(layers, matrix.shape[0], matrix.first_column)
 
 
 def _awq_layout(stored: _Stored) -> GroupedLayout:
@@ -330,10 +373,10 @@ def _is_fp8(marker: StoredTensor, _: Quantization | None) -> bool:
 
 
 _FORMATS: dict[str, _Format] = {
-    "exl2": _Format(exl2.PARTS, _exl2_layout, _open_exl2),
-    "exl3": _Format(exl3.PARTS, _exl3_layout, _open_exl3),
+    "exl2": _Format(exl2.PARTS, _exl2_layout, _open_exl2, open_alike=_open_exl2_alike),
+    "exl3": _Format(exl3.PARTS, _exl3_layout, _open_exl3, open_alike=_open_exl3_alike),
     "awq": _Format(awq.PARTS, _awq_layout, _open_awq, _is_awq),
-    "gptq": _Format(gptq.PARTS, _gptq_layout, _open_gptq),
+    "gptq": _Format(gptq.PARTS, _gptq_layout, _open_gptq, open_alike=_open_gptq_alike),
     COMPRESSED: _Format(compressed.PARTS, _compressed_layout, _open_compressed),
     "fp8": _Format(fp8.PARTS, _fp8_layout, _open_fp8, _is_fp8),
     "mxfp4": _Format(mxfp4.PARTS, _mxfp4_layout, _open_mxfp4, joint="_"),
@@ -371,6 +414,43 @@ def open_matrix(
     `stored_columns`, if given, is the stored column of each of the matrix's columns.
     """
     return _FORMATS[matrix.method].open(_Stored(source, matrix, quantization), stored_columns)
+
+
+def open_matrices(
+    source: TensorSource, matrices: Sequence[QuantizedMatrix], quantization: Quantization | None
+) -> list[RuntimeMatrix]:
+    """`open_matrix` of several matrices, all columns in order.
+
+    Matrices of equal form are checked jointly. If that leaves a doubt, each is opened by itself,
+    which raises the error of the first one that is at fault.
+    """
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        alike.setdefault(matrix.form, []).append(index)
+    found: dict[int, RuntimeMatrix] = {}
+    for members in alike.values():
+        stored = [_Stored(source, matrices[index], quantization) for index in members]
+        known = _FORMATS[stored[0].matrix.method]
+        opened = known.open_alike(stored) if len(stored) > 1 else None
+        found |= zip(members, opened or [known.open(one, None) for one in stored], strict=True)
+    return [found[index] for index in range(len(matrices))]
+
+
+def whole_columns(matrices: Sequence[RuntimeMatrix], move: Move = stay) -> list[WeightColumns]:
+    """`columns` of all columns of each matrix. The caller moves the tensors of the results, some of
+    which are moved already because they were computed on the device."""
+    exl2_matrices = [one for one in matrices if isinstance(one, Exl2Matrix)]
+    if len(exl2_matrices) == len(matrices):
+        return list(exl2_matrix.whole_columns(exl2_matrices, move))
+    return [
+        one.columns(0, one.layout.out_features, stay if _is_moved_later(one) else move)
+        for one in matrices
+    ]
+
+
+def _is_moved_later(matrix: RuntimeMatrix) -> bool:
+    """Whether the columns consist of stored tensors, without computations on the device."""
+    return isinstance(matrix, exl3_matrix.Exl3Matrix | GptqMatrix)
 
 
 def stored_layout(

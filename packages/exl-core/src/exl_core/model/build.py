@@ -250,9 +250,10 @@ def start_block(
         if role in table.layers[layer]:
             packer.start([table.layers[layer][role]])
     experts = packer if host is None else host.packer
-    for expert in table.experts[layer]:
-        for rows in expert_matrices(expert).values():
-            experts.start(rows)
+    if table.experts[layer]:
+        experts.start_experts(
+            [list(expert_matrices(expert).values()) for expert in table.experts[layer]]
+        )
 
 
 def block_weights(

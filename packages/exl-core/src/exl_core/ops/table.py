@@ -18,6 +18,7 @@ linears on instruction sets without byte dot products and with AMX; `get_table` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor, device
@@ -77,6 +78,11 @@ class OpTable(
 
     def bring(self, tensor: Tensor) -> Tensor:
         """Copies the tensor to the table's device by the fastest path; no copy if it is there."""
+        ...
+
+    def bring_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """`bring` of many small tensors, with few copies to the device. They share memory there,
+        which is free when none of them is in use."""
         ...
 
     def activations(self, rows: int, columns: int) -> Tensor:

@@ -30,7 +30,7 @@ This module knows neither files nor the run-time form of a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -324,3 +324,30 @@ class TrellisColumns:
 
 
 WeightColumns = DenseColumns | GroupedColumns | TrellisColumns
+
+_TENSORS = {
+    DenseColumns: ("weight", "bias"),
+    GroupedColumns: ("codes", "source_rows", "scales", "offsets", "bias"),
+    TrellisColumns: ("words", "in_scales", "out_scales", "bias"),
+}
+
+
+def moved_columns(
+    all_columns: Sequence[WeightColumns], move_all: Callable[[Sequence[Tensor]], list[Tensor]]
+) -> list[WeightColumns]:
+    """The same columns with all of their tensors moved by one call (`parts` stay)."""
+    fields: list[tuple[int, str]] = []
+    tensors: list[Tensor] = []
+    for index, columns in enumerate(all_columns):
+        for name in _TENSORS[type(columns)]:
+            tensor = getattr(columns, name)
+            if tensor is not None:
+                fields.append((index, name))
+                tensors.append(tensor)
+    moved: list[dict[str, Tensor]] = [{} for _ in all_columns]
+    for (index, name), tensor in zip(fields, move_all(tensors), strict=True):
+        moved[index][name] = tensor
+    return [
+        replace(columns, **changes)  # type: ignore[arg-type] # fields of its own class
+        for columns, changes in zip(all_columns, moved, strict=True)
+    ]

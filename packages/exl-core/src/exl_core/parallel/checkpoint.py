@@ -11,6 +11,7 @@ that no input is exchanged between the ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from threading import Lock
 
@@ -96,6 +97,10 @@ class ShardedCheckpoint:
                 return SlicedMatrix(matrix, features=features, has_bias=self._adds_bias(row))
         return matrix
 
+    def matrices(self, names: Sequence[str]) -> list[RuntimeMatrix]:
+        """The rank's parts of several matrices."""
+        return [self.matrix(name) for name in names]
+
     def vector(self, name: str) -> Tensor:
         """A bias of a norm or of a convolution, float32 [rows]."""
         return self._own_rows(self._whole.rows[name], self._whole.vector(name))
@@ -115,6 +120,10 @@ class ShardedCheckpoint:
         rows are kept until the whole tensor is released, as other slices may share their pages."""
         if rows is None:
             self._whole.release(name)
+
+    def release_all(self, names: Sequence[str]) -> None:
+        """`release` of several whole tensors."""
+        self._whole.release_all(names)
 
     def _adds_bias(self, row: ModuleRow) -> bool:
         """A bias after a sum over the ranks is added by one of them."""

@@ -6,7 +6,7 @@ dequantization is the format's own definition, roundings included; the codes are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,6 +70,18 @@ class RuntimeMatrix(Protocol):
     def dense(self, first: int, last: int) -> Tensor:
         """Exact values of these columns, [last - first, in_features]."""
         ...
+
+
+def are_equal(layers: Sequence[Mapping[str, Tensor]], name: str) -> bool:
+    """Whether all layers have the same values of one tensor."""
+    values = torch.stack([layer[name] for layer in layers])
+    return bool((values == values[:1]).all())
+
+
+def are_finite(layers: Sequence[Mapping[str, Tensor]], *names: str) -> bool:
+    """Whether all values of these tensors of all layers are finite."""
+    values = torch.cat([layer[name].flatten() for layer in layers for name in names])
+    return bool(values.isfinite().all())
 
 
 def check_scales(scales: Tensor, name: str, where: object) -> None:

@@ -5,8 +5,9 @@ A source knows stored names, shapes and bytes. It knows neither models nor which
 
 from __future__ import annotations
 
+import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -83,6 +84,35 @@ class TensorSource(ABC):
         """Releases the process's memory for these rows (None: all), after they have been read."""
         file, offset, size = self._span(name, rows or slice(None))
         file.release(offset, size)
+
+    def prefetch_all(self, names: Iterable[str]) -> None:
+        """`prefetch` of whole tensors, with one call of the system for successive ones."""
+        for file, offset, size in self._joint_spans(names):
+            file.prefetch(offset, size)
+
+    def release_all(self, names: Iterable[str]) -> None:
+        """`release` of whole tensors, with one call of the system for successive ones."""
+        for file, offset, size in self._joint_spans(names):
+            file.release(offset, size)
+
+    def _joint_spans(self, names: Iterable[str]) -> list[tuple[MappedFile, int, int]]:
+        """File, offset and size of ranges that cover whole tensors. Between the tensors of a range
+        are less bytes than a page."""
+        places: dict[MappedFile, list[tuple[int, int]]] = {}
+        for name in names:
+            file, offset = self._location(name)
+            places.setdefault(file, []).append((offset, offset + self.tensors[name].size_bytes))
+        found: list[tuple[MappedFile, int, int]] = []
+        for file, spans in places.items():
+            spans.sort()
+            first, last = spans[0]
+            for start, stop in spans:
+                if start >= last + mmap.PAGESIZE:
+                    found.append((file, first, last - first))
+                    first = start
+                last = max(last, stop)
+            found.append((file, first, last - first))
+        return found
 
     @abstractmethod
     def _location(self, name: str) -> tuple[MappedFile, int]:

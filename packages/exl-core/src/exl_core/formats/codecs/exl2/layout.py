@@ -17,7 +17,7 @@ addition and which is redundant. The kernels' layout of the weights is not defin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from exl_core.errors import WeightFileError, WeightShapeError, WeightValueError
 from exl_core.formats.codecs import bits as bitstream
-from exl_core.formats.codecs.runtime import Move, stay
+from exl_core.formats.codecs.runtime import Move, are_equal, are_finite, stay
 
 PARTS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 WIDTHS = (2, 3, 4, 5, 6, 8)
@@ -84,7 +84,7 @@ def _groups(q_groups: Tensor, packed_rows: int) -> tuple[Exl2Group, ...]:
     return _groups_of(tuple(q_groups.tolist()), packed_rows)
 
 
-@lru_cache(maxsize=256)  # a model has hundreds of matrices, but few distinct tables
+@lru_cache(maxsize=1024)  # a model has hundreds of matrices, but few distinct tables
 def _groups_of(table: tuple[int, ...], packed_rows: int) -> tuple[Exl2Group, ...]:
     widths, starts = table[::2], table[1::2]
     ends = (*starts[1:], packed_rows)
@@ -141,14 +141,48 @@ def check(parts: Mapping[str, Tensor], where: object) -> Exl2Linear:
     return linear
 
 
+def check_alike(layers: Sequence[Mapping[str, Tensor]], where: object) -> list[Exl2Linear] | None:
+    """`check` of layers whose tensors have the same names, types and shapes, with joint checks of
+    their values. None if one of them needs a check by itself. `where` names the first layer."""
+    first = check(layers[0], where)
+    largest = torch.stack([layer["q_scale_max"] for layer in layers])
+    if not are_equal(layers, "q_groups") or not are_finite(layers, "q_scale_max"):
+        return None
+    if bool((largest < 0).any()) or _may_overflow(first, 1.0, largest.amax(0).tolist()):
+        return None
+    orders = torch.stack([layer["q_invperm"] for layer in layers])
+    if int(orders.min()) < 0 or int(orders.max()) >= orders.shape[1]:
+        return None
+    if not torch.zeros(orders.shape, dtype=torch.bool).scatter_(1, orders.long(), True).all():
+        return None
+    return [Exl2Linear(*(layer[name] for name in PARTS)) for layer in layers]
+
+
 def _check_group_table(q_groups: Tensor, packed_rows: int, where: object) -> None:
     """Checks each width and offset by itself, and their order."""
+    table = tuple(q_groups.tolist())
+    if not _is_possible(table, packed_rows):
+        _check_table(table, packed_rows, where)
+
+
+@lru_cache(maxsize=1024)
+def _is_possible(table: tuple[int, ...], packed_rows: int) -> bool:
+    """Whether `_check_table` accepts a group table, which most matrices share with others."""
+    try:
+        _check_table(table, packed_rows, None)
+    except WeightFileError:
+        return False
+    return True
+
+
+def _check_table(entries: tuple[int, ...], packed_rows: int, where: object) -> None:
+    """Raises for an impossible entry of a group table."""
 
     def error(index: int, expected: str, got: object) -> WeightFileError:
         what = f"tensor 'q_groups', group {index}: impossible entry"
         return WeightFileError(what, where=where, expected=expected, got=got)
 
-    table: list[tuple[int, int]] = [tuple(pair) for pair in q_groups.view(-1, 2).tolist()]
+    table = list(zip(entries[::2], entries[1::2], strict=True))
     for index, (bits, start) in enumerate(table):
         if bits not in WIDTHS:
             raise error(index, f"a width of {', '.join(map(str, WIDTHS))}", f"{bits} bits")
@@ -230,15 +264,15 @@ def _check_scales(linear: Exl2Linear, where: object) -> None:
             expected="a finite number, not below 0",
             got=float(linear.q_scale_max[group]),
         )
-    if _may_overflow(linear, 1.0):
+    if _may_overflow(linear, 1.0, linear.q_scale_max.tolist()):
         dequantize(linear, where=where)
 
 
-def _may_overflow(linear: Exl2Linear, prescale: float) -> bool:
-    """Whether a weight could exceed float16 if its codes were the extreme ones."""
+def _may_overflow(linear: Exl2Linear, prescale: float, scales: Sequence[float]) -> bool:
+    """Whether a weight could exceed float16 if its codes were the extreme ones. `scales` are the
+    largest ones of each group."""
     largest = max(
-        float(scale) * 2 ** (group.bits - 1)
-        for scale, group in zip(linear.q_scale_max.tolist(), linear.groups, strict=True)
+        scale * 2 ** (group.bits - 1) for scale, group in zip(scales, linear.groups, strict=True)
     )
     return (
         not largest * abs(prescale) * 1.01 < LARGEST_FP16
@@ -262,6 +296,23 @@ def unpack_scales(linear: Exl2Linear, *, prescale: float = 1.0, move: Move = sta
     pairs = torch.stack([first, second], -1).flatten(1)  # [G, 256 * 2]
     codes = move(linear.q_scale).view(torch.uint8)  # [G, N / 2]
     return move(pairs.view(torch.int32)).gather(1, codes.long()).view(torch.float16)
+
+
+def unpack_joint_scales(
+    linears: Sequence[Exl2Linear], prescale: float, move: Move
+) -> tuple[Tensor, ...]:
+    """`unpack_scales` of layers with the same number of columns, as if their groups were those of
+    one layer."""
+    first = linears[0]
+    joint = Exl2Linear(
+        first.q_weight,
+        torch.cat([linear.q_scale for linear in linears]),
+        torch.cat([linear.q_scale_max for linear in linears]),
+        first.q_groups,
+        first.q_invperm,
+    )
+    scales = unpack_scales(joint, prescale=prescale, move=move)
+    return torch.split(scales, [linear.q_scale.shape[0] for linear in linears])
 
 
 class _Run(NamedTuple):
@@ -322,7 +373,7 @@ def dequantize(linear: Exl2Linear, *, prescale: float = 1.0, where: object = Non
         blocks = values.view(len(groups), ROW_STEP, -1)
         blocks.mul_(scales[groups].float()[:, None])
         weight[permutation[rows]] = values.half()
-    if _may_overflow(linear, prescale) and not weight.isfinite().all():
+    if _may_overflow(linear, prescale, linear.q_scale_max.tolist()) and not weight.isfinite().all():
         raise WeightValueError(
             "tensor 'q_scale_max' makes weights too large for float16",
             where=where,

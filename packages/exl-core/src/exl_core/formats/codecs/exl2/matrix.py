@@ -8,6 +8,8 @@ out. Columns that the writer padded are never returned.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import groupby
 
 import torch
@@ -31,11 +33,12 @@ class Exl2Matrix:
         first_column: int = 0,
         stored_columns: Tensor | None = None,
         prescale: float = 1.0,
+        layout: GroupedLayout | None = None,
     ) -> None:
         self._linear = linear
         self._columns = StoredColumns(first_column, stored_columns)
         self._prescale = prescale
-        self.layout = GroupedLayout(
+        self.layout = layout or GroupedLayout(
             out_features=out_features,
             in_features=linear.in_features,
             runs=runs_of(linear.groups),
@@ -48,6 +51,14 @@ class Exl2Matrix:
         part, inner = self._part(first, last)
         scales = exl2.unpack_scales(part, prescale=self._prescale, move=move)[:, inner]
         return GroupedColumns("words", move(part.q_weight[:, inner]), scales=scales.contiguous())
+
+    @property
+    def whole(self) -> tuple[Exl2Linear, float] | None:
+        """The layer and its factor, if the matrix has all of its columns in order."""
+        is_whole = self._columns.stored is None and self._columns.first == 0
+        if not is_whole or self.layout.out_features != self._linear.out_features:
+            return None
+        return self._linear, self._prescale
 
     def dense(self, first: int, last: int) -> Tensor:
         part, inner = self._part(first, last)
@@ -68,6 +79,53 @@ class Exl2Matrix:
         return part, inner
 
 
+def matrices_of(
+    linears: Sequence[Exl2Linear], out_features: int, first_column: int
+) -> list[Exl2Matrix]:
+    """Matrices of layers with equal shapes and group tables, with one search for their orders."""
+    runs = runs_of(linears[0].groups)
+    orders = torch.stack([linear.q_invperm for linear in linears])
+    rows = torch.arange(orders.shape[1], dtype=torch.int32).expand_as(orders)
+    features = torch.empty_like(orders).scatter_(1, orders.long(), rows)
+    is_plain = (orders == rows).all(1).tolist()
+    count = linears[0].in_features
+    return [
+        Exl2Matrix(
+            linear,
+            out_features,
+            first_column=first_column,
+            layout=GroupedLayout(
+                out_features, count, runs, None if plain else order, torch.float16, "middle"
+            ),
+        )
+        for linear, order, plain in zip(linears, features, is_plain, strict=True)
+    ]
+
+
+def whole_columns(matrices: Sequence[Exl2Matrix], move: Move = stay) -> list[GroupedColumns]:
+    """`columns` of all columns of some matrices. Scales of matrices with the same number of columns
+    are unpacked jointly, where `move` copies their codes. The words of these matrices stay where
+    they are."""
+    alike: dict[object, list[int]] = {}
+    for index, one in enumerate(matrices):
+        whole = one.whole
+        key = index if whole is None else (whole[0].out_features, whole[1], "")
+        alike.setdefault(key, []).append(index)
+    found: dict[int, GroupedColumns] = {}
+    for members in alike.values():
+        parts = [whole for index in members if (whole := matrices[index].whole) is not None]
+        if len(parts) < 2:
+            (index,) = members
+            found[index] = matrices[index].columns(0, matrices[index].layout.out_features, move)
+            continue
+        linears = [linear for linear, _ in parts]
+        scales = exl2.unpack_joint_scales(linears, parts[0][1], move)
+        for index, linear, own in zip(members, linears, scales, strict=True):
+            found[index] = GroupedColumns("words", linear.q_weight, scales=own)
+    return [found[index] for index in range(len(matrices))]
+
+
+@lru_cache(maxsize=1024)
 def runs_of(groups: tuple[Exl2Group, ...]) -> tuple[GroupRun, ...]:
     """Runs of consecutive groups with equal width and size."""
     alike = groupby(groups, key=lambda group: (group.bits, group.rows))

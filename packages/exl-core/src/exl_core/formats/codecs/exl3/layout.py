@@ -29,7 +29,7 @@ models. The caller handles the bias.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from exl_core.errors import MissingTensorError, WeightFileError, WeightShapeError
 from exl_core.formats.codecs.bits import require_shape, take
-from exl_core.formats.codecs.runtime import check_scales
+from exl_core.formats.codecs.runtime import are_equal, are_finite, check_scales
 from exl_core.ops.weights import CODEBOOKS, HADAMARD, TILE, TRELLIS_RATES, Codebook
 
 PARTS = ("trellis", "suh", "svh", "su", "sv", "mcg", "mul1")
@@ -85,15 +85,32 @@ def rate_of(tile_words: int) -> float | None:
 
 def check(parts: Mapping[str, Tensor], where: object) -> Exl3Linear:
     """Validates the tensors of a layer. Errors name the tensor at fault."""
-    trellis = take(parts, "trellis", 3, (torch.int16,), where)
-    if trellis.storage_offset() % 2:
-        trellis = trellis.clone()  # files may align tensors to 2 bytes, and 32-bit words are read
+    trellis = _aligned(take(parts, "trellis", 3, (torch.int16,), where))
     codebook = _codebook(parts, where)
     check_trellis_shape(tuple(trellis.shape), codebook, where)
     rows, columns = (count * TILE for count in trellis.shape[:2])
     suh = _scales(parts, "suh", rows, where)
     svh = _scales(parts, "svh", columns, where)
     return Exl3Linear(trellis, suh, svh, codebook)
+
+
+def check_alike(layers: Sequence[Mapping[str, Tensor]], where: object) -> list[Exl3Linear] | None:
+    """`check` of layers whose tensors have the same names, types and shapes, with joint checks of
+    their values. None if one of them needs a check by itself. `where` names the first layer."""
+    first, marks = check(layers[0], where), layers[0].keys() & {"mcg", "mul1"}
+    if not layers[0].keys() >= {"suh", "svh"}:
+        return None
+    if not all(are_equal(layers, name) for name in marks) or not are_finite(layers, "suh", "svh"):
+        return None
+    return [
+        Exl3Linear(_aligned(layer["trellis"]), layer["suh"], layer["svh"], first.codebook)
+        for layer in layers
+    ]
+
+
+def _aligned(trellis: Tensor) -> Tensor:
+    """Files may align tensors to 2 bytes, and 32-bit words are read."""
+    return trellis.clone() if trellis.storage_offset() % 2 else trellis
 
 
 def check_trellis_shape(shape: tuple[int, ...], codebook: Codebook, where: object) -> None:

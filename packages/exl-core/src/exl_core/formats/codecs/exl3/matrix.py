@@ -6,6 +6,8 @@ Columns in another order have exact values only, because an op table cannot reor
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from torch import Tensor
 
 from exl_core.formats.codecs.exl3 import layout as exl3
@@ -38,11 +40,11 @@ class Exl3Matrix:
         assert (first, last) == (0, layout.out_features), "a trellis is read as a whole"
         assert self._columns.stored is None, "columns in another order are read as exact values"
         stored, _ = self._columns.span(first, last, HADAMARD)
-        return TrellisColumns(
-            move(linear.trellis[:, stored.start // TILE : stored.stop // TILE]),
-            move(linear.suh),
-            move(linear.svh[stored]),
-        )
+        words, out_scales = linear.trellis, linear.svh
+        if (stored.start, stored.stop) != (0, linear.out_features):
+            words = words[:, stored.start // TILE : stored.stop // TILE]
+            out_scales = out_scales[stored]
+        return TrellisColumns(move(words), move(linear.suh), move(out_scales))
 
     def dense(self, first: int, last: int) -> Tensor:
         stored, inner = self._columns.span(first, last, HADAMARD)
@@ -50,6 +52,7 @@ class Exl3Matrix:
         return columns[: self.layout.in_features].T.contiguous()
 
 
+@lru_cache(maxsize=256)  # a model has few different layouts, and up to 20 thousand matrices
 def layout_of(
     out_features: int, in_features: int, tile_words: int, codebook: Codebook, first_column: int
 ) -> TrellisLayout:

@@ -13,8 +13,8 @@ GPTQModel. Other formats that call themselves GPTQ are refused with an error tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -191,6 +191,45 @@ def check(parts: Mapping[str, Tensor], settings: GptqSettings, where: object) ->
     return linear
 
 
+def check_alike(
+    layers: Sequence[Mapping[str, Tensor]], settings: GptqSettings, where: object
+) -> list[GptqLinear] | None:
+    """`check` of layers whose tensors have the same names, types and shapes, with joint checks of
+    their values. None if one of them needs a check by itself. `where` names the first layer."""
+    first = check(layers[0], settings, where)
+    scales = torch.stack([layer["scales"] for layer in layers]).to(torch.float16)
+    largest = float(scales.abs().max())
+    if not scales.isfinite().all() or largest * 2**settings.bits > LARGEST_FP16:
+        return None
+    orders: Sequence[Tensor | None] = [None] * len(layers)
+    if "g_idx" in layers[0]:
+        g_idx = torch.stack([layer["g_idx"] for layer in layers])
+        default = row_groups(replace(first, g_idx=None)).int()
+        is_default = (g_idx == default).all(1)
+        # A permutation of the default has as many rows in each group.
+        if not is_default.all() and not (g_idx.sort(1).values == default).all():
+            return None
+        orders = [
+            None if plain else one for one, plain in zip(g_idx, is_default.tolist(), strict=True)
+        ]
+    found = [
+        GptqLinear(settings, layer["qweight"], layer["qzeros"], own, order)
+        for layer, own, order in zip(layers, scales, orders, strict=True)
+    ]
+    mistaken = _mistaken_zero_point(settings)
+    zeros = joint_zero_points(found).flatten(1)
+    if mistaken is not None and bool((zeros == mistaken).all(1).any()):
+        return None
+    return found
+
+
+def joint_zero_points(linears: Sequence[GptqLinear]) -> Tensor:
+    """`unpack_zero_points` of layers with equal shapes, [layers, groups, out_features]."""
+    first = linears[0]
+    joint = replace(first, qzeros=torch.cat([linear.qzeros for linear in linears]))
+    return unpack_zero_points(joint).view(len(linears), *first.scales.shape)
+
+
 def _checked_g_idx(parts: Mapping[str, Tensor], linear: GptqLinear, where: object) -> Tensor | None:
     """`g_idx`, checked for the number of rows of each group; None if it is the default order."""
     default = row_groups(linear)
@@ -234,14 +273,13 @@ def _check_zero_points(linear: GptqLinear, where: object) -> None:
     The zero points of symmetric codes are all 2^(bits - 1). The layer is refused only if all zero
     points equal the value that this number has under the other convention.
     """
-    if not linear.settings.is_symmetric:
+    mistaken = _mistaken_zero_point(linear.settings)
+    if mistaken is None:
         return
     middle = 1 << (linear.settings.bits - 1)
     given = linear.settings.checkpoint_format
-    if given is CheckpointFormat.GPTQ:
-        mistaken, other = middle + 1, CheckpointFormat.GPTQ_V2
-    else:
-        mistaken, other = middle - 1, CheckpointFormat.GPTQ
+    is_old = given is CheckpointFormat.GPTQ
+    other = CheckpointFormat.GPTQ_V2 if is_old else CheckpointFormat.GPTQ
     if bool((unpack_zero_points(linear) == mistaken).all()):
         raise WeightFileError(
             "tensor 'qzeros' contradicts 'checkpoint_format'",
@@ -250,6 +288,15 @@ def _check_zero_points(linear: GptqLinear, where: object) -> None:
             got=f"{mistaken} everywhere",
             next_step=f"The file seems to be {other.value!r}, but is marked {given.value!r}.",
         )
+
+
+def _mistaken_zero_point(settings: GptqSettings) -> int | None:
+    """The zero points of symmetric codes as the other convention has them; None if the codes are
+    not symmetric."""
+    if not settings.is_symmetric:
+        return None
+    middle = 1 << (settings.bits - 1)
+    return middle + 1 if settings.checkpoint_format is CheckpointFormat.GPTQ else middle - 1
 
 
 def _check_scales(linear: GptqLinear, where: object) -> None:

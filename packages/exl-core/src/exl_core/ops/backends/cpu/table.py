@@ -6,6 +6,8 @@ they run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -61,6 +63,10 @@ class CpuTable(
     @staticmethod
     def bring(tensor: Tensor) -> Tensor:
         return tensor
+
+    @staticmethod
+    def bring_all(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
 
     def activations(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns)

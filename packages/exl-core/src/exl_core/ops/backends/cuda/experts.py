@@ -220,7 +220,7 @@ def _is_plain(w: Part) -> bool:
     return is_stored_so and w.inverse_permutation is not None
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def _loads_of(plan_key: tuple[Any, ...]) -> NDArray[np.void]:
     """`plan_key`: of a `CudaQuantLinear`."""
     if plan_key[0] == "small":

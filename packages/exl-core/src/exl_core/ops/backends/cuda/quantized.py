@@ -107,7 +107,7 @@ def plan_small_groups(bits: int, rows: int, factor_bytes: int) -> TilePlan:
     return plan._replace(stored_rows=stored, rows_digest=_digest(stored))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)  # experts may have bit widths of their own
 def plan_tiles(runs: tuple[GroupRun, ...], scale_bytes: int, offset_bytes: int) -> TilePlan:
     """Computes a plan. Matrices with the same runs share it, as most of a model's do.
 

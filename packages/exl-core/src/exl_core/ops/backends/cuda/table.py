@@ -6,6 +6,8 @@ returns tokens. Operands are not checked here: the caller that builds a batch ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ from exl_core.ops.backends.cuda.peers import PeerBuffers, PeerSums
 from exl_core.ops.backends.cuda.recurrent import CudaRecurrentOps
 from exl_core.ops.backends.cuda.rings import CudaRingOps
 from exl_core.ops.backends.cuda.sampling import CudaSamplingOps, RowSampler
-from exl_core.ops.backends.cuda.upload import upload
+from exl_core.ops.backends.cuda.upload import upload, upload_all
 
 
 class CudaTable(
@@ -56,6 +58,9 @@ class CudaTable(
 
     def bring(self, tensor: Tensor) -> Tensor:
         return upload(tensor, self.device)
+
+    def bring_all(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return upload_all(tensors, self.device)
 
     def host_experts(self, cpu: CpuTable) -> CudaHostExperts:
         """Experts in the host's memory, which `cpu` computes for layers of this table."""

@@ -7,12 +7,14 @@ uploaded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import local
 
 import torch
 from torch import Tensor
 
 BUFFER_BYTES = 8 << 20
+ALIGNMENT = 256  # of the tensors of a joint upload, in bytes, as torch's allocator has it
 SMALL_BYTES = 64 << 10  # up to this size the driver's own copy is as fast
 
 
@@ -22,6 +24,19 @@ class _Buffer:
     def __init__(self) -> None:
         self._memory = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
         self._read_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def put(self, source: Tensor, offset: int) -> None:
+        """Copies a tensor to the buffer, from this byte on, after `wait`."""
+        _view(self._memory, source, offset).copy_(source)
+
+    def wait(self) -> None:
+        """Waits until the last upload from the buffer has been read."""
+        self._read_event.synchronize()  # returns at once if never recorded
+
+    def send(self, target: Tensor) -> None:
+        """Uploads the first bytes of the buffer to `target`, uint8."""
+        target.copy_(self._memory[: target.numel()], non_blocking=True)
+        self._read_event.record()
 
     def upload(self, source: Tensor, target: Tensor) -> None:
         self._read_event.synchronize()  # returns at once if never recorded
@@ -75,3 +90,55 @@ def _upload_in_pieces(tensor: Tensor, device: torch.device) -> Tensor:
             piece = slice(first, first + rows)
             pair[i % 2].upload(tensor[piece], target[piece])
     return target
+
+
+def upload_all(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """`upload` of many tensors, with one upload per pinned buffer instead of one per tensor.
+
+    The results share one allocation. The caller must not keep one of them alone for long.
+    """
+    places: dict[int, int] = {}
+    size = 0
+    for index, tensor in enumerate(tensors):
+        if tensor.device != device and 0 < tensor.nbytes <= BUFFER_BYTES:
+            places[index] = size
+            size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    if len(places) < 2:
+        return [upload(tensor, device) for tensor in tensors]
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    with torch.cuda.device(device):
+        send_all(
+            [(tensors[index], at) for index, at in places.items()], target, _buffers.of(device)
+        )
+    return [
+        upload(tensor, device) if (at := places.get(index)) is None else _view(target, tensor, at)
+        for index, tensor in enumerate(tensors)
+    ]
+
+
+def send_all(
+    tensors: Sequence[tuple[Tensor, int]], target: Tensor, pair: tuple[_Buffer, _Buffer]
+) -> None:
+    """Copies tensors to their offsets in `target`, uint8, in ascending order. The buffers of `pair`
+    take turns."""
+    buffer, other = pair
+    buffer.wait()
+    first = last = 0
+    for tensor, at in tensors:
+        if at + tensor.nbytes - first > BUFFER_BYTES:
+            buffer.send(target[first:last])
+            buffer, other = other, buffer
+            buffer.wait()
+            first = at
+        buffer.put(tensor, at - first)
+        last = at + tensor.nbytes
+    buffer.send(target[first:last])
+
+
+def _view(memory: Tensor, like: Tensor, offset: int) -> Tensor:
+    """A contiguous tensor with the shape and type of `like`, from a byte of `memory` (uint8) on."""
+    strides, step = [0] * like.ndim, 1
+    for i in range(like.ndim - 1, -1, -1):
+        strides[i], step = step, step * like.shape[i]
+    typed = memory if like.dtype is torch.uint8 else memory.view(like.dtype)
+    return typed.as_strided(like.shape, strides, offset // like.itemsize)

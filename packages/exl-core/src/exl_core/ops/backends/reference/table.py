@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,10 @@ class ReferenceTable(
     @staticmethod
     def bring(tensor: Tensor) -> Tensor:
         return tensor
+
+    @staticmethod
+    def bring_all(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
 
     def activations(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns)
