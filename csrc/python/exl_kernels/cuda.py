@@ -259,6 +259,7 @@ class Route(Structure):
         ("x_stride", c_int64),
         ("weight", c_void_p),
         ("logit_bias", c_void_p),
+        ("shared_weight", c_void_p),
         ("logits", c_void_p),
         ("counters", c_void_p),
         ("bias", c_void_p),
@@ -279,6 +280,7 @@ class Route(Structure):
         ("eps", c_float),
         ("factor", c_float),
         ("norm_eps", c_float),
+        ("shared", c_int32),
     )
 
 

@@ -23,21 +23,26 @@ enum { EXL_SCORES_SOFTMAX = 0, EXL_SCORES_SIGMOID = 1 };  // same numbers as exl
 // logits [m, experts] float32 = x @ weight^T + logit_bias, and the choice from them. With x null,
 // `logits` are inputs. All sums have an order that depends on the sizes alone: no bit of a row's
 // results depends on the other rows. A logit that is NaN ranks last.
+//
+// Every row also has `shared` experts, whose numbers follow those of the others: they are the last
+// ones of its ids. Their weights are 1, or with `shared_weight` the sigmoid of its product with x,
+// which is one more logit of the row. [m, slots] is [m, top_k + shared].
 typedef struct {
-    const void* x;            // [m, d] float32 or float16, or null
-    int64_t x_stride;         // in elements
-    const void* weight;       // [experts, d] float16
-    const float* logit_bias;  // [experts], or null
-    float* logits;
-    uint32_t* counters;  // [m], zero, and left zero
-    const float* bias;   // [experts], added to the scores that choose; or null
+    const void* x;              // [m, d] float32 or float16, or null
+    int64_t x_stride;           // in elements
+    const void* weight;         // [experts, d] float16
+    const float* logit_bias;    // [experts], or null
+    const void* shared_weight;  // [d] float16, or null
+    float* logits;              // [m, experts], or with `shared_weight` [m, experts + 1]
+    uint32_t* counters;         // [m], zero, and left zero
+    const float* bias;          // [experts], added to the scores that choose; or null
     // RMS norm of x, float32 [d], or null. Then the logits are those of the normed rows, which
     // `normed` [m, d] gets.
     const float* norm;
     float* normed;
-    // [m, top_k], best first. Null: only the logits are computed, and exl_cuda_expert_row chooses.
+    // [m, slots], best first. Null: only the logits are computed, and exl_cuda_expert_row chooses.
     int32_t* ids;
-    float* weights;  // [m, top_k]
+    float* weights;  // [m, slots]
     int32_t x_dtype;
     int32_t m;
     int32_t d;
@@ -51,6 +56,7 @@ typedef struct {
     float eps;
     float factor;
     float norm_eps;
+    int32_t shared;
 } ExlRoute;
 EXL_CUDA_API int exl_cuda_route(const ExlRoute* args, void* stream);
 
@@ -195,7 +201,7 @@ EXL_CUDA_API int exl_cuda_expert_gather(
 //
 // Either may be null; with both, `down` reads what `first` stores, and both are dense or both are
 // not. The experts are `ids` [top_k], at most EXL_CUDA_MAX_ROW_EXPERTS, with `weights`; with `route`
-// not null they are chosen from its logits instead. Without `first`, an earlier kernel than the
+// not null they are chosen from its logits instead, and top_k is its number of slots. Without `first`, an earlier kernel than the
 // previous one wrote the ids, weights or logits. `counters` are zero, and left zero. Items and pairs
 // are not needed.
 EXL_CUDA_API int exl_cuda_expert_row(

@@ -70,14 +70,20 @@ struct RowExperts {
           weights(reinterpret_cast<float*>(ids + padded(top_k))),
           scratch(weights + padded(top_k), route.experts) {}
 
-    // Reads or chooses the first `count` ids and, with `has_weights`, all weights. For one warp.
+    // Reads or chooses the first `count` ids and, with `has_weights`, all weights. Without weights, a
+    // last id that is a shared expert is known without a choice, and the only one written. For one
+    // warp.
     __device__ __forceinline__ void load(
         const ExlRoute& route, const int32_t* from_ids, const float* from_weights, int count,
         bool has_weights, int lane
     ) {
-        if (route.logits != nullptr) {
-            float* const to = has_weights ? weights : nullptr;
-            choose_experts(route, route.logits, count, ids, to, scratch, lane);
+        if (route.logits != nullptr && has_weights) {
+            choose_experts(route, route.logits, route.top_k, ids, weights, scratch, lane);
+            add_shared_experts(route, route.logits, ids, weights, lane);
+        } else if (route.logits != nullptr && count <= route.top_k) {
+            choose_experts(route, route.logits, count, ids, nullptr, scratch, lane);
+        } else if (route.logits != nullptr) {
+            if (lane == 0) ids[count - 1] = route.experts + count - 1 - route.top_k;
         } else if (lane < count) {
             ids[lane] = __ldcg(from_ids + lane);
             if (has_weights) weights[lane] = __ldcg(from_weights + lane);
@@ -427,8 +433,9 @@ extern "C" int exl_cuda_expert_row(
     const bool has_first = first != nullptr, has_down = down != nullptr;
     const bool has_experts =
         route == nullptr ? ids != nullptr && (weights != nullptr || !has_down)
-                         : route->logits != nullptr && route->m == 1 && route->top_k == top_k &&
-                               top_k <= route->experts && route->experts <= EXL_CUDA_MAX_EXPERTS;
+                         : route->logits != nullptr && route->m == 1 && slots_of(*route) == top_k &&
+                               route->shared >= 0 && route->top_k <= route->experts &&
+                               route->experts <= EXL_CUDA_MAX_EXPERTS;
     const bool fits =
         (has_first || has_down) && has_experts && (!has_first || is_valid(*first, false)) &&
         (!has_down || is_valid(*down, true)) && top_k >= 1 && top_k <= EXL_CUDA_MAX_ROW_EXPERTS &&

@@ -165,8 +165,15 @@ def _expert_layer_line(call: Call, this: Pass) -> Line:  # noqa: ARG001 - as the
     router, norm = layer.router, layer.norm.weight
     moved = 2 * _size(x) + _size(norm) + router.size_bytes
     line = _line_of_experts(call.op, layer.experts, x, layer.routing.top_k, moved)
-    scored = 2 * len(x) * router.in_features * router.out_features
-    return replace(line, operations=line.operations + scored)
+    operations = line.operations + 2 * len(x) * router.in_features * router.out_features
+    if layer.joined is None:
+        return replace(line, operations=operations)
+    parts = layer.joined.shared / layer.experts.down.num_experts
+    sizes = (layer.experts.gate_up, layer.experts.down)
+    read = round(parts * sum(one.size_bytes for one in sizes))
+    each = sum(one.in_features * one.out_features for one in sizes)
+    operations += 2 * len(x) * layer.joined.shared * each
+    return replace(line, bytes=line.bytes + read, operations=operations)
 
 
 def _line_of_experts(op: str, experts: ExpertMlp, x: Tensor, top_k: int, moved: int) -> Line:

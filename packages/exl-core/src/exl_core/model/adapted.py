@@ -59,6 +59,9 @@ class AdaptedOps(WrappedOps):
     ) -> Inputs:
         return self.inner.gate_heads(x, gate, gating)
 
+    def joins_experts(self, rows: int) -> bool:  # noqa: ARG002
+        return False  # an adapter may change the shared expert
+
     def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
         y = self.inner.linear(x, w)
         self._add_deltas(y, x, w)

@@ -123,6 +123,9 @@ class WrappedOps:
     def add_experts_(self, x: Tensor, layer: ExpertLayer) -> Tensor:
         return self.inner.add_experts_(x, layer)
 
+    def joins_experts(self, rows: int) -> bool:
+        return self.inner.joins_experts(rows)
+
     def causal_conv(self, x: Tensor, taps: Taps, states: Tensor, rows: StateRows) -> Tensor:
         return self.inner.causal_conv(x, taps, states, rows)
 

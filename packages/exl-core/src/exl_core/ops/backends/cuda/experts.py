@@ -117,7 +117,7 @@ class CudaExperts:
                     table[expert, i] = _dense_entry(w, first)
                     num_loads, load_bytes = w.in_features // BLOCK_ROWS, 128
                     continue
-                loads = _loads_of(w.plan_key)
+                loads = loads_of(w.plan_key)
                 on_device = shared_table(
                     gpu.device, ("loads", w.plan_key), partial(loads.view, np.uint8)
                 )
@@ -221,8 +221,8 @@ def _is_plain(w: Part) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _loads_of(plan_key: tuple[Any, ...]) -> NDArray[np.void]:
-    """`plan_key`: of a `CudaQuantLinear`."""
+def loads_of(plan_key: tuple[Any, ...]) -> NDArray[np.void]:
+    """Loads of a column panel. `plan_key`: of a `CudaQuantLinear`."""
     if plan_key[0] == "small":
         return plan_loads(plan_small_groups(*plan_key[1:]))
     return plan_loads(plan_tiles(*plan_key))
