@@ -281,6 +281,7 @@ class Route(Structure):
         ("factor", c_float),
         ("norm_eps", c_float),
         ("shared", c_int32),
+        ("logits_stride", c_int32),
     )
 
 

@@ -37,7 +37,7 @@ typedef struct {
     uint32_t* counters;         // [m], zero, and left zero
     const float* bias;          // [experts], added to the scores that choose; or null
     // RMS norm of x, float32 [d], or null. Then the logits are those of the normed rows, which
-    // `normed` [m, d] gets.
+    // `normed` [m, d] gets unless it is null.
     const float* norm;
     float* normed;
     // [m, slots], best first. Null: only the logits are computed, and exl_cuda_expert_row chooses.
@@ -57,6 +57,7 @@ typedef struct {
     float factor;
     float norm_eps;
     int32_t shared;
+    int32_t logits_stride;  // numbers from row to row of the logits; 0: there is nothing in between
 } ExlRoute;
 EXL_CUDA_API int exl_cuda_route(const ExlRoute* args, void* stream);
 

@@ -33,6 +33,10 @@ __host__ __device__ inline int slots_of(const ExlRoute& route) {
 __host__ __device__ inline int logits_of(const ExlRoute& route) {
     return route.experts + (route.shared_weight != nullptr);
 }
+__host__ __device__ inline float* logits_at(const ExlRoute& route, int64_t row) {
+    const int stride = route.logits_stride == 0 ? logits_of(route) : route.logits_stride;
+    return route.logits + row * stride;
+}
 
 #ifdef __CUDACC__
 

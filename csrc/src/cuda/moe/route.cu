@@ -32,7 +32,7 @@ __device__ __forceinline__ void choose(const ExlRoute& args, int64_t row) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const Scratch scratch(shared + warp * Scratch::bytes(args.experts), args.experts);
     const int64_t first = row * slots_of(args);
-    const float* const logits = args.logits + row * logits_of(args);
+    const float* const logits = logits_at(args, row);
     int32_t* const ids = args.ids + first;
     float* const weights = args.weights + first;
     choose_experts(args, logits, args.top_k, ids, weights, scratch, lane);
@@ -187,9 +187,9 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const ExlRoute args
     for (int r = 0; r < kRows; ++r) {
         const float logit = warp_sum(logits.sums[r]) * factors[r] + logit_bias;
         if (lane != 0 || !has_expert || r >= count) continue;
-        args.logits[static_cast<int64_t>(first_row + r) * logits_of(args) + expert] = logit;
+        logits_at(args, first_row + r)[expert] = logit;
     }
-    if (args.norm != nullptr && warp == 0) {  // this warp has an expert
+    if (args.normed != nullptr && warp == 0) {  // this warp has an expert
         write_normed<X, kRows>(args, rows, factors, first_row, count, lane);
     }
     if (args.ids == nullptr) return;
@@ -233,14 +233,15 @@ auto kernel_for(int rows, bool is_aligned) {
 extern "C" int exl_cuda_route(const ExlRoute* args, void* stream) {
     using namespace exl::cuda;
     const ExlRoute& a = *args;
-    const bool fits = a.m >= 0 && a.experts >= 1 && a.experts <= EXL_CUDA_MAX_EXPERTS &&
-                      a.top_k >= 1 && a.top_k <= a.experts && a.groups >= 1 &&
-                      a.experts % a.groups == 0 && a.kept_groups >= 1 &&
-                      a.kept_groups <= a.groups && a.group_scores >= 1 &&
-                      (a.x == nullptr || (a.d >= 1 && (a.x_dtype == kF32 || a.x_dtype == kF16))) &&
-                      (a.norm == nullptr || (a.x != nullptr && a.normed != nullptr)) &&
-                      (a.ids != nullptr ? a.weights != nullptr : a.x != nullptr) && a.shared >= 0 &&
-                      a.shared <= kWarp && (a.shared_weight == nullptr || a.shared > 0);
+    const bool fits =
+        a.m >= 0 && a.experts >= 1 && a.experts <= EXL_CUDA_MAX_EXPERTS && a.top_k >= 1 &&
+        a.top_k <= a.experts && a.groups >= 1 && a.experts % a.groups == 0 && a.kept_groups >= 1 &&
+        a.kept_groups <= a.groups && a.group_scores >= 1 &&
+        (a.x == nullptr || (a.d >= 1 && (a.x_dtype == kF32 || a.x_dtype == kF16))) &&
+        (a.norm == nullptr || a.x != nullptr) && (a.normed == nullptr || a.norm != nullptr) &&
+        (a.logits_stride == 0 || a.logits_stride >= logits_of(a)) &&
+        (a.ids != nullptr ? a.weights != nullptr : a.x != nullptr) && a.shared >= 0 &&
+        a.shared <= kWarp && (a.shared_weight == nullptr || a.shared > 0);
     if (!fits) return cudaErrorInvalidValue;
     if (a.m == 0) return cudaSuccess;
     const size_t scratch_bytes = a.ids == nullptr ? 0 : kWarps * Scratch::bytes(a.experts);

@@ -22,17 +22,22 @@ from typing import Literal, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm
 
 from exl_core.errors import BackendError
-from exl_core.ops.backends.cuda.dense import add_fixed_product, add_product
+from exl_core.ops.backends.cuda.dense import (
+    add_fixed_product,
+    add_product,
+    after_layer_norm,
+    are_few,
+    multiply_few,
+)
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
 from exl_core.ops.backends.cuda.slices import Slices
 from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, Trellis, is_pair
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
-from exl_core.ops.elementwise import GateKind, LayerNorm, Norm, RmsNorm
+from exl_core.ops.elementwise import GateKind, Norm, RmsNorm
 from exl_core.ops.linear import DenseLinear, JoinedSizes, PackedLinear
 from exl_core.ops.weights import (
     DenseColumns,
@@ -204,7 +209,7 @@ class Linears:
             return
         parts = parts_of(w)
         if _are_trellis(parts):
-            x, factors = _after_layer_norm(x, norm)
+            x, factors = after_layer_norm(x, norm)
             self._trellis.multiply(x, parts, out, norm=factors, is_added=is_added)
             return
         most = self._max_direct_rows(parts)
@@ -256,13 +261,17 @@ class Linears:
                 self._multiply_mixed(x, same, columns, norm, is_added)
             return
         quantized = tuple(part for part in parts if isinstance(part, CudaQuantLinear))
-        inputs, halves = self._prepared(x, norm, quantized, has_halves=len(quantized) < len(parts))
+        dense = tuple(part for part in parts if isinstance(part, CudaLinear))
+        is_few = are_few(x, dense, norm, out) and not (is_added or self._gpu.is_invariant)
+        inputs, halves = self._prepared(x, norm, quantized, has_halves=bool(dense) and not is_few)
         epilogue = cuda.ADD if is_added else cuda.STORE
         for group, columns in groups:
             if isinstance(group[0], CudaQuantLinear):
                 codes = cast(tuple[CudaQuantLinear, ...], group)
                 args = self._new_arguments(codes, columns, epilogue)
                 self._launch_codes(args, codes, inputs)
+            elif is_few:
+                multiply_few(self._gpu, x, norm, _split(group, columns))
             else:
                 self._multiply_dense(cast(Tensor, halves), group, columns, is_added)
 
@@ -280,7 +289,7 @@ class Linears:
             return
         parts = parts_of(w)
         if _are_trellis(parts) and is_pair(parts) and not isinstance(out, CudaInputs):
-            x, factors = _after_layer_norm(x, norm)
+            x, factors = after_layer_norm(x, norm)
             self._trellis.multiply_gated(x, parts, out, factors, kind)
             return
         quantized = all_quantized(parts)
@@ -575,13 +584,6 @@ def _are_trellis(parts: tuple[Part, ...]) -> TypeGuard[tuple[CudaTrellis, ...]]:
 def all_quantized(parts: Sequence[Part]) -> tuple[CudaQuantLinear, ...] | None:
     found = tuple(part for part in parts if isinstance(part, CudaQuantLinear))
     return found if len(found) == len(parts) else None
-
-
-def _after_layer_norm(x: Tensor, norm: Norm | None) -> tuple[Tensor, RmsNorm | None]:
-    """Inputs and norm for kernels that know RMSNorm only: a LayerNorm is computed here."""
-    if not isinstance(norm, LayerNorm):
-        return x, norm
-    return layer_norm(x.float(), x.shape[1:], norm.weight, norm.bias, norm.eps), None
 
 
 def _prepare(x: Tensor, norm: Norm | None) -> cuda.Prepare:
