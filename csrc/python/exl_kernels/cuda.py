@@ -27,6 +27,7 @@ from functools import cache
 from pathlib import Path
 
 from exl_kernels.cuda_exchange import PartialCopies, PartialSums, Tokens
+from exl_kernels.cuda_latent import HeadProducts
 from exl_kernels.cuda_recurrent import CausalConv, DeltaRule, GateHeads, StateScan
 from exl_kernels.cuda_trellis import (
     NearestRings,
@@ -388,6 +389,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "shared_open": (_P, POINTER(_P)),
     "shared_close": (_P,),
     "gate_heads": (POINTER(GateHeads), _P),
+    "head_products": (POINTER(HeadProducts), _P),
 }
 # Operand types of the functions that return a size in bytes.
 _SIZES: dict[str, tuple[object, ...]] = {

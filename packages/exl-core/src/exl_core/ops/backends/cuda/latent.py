@@ -1,4 +1,5 @@
-"""Latent attention on the GPU: products of each head by torch, attention by our kernels or torch's.
+"""Latent attention on the GPU: attention by our kernels or torch's, products of each head by torch,
+or for few rows by a kernel that also copies what is not multiplied.
 
 Sequences with many rows take the expanded form, in which torch's attention runs over keys and
 values of all heads. They are computed from the cached rows, so that a prompt in chunks attends to
@@ -23,10 +24,15 @@ from exl_core.ops.backends.cuda.attention import (
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.latent import AbsorbedLatentOps, attend_absorbed
 from exl_core.ops.latent import DenseHeads, HeadMatrices, HeadOps, HeadUp, LatentUp
+from exl_kernels import cuda_latent
 
 FIXED_ROWS = 64
 """Rows of torch's products in the batch-invariant mode. The order in which it sums depends on the
 number of rows."""
+
+FEW_ROWS = 32
+"""Most rows of which the kernel computes the products of each head: it reads the matrices once for
+every 8 rows, and a launch of it is shorter than those of torch."""
 
 EXPANDED_BYTES = 256 * 1024 * 1024
 """Memory for keys and values of a part of the heads, which are expanded and attended together."""
@@ -110,6 +116,10 @@ class CudaLatentOps(AbsorbedLatentOps):
         scoring: Scoring,
     ) -> Tensor:
         heads, bound = cast(HeadUp, up), cast(CudaBatch, batch)
+        if not self._gpu.is_invariant and _takes_few(q, heads):
+            return _attend_few(
+                self, q, latent, key, heads, batch=batch, cache=cache, scoring=scoring
+            )
         num_heads, rotated = heads.keys.num_heads, key.shape[1]
         value = cast(DenseHeads, heads.values).weight.shape[1]
         plain = q.shape[1] // num_heads - rotated
@@ -141,6 +151,82 @@ class CudaLatentOps(AbsorbedLatentOps):
             some = queries[segment.first - first : segment.last - first]
             _attend_expanded(some, held[:, 0], operands, results)
         return out
+
+
+def _takes_few(q: Tensor, up: HeadUp) -> bool:
+    """Whether the kernel of few rows computes the products of each head."""
+    sizes = [cast(DenseHeads, w).weight.shape for w in (up.keys, up.values)]
+    fits = all(n % 4 == 0 and k <= cuda_latent.MAX_HEAD_K for _, n, k in sizes)
+    return len(q) <= FEW_ROWS and fits
+
+
+def _attend_few(
+    table: _Table,
+    q: Tensor,
+    latent: Tensor,
+    key: Tensor,
+    up: HeadUp,
+    *,
+    batch: AttentionBatch,
+    cache: CacheLayer,
+    scoring: Scoring,
+) -> Tensor:
+    """`attend_absorbed` of few rows."""
+    gpu, rows, heads = table._gpu, len(q), up.keys.num_heads
+    rotated, rank = key.shape[1], latent.shape[1]
+    width, q = rotated + rank, q.view(rows, heads, -1)  # [R, H, n + p]
+    plain = q.shape[2] - rotated
+    qkv = table.activations(rows, (heads + 1) * width)
+    parts = qkv.view(rows, heads + 1, width)
+    args = _products(q[..., :plain], up.keys, parts[:, :heads, rotated:])
+    moved = (
+        (q[..., plain:], parts[:, :heads, :rotated]),
+        (key[:, None], parts[:, heads:, :rotated]),
+        (latent[:, None], parts[:, heads:, rotated:]),
+    )
+    for i, (source, to) in enumerate(moved):
+        args.copies[i] = _copy(source, to)
+    gpu.call("head_products", args)
+    mixed = cast(Tensor, table.attend_(qkv, batch, cache, scoring))  # [R, H * width]
+    latents = mixed.view(rows, heads, width)[..., rotated:]  # [R, H, r]
+    value = cast(DenseHeads, up.values).weight.shape[1]
+    out = gpu.empty(rows, heads * value, dtype=torch.float16)
+    gpu.call("head_products", _products(latents, up.values, out.view(rows, heads, value)))
+    return out
+
+
+def _products(x: Tensor, w: HeadMatrices, y: Tensor) -> cuda_latent.HeadProducts:
+    """y [m, H, n] float16 = x [m, H, k], each head times its matrix, without copies."""
+    weight = cast(DenseHeads, w).weight.transpose(1, 2)  # [H, k, n], contiguous
+    return cuda_latent.HeadProducts(
+        x=x.data_ptr(),
+        row_stride=x.stride(0),
+        head_stride=x.stride(1),
+        weight=weight.data_ptr(),
+        y=y.data_ptr(),
+        y_row_stride=y.stride(0),
+        y_head_stride=y.stride(1),
+        dtype=TYPES[x.dtype],
+        m=len(x),
+        heads=x.shape[1],
+        k=x.shape[2],
+        n=y.shape[2],
+    )
+
+
+def _copy(source: Tensor, to: Tensor) -> cuda_latent.HeadCopy:
+    """A copy of [m, heads, width] to float16."""
+    return cuda_latent.HeadCopy(
+        source=source.data_ptr(),
+        row_stride=source.stride(0),
+        head_stride=source.stride(1),
+        to=to.data_ptr(),
+        to_row_stride=to.stride(0),
+        to_head_stride=to.stride(1),
+        dtype=TYPES[source.dtype],
+        heads=source.shape[1],
+        width=source.shape[2],
+    )
 
 
 def _is_expanded(batch: CudaBatch, sizes: Sizes, scoring: Scoring) -> bool:
