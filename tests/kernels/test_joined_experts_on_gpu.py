@@ -23,7 +23,7 @@ pytestmark = pytest.mark.cuda
 
 ROWS = (1, 2, 3, 5, 8, 9, 17, 33, 64)
 CASES = [
-    ("4-bits", 1), ("4-bits", 2), ("4-bits", 3), ("groups-of-32", 2), ("permuted", 1),
+    ("4-bits", 1), ("4-bits", 2), ("4-bits", 3), ("groups-of-32", 1), ("permuted", 1),
     ("layouts-of-each", 1), ("mxfp4", 1), ("fp8", 1), ("padded-and-permuted", 1),
 ]  # fmt: skip
 
@@ -128,6 +128,10 @@ def test_only_equal_experts_are_joined(gpu_table: OpTable, rng: torch.Generator)
     gate_up = table.join([filled(gpu_table, one) for one in made])
     down = filled(gpu_table, scaled(rng, [other], 1)[0])
     assert table.join_experts(experts.mlp(), gate_up, down, None) is None
+    small = Experts(
+        gpu_table, rng, FORMS["groups-of-32"], 5
+    )  # seven groups: loads of four and three
+    assert join(table, small, shared_expert(gpu_table, rng, "groups-of-32", 2), None) is None
     coarse = shared_expert(gpu_table, rng, "groups-of-32", 1)
     assert join(table, experts, coarse, None) is None
     invariant = get_table("cuda", isa=None, threads=1, batch_invariant=True)

@@ -11,8 +11,8 @@ extern "C" {
 #define EXL_CUDA_HEAD_COPIES 3
 #define EXL_CUDA_MAX_HEAD_K 1024
 
-// Values [m, heads, width], float32 or float16, that are copied beside the products. Strides are in
-// elements. Null: nothing.
+// Values [m, heads, width], float32 or float16, that are copied beside the products, perhaps after
+// an RMS norm of each row, which has one head then. Strides are in elements. Null: nothing.
 typedef struct {
     const void* from;
     int64_t row_stride;
@@ -20,10 +20,11 @@ typedef struct {
     void* to;  // float16
     int64_t to_row_stride;
     int64_t to_head_stride;
+    const float* norm;  // [width], or null
     int32_t dtype;
     int32_t heads;
     int32_t width;
-    int32_t reserved;
+    float eps;
 } ExlHeadCopy;
 
 // y[row, h] = x[row, h] @ weight[h], and copies. Sums are float32, in an order that depends on k
@@ -36,6 +37,10 @@ typedef struct {
     void* y;             // [m, heads, n] float16
     int64_t y_row_stride;
     int64_t y_head_stride;
+    // Null, or [heads * n]: y receives prepared inputs of a linear (exl/cuda/linear.h). m is at most
+    // exl_cuda_max_prepared_rows then. With more than EXL_CUDA_TILE_ROWS rows they are interleaved by
+    // rows.
+    const int32_t* inverse_permutation;
     int32_t dtype;
     int32_t m;
     int32_t heads;

@@ -8,7 +8,8 @@
 // Accuracy   Inputs as they are, float32 sums over lanes and then over warps.
 // Overlap    The first weights of a lane are loaded before the wait for the previous kernel.
 // Floor      The weights once at memory bandwidth for every 8 rows. With few heads, launch latency.
-#include "cuda/common/common.cuh"
+#include "cuda/common/rows.cuh"
+#include "cuda/linear/prepared.cuh"
 #include "exl/cuda/latent.h"
 
 namespace exl::cuda {
@@ -33,30 +34,49 @@ __device__ __forceinline__ float value_at(const void* from, bool is_half, int64_
                    : static_cast<const float*>(from)[index];
 }
 
-// Copies numbers first .. first + kCopied - 1 of all copies of some rows.
+// Copies one part of the rows of a block. Threads share a row, or a warp has one.
+template <int rows>
 __device__ __forceinline__ void copy_rows(
-    const ExlHeadProducts& args, int first, int first_row, int rows
+    const ExlHeadCopy& copy, int part, int first_row, int count, float* partial
 ) {
-    for (int i = first + threadIdx.x; i < first + kCopied; i += kThreads) {
-        int at = i;
-#pragma unroll
-        for (int j = 0; j < EXL_CUDA_HEAD_COPIES; ++j) {
-            const ExlHeadCopy& copy = args.copies[j];
-            const int size = copy.from == nullptr ? 0 : copy.heads * copy.width;
-            if (at < 0 || at >= size) {
-                at -= size;
-                continue;
-            }
-            const int head = at / copy.width, place = at % copy.width;
-            for (int r = first_row; r < first_row + rows; ++r) {
-                const int64_t from = r * copy.row_stride + head * copy.head_stride + place;
-                const int64_t to = r * copy.to_row_stride + head * copy.to_head_stride + place;
-                static_cast<__half*>(copy.to)[to] =
-                    from_float<__half>(value_at(copy.from, copy.dtype == kF16, from));
-            }
-            at = -1;
+    constexpr int kSharing = rows == 1 ? kThreads : kWarp;
+    const int thread = threadIdx.x % kSharing, row = first_row + threadIdx.x / kSharing;
+    if (rows > 1 && row >= first_row + count) return;
+    const bool is_half = copy.dtype == kF16;
+    const int64_t own = row * copy.row_stride;
+    float factor = 1.0f;
+    if (copy.norm != nullptr) {
+        float squares = 0.0f;
+#pragma unroll 4
+        for (int i = thread; i < copy.width; i += kSharing) {
+            const float value = value_at(copy.from, is_half, own + i);
+            squares += value * value;
         }
+        const float sum = rows == 1 ? block_sum<kWarps>(squares, partial) : warp_sum(squares);
+        factor = rsqrtf(sum / copy.width + copy.eps);
     }
+    const int size = copy.heads * copy.width, first = part * kCopied;
+#pragma unroll 4
+    for (int i = first + thread; i < min(first + kCopied, size); i += kSharing) {
+        const int head = i / copy.width, place = i - head * copy.width;
+        float value = value_at(copy.from, is_half, own + head * copy.head_stride + place);
+        if (copy.norm != nullptr) value *= factor * copy.norm[place];
+        static_cast<__half*>(
+            copy.to
+        )[row * copy.to_row_stride + head * copy.to_head_stride + place] =
+            from_float<__half>(value);
+    }
+}
+
+// Blocks for a copy: parts of kCopied numbers of a row.
+__host__ __device__ inline int copy_parts(const ExlHeadCopy& copy) {
+    return copy.from == nullptr ? 0 : (copy.heads * copy.width + kCopied - 1) / kCopied;
+}
+
+// Rows of y that are stored: of prepared inputs also those of padding, which are zeros.
+__device__ __forceinline__ int stored_rows(const ExlHeadProducts& args) {
+    if (args.inverse_permutation == nullptr || args.m == 1) return args.m;
+    return padded_rows(args.m);
 }
 
 template <int rows>
@@ -69,7 +89,15 @@ __global__ void __launch_bounds__(kThreads) head_products_kernel(
     const int first_row = blockIdx.y * rows, count = min(rows, args.m - first_row);
     if (block >= products) {
         wait_for_inputs();
-        copy_rows(args, (block - products) * kCopied, first_row, count);
+        int part = block - products;
+#pragma unroll
+        for (const ExlHeadCopy& copy : args.copies) {
+            const int parts = copy_parts(copy);
+            if (part >= 0 && part < parts && count > 0) {
+                copy_rows<rows>(copy, part, first_row, count, &partial[0][0][0]);
+            }
+            part -= parts;
+        }
         return;
     }
     const int head = block / tiles, tile = block - head * tiles;
@@ -129,27 +157,29 @@ __global__ void __launch_bounds__(kThreads) head_products_kernel(
         }
     }
     __syncthreads();
-    const int row = threadIdx.x / kColumns, place = threadIdx.x % kColumns;
-    if (row >= count || tile * kColumns + place >= args.n) return;
+    const int row = threadIdx.x / kColumns, place = tile * kColumns + threadIdx.x % kColumns;
+    const int stored = min(rows, stored_rows(args) - first_row);
+    if (row >= stored || place >= args.n) return;
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kWarps; ++i) sum += partial[i][row][place];
-    const int64_t at =
-        (first_row + row) * args.y_row_stride + head * args.y_head_stride + tile * kColumns + place;
+    for (int i = 0; i < kWarps; ++i) sum += partial[i][row][threadIdx.x % kColumns];
+    int64_t at = (first_row + row) * args.y_row_stride + head * args.y_head_stride + place;
+    if (args.inverse_permutation != nullptr) {
+        const int feature = args.inverse_permutation[head * args.n + place];
+        at = args.m > EXL_CUDA_TILE_ROWS ? prepared_by_rows_at(args.m, first_row + row, feature)
+                                         : prepared_at(args.m, first_row + row, feature);
+    }
     static_cast<__half*>(args.y)[at] = from_float<__half>(sum);
 }
 
 template <int rows>
 cudaError_t launch_products(const ExlHeadProducts& args, void* stream) {
     const int tiles = static_cast<int>(ceil_div(args.n, kColumns));
-    int64_t copied = 0;
-    for (const ExlHeadCopy& copy : args.copies) {
-        if (copy.from != nullptr) copied += static_cast<int64_t>(copy.heads) * copy.width;
-    }
-    const dim3 grid(
-        static_cast<unsigned>(args.heads * tiles + ceil_div(copied, kCopied)),
-        static_cast<unsigned>(ceil_div(args.m, rows))
-    );
+    int blocks = args.heads * tiles;
+    for (const ExlHeadCopy& copy : args.copies) blocks += copy_parts(copy);
+    const bool is_padded = args.inverse_permutation != nullptr && args.m > 1;
+    const int64_t stored = is_padded ? 8 * exl_cuda_row_tiles(args.m) : args.m;
+    const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(ceil_div(stored, rows)));
     const size_t bytes = sizeof(float) * rows * args.k;
     return launch(head_products_kernel<rows>, grid, dim3(kThreads), bytes, stream, args, tiles);
 }
@@ -166,9 +196,11 @@ extern "C" int exl_cuda_head_products(const ExlHeadProducts* args, void* stream)
     const auto is_type = [](int type) { return type == kF32 || type == kF16; };
     bool fits = a.m >= 0 && a.m <= 65535 && a.heads >= 1 && a.k >= 1 &&
                 a.k <= EXL_CUDA_MAX_HEAD_K && a.n >= 4 && a.n % 4 == 0 && is_type(a.dtype) &&
-                reinterpret_cast<uintptr_t>(a.weight) % 8 == 0;
+                reinterpret_cast<uintptr_t>(a.weight) % 8 == 0 &&
+                (a.inverse_permutation == nullptr || a.m <= EXL_CUDA_CHUNK_ROWS);
     for (const ExlHeadCopy& copy : a.copies) {
-        const bool is_copy = is_type(copy.dtype) && copy.heads >= 1 && copy.width >= 1;
+        const bool is_copy = is_type(copy.dtype) && copy.heads >= 1 && copy.width >= 1 &&
+                             (copy.norm == nullptr || (copy.heads == 1 && copy.width <= kCopied));
         fits = fits && (copy.from == nullptr || is_copy);
     }
     if (!fits) return cudaErrorInvalidValue;

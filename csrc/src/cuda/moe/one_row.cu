@@ -28,7 +28,7 @@ template <int source>
 using Shape = ExpertShape<1, true, source>;
 
 constexpr int kThreads = kWarps * kWarp;
-constexpr int kClusterBlocks = 2;
+constexpr int kClusterBlocks = 2, kMaxClusterBlocks = 4;
 // Three thread blocks fit on a multiprocessor of 9.0.
 constexpr int kThirdOfShared = 75 << 10;
 
@@ -381,7 +381,14 @@ cudaError_t launch_row(
     const DeviceInfo& info, void* stream
 ) {
     const int most = std::min(kMaxSharedBytes, info.shared_per_block), top_k = args.top_k;
-    const int cluster = info.capability == 90 ? kClusterBlocks : 1;
+    int cluster = 1;
+    if (info.capability == 90) {
+        // A warp has one unit of down, so that all weights are copied at once.
+        const int units = has_down ? top_k * (kWarps >> args.parts[1].unit_bits) : 0;
+        const int wanted = static_cast<int>(ceil_div(units, kWarps));
+        const bool can_have = wanted >= kClusterBlocks && wanted <= kMaxClusterBlocks;
+        cluster = can_have ? wanted : kClusterBlocks;
+    }
     int row_bytes = 0, num_sums = kWarps, blocks = 0;
     if (has_first) {
         const ExlExpertLinear& call = args.parts[0].call;

@@ -107,9 +107,16 @@ class WrappedOps:
         batch: AttentionBatch,
         cache: CacheLayer,
         scoring: Scoring,
-    ) -> Tensor:
+        norm: RmsNorm | None = None,
+        to: PackedLinear | None = None,
+    ) -> Inputs:
         return self.inner.attend_latent(
-            q, latent, key, up, batch=batch, cache=cache, scoring=scoring
+            *(q, latent, key, up),
+            batch=batch,
+            cache=cache,
+            scoring=scoring,
+            norm=norm,
+            to=None if to is None else unmarked(to),
         )
 
     def route(

@@ -64,6 +64,20 @@ def after_layer_norm(x: Tensor, norm: Norm | None) -> tuple[Tensor, RmsNorm | No
     return layer_norm(x.float(), x.shape[1:], norm.weight, norm.bias, norm.eps), None
 
 
+def prepare_of(x: Tensor, norm: Norm | None) -> cuda.Prepare:
+    """Arguments of `exl_cuda_prepare` with its inputs and without outputs."""
+    rows, columns = x.shape
+    args = cuda.Prepare(
+        x=x.data_ptr(), x_stride=x.stride(0), x_dtype=TYPES[x.dtype], m=rows, k=columns
+    )
+    if norm is not None:
+        args.norm, args.eps = norm.weight.data_ptr(), norm.eps
+    if norm is not None and not isinstance(norm, RmsNorm):
+        args.is_layer_norm = 1
+        args.norm_bias = None if norm.bias is None else norm.bias.data_ptr()
+    return args
+
+
 def add_product(x: Tensor, weight: Tensor, out: Tensor, is_added: bool) -> None:
     """out = x [m, k] @ weight [k, n], or += if `is_added`; accumulates in float32."""
     if is_added:

@@ -91,6 +91,7 @@ class CudaExperts:
     has_inverses: bool  # no row of any matrix is padding
 
     halves: CudaExperts | None = None  # gate and up, if these are the halves of one matrix
+    is_joined: bool = False  # the last ones are parts of a shared expert
 
     @classmethod
     def of(cls, experts: Sequence[tuple[Part, ...]], gpu: Gpu) -> CudaExperts:

@@ -9,6 +9,7 @@ loads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -50,7 +51,7 @@ def join(
             return None
         if old.halves is not None and new.halves is None:
             return None
-        joined.append(new)
+        joined.append(replace(new, is_joined=True))
     return joined[0], joined[1], count
 
 

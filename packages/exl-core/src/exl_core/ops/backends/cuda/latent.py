@@ -22,9 +22,12 @@ from exl_core.ops.backends.cuda.attention import (
     flash_attention,
 )
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.matmul import CudaInputs, Linears
 from exl_core.ops.backends.latent import AbsorbedLatentOps, attend_absorbed
+from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.latent import DenseHeads, HeadMatrices, HeadOps, HeadUp, LatentUp
-from exl_kernels import cuda_latent
+from exl_core.ops.linear import Inputs, PackedLinear
+from exl_kernels import cuda, cuda_latent
 
 FIXED_ROWS = 64
 """Rows of torch's products in the batch-invariant mode. The order in which it sums depends on the
@@ -81,7 +84,9 @@ class Operands(NamedTuple):
 class _Table(AttendOps, HeadOps, Protocol):
     _gpu: Gpu
     _attention: Attention
+    _linears: Linears
 
+    def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor: ...
     def activations(self, rows: int, columns: int) -> Tensor: ...
 
 
@@ -114,12 +119,16 @@ class CudaLatentOps(AbsorbedLatentOps):
         batch: AttentionBatch,
         cache: CacheLayer,
         scoring: Scoring,
-    ) -> Tensor:
+        norm: RmsNorm | None = None,
+        to: PackedLinear | None = None,
+    ) -> Inputs:
         heads, bound = cast(HeadUp, up), cast(CudaBatch, batch)
-        if not self._gpu.is_invariant and _takes_few(q, heads):
-            return _attend_few(
-                self, q, latent, key, heads, batch=batch, cache=cache, scoring=scoring
-            )
+        if not self._gpu.is_invariant and _takes_few(q, latent, heads):
+            few = _Few(self, heads, norm)
+            qkv = few.queries(q, latent, key)
+            mixed = cast(Tensor, self.attend_(qkv, batch, cache, scoring))  # [R, H * (p + r)]
+            return few.results(mixed, None if to is None else self._linears.inputs_for(to, len(q)))
+        latent = latent if norm is None else self.rms_norm(latent, norm)
         num_heads, rotated = heads.keys.num_heads, key.shape[1]
         value = cast(DenseHeads, heads.values).weight.shape[1]
         plain = q.shape[1] // num_heads - rotated
@@ -153,46 +162,46 @@ class CudaLatentOps(AbsorbedLatentOps):
         return out
 
 
-def _takes_few(q: Tensor, up: HeadUp) -> bool:
+def _takes_few(q: Tensor, latent: Tensor, up: HeadUp) -> bool:
     """Whether the kernel of few rows computes the products of each head."""
     sizes = [cast(DenseHeads, w).weight.shape for w in (up.keys, up.values)]
     fits = all(n % 4 == 0 and k <= cuda_latent.MAX_HEAD_K for _, n, k in sizes)
-    return len(q) <= FEW_ROWS and fits
+    return len(q) <= FEW_ROWS and latent.shape[1] <= cuda_latent.MAX_NORMED and fits
 
 
-def _attend_few(
-    table: _Table,
-    q: Tensor,
-    latent: Tensor,
-    key: Tensor,
-    up: HeadUp,
-    *,
-    batch: AttentionBatch,
-    cache: CacheLayer,
-    scoring: Scoring,
-) -> Tensor:
-    """`attend_absorbed` of few rows."""
-    gpu, rows, heads = table._gpu, len(q), up.keys.num_heads
-    rotated, rank = key.shape[1], latent.shape[1]
-    width, q = rotated + rank, q.view(rows, heads, -1)  # [R, H, n + p]
-    plain = q.shape[2] - rotated
-    qkv = table.activations(rows, (heads + 1) * width)
-    parts = qkv.view(rows, heads + 1, width)
-    args = _products(q[..., :plain], up.keys, parts[:, :heads, rotated:])
-    moved = (
-        (q[..., plain:], parts[:, :heads, :rotated]),
-        (key[:, None], parts[:, heads:, :rotated]),
-        (latent[:, None], parts[:, heads:, rotated:]),
-    )
-    for i, (source, to) in enumerate(moved):
-        args.copies[i] = _copy(source, to)
-    gpu.call("head_products", args)
-    mixed = cast(Tensor, table.attend_(qkv, batch, cache, scoring))  # [R, H * width]
-    latents = mixed.view(rows, heads, width)[..., rotated:]  # [R, H, r]
-    value = cast(DenseHeads, up.values).weight.shape[1]
-    out = gpu.empty(rows, heads * value, dtype=torch.float16)
-    gpu.call("head_products", _products(latents, up.values, out.view(rows, heads, value)))
-    return out
+class _Few(NamedTuple):
+    """The absorbed form of few rows: what comes before attention and after it, in a launch each."""
+
+    table: _Table
+    up: HeadUp
+    norm: RmsNorm | None  # of the latent vectors
+
+    def queries(self, q: Tensor, latent: Tensor, key: Tensor) -> Tensor:
+        """Queries, and the row that the cache gets, [R, (H + 1) * (p + r)], before RoPE."""
+        rows, heads, rotated = len(q), self.up.keys.num_heads, key.shape[1]
+        width, q = rotated + latent.shape[1], q.view(rows, heads, -1)  # [R, H, n + p]
+        plain = q.shape[2] - rotated
+        qkv = self.table.activations(rows, (heads + 1) * width)
+        parts = qkv.view(rows, heads + 1, width)
+        args = _products(q[..., :plain], self.up.keys, parts[:, :heads, rotated:])
+        args.copies[0] = _copy(q[..., plain:], parts[:, :heads, :rotated])
+        args.copies[1] = _copy(key[:, None], parts[:, heads:, :rotated])
+        args.copies[2] = _copy(latent[:, None], parts[:, heads:, rotated:], self.norm)
+        self.table._gpu.call("head_products", args)
+        return qkv
+
+    def results(self, mixed: Tensor, to: object) -> Inputs:
+        """Values of each head [R, H * v], for sums of latent vectors in mixed [R, H * (p + r)];
+        where possible as the prepared inputs `to`."""
+        gpu, rows, heads = self.table._gpu, len(mixed), self.up.values.num_heads
+        value, rank = cast(DenseHeads, self.up.values).weight.shape[1:]
+        out = gpu.empty(rows, heads, value, dtype=torch.float16)
+        args = _products(mixed.view(rows, heads, -1)[..., -rank:], self.up.values, out)
+        if isinstance(to, CudaInputs):
+            args.y, args.inverse_permutation = to.memory.data_ptr(), to.inverse_permutation
+            to.is_by_rows = rows > cuda.TILE_ROWS
+        gpu.call("head_products", args)
+        return to if isinstance(to, CudaInputs) else out.flatten(1)
 
 
 def _products(x: Tensor, w: HeadMatrices, y: Tensor) -> cuda_latent.HeadProducts:
@@ -214,9 +223,11 @@ def _products(x: Tensor, w: HeadMatrices, y: Tensor) -> cuda_latent.HeadProducts
     )
 
 
-def _copy(source: Tensor, to: Tensor) -> cuda_latent.HeadCopy:
-    """A copy of [m, heads, width] to float16."""
+def _copy(source: Tensor, to: Tensor, norm: RmsNorm | None = None) -> cuda_latent.HeadCopy:
+    """A copy of [m, heads, width] to float16, of one head after a norm if there is one."""
     return cuda_latent.HeadCopy(
+        norm=None if norm is None else norm.weight.data_ptr(),
+        eps=0.0 if norm is None else norm.eps,
         source=source.data_ptr(),
         row_stride=source.stride(0),
         head_stride=source.stride(1),

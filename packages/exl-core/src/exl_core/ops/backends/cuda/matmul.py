@@ -30,6 +30,7 @@ from exl_core.ops.backends.cuda.dense import (
     after_layer_norm,
     are_few,
     multiply_few,
+    prepare_of,
 )
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
@@ -37,7 +38,7 @@ from exl_core.ops.backends.cuda.slices import Slices
 from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, Trellis, is_pair
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
-from exl_core.ops.elementwise import GateKind, Norm, RmsNorm
+from exl_core.ops.elementwise import GateKind, Norm
 from exl_core.ops.linear import DenseLinear, JoinedSizes, PackedLinear
 from exl_core.ops.weights import (
     DenseColumns,
@@ -141,6 +142,18 @@ class Linears:
                 if on_host:
                     raise OpInputError("new_linear: no embedding has trellis codes")
                 return self._trellis.new(layout)
+
+    def few_parts(self, parts: Sequence[Part]) -> list[Part]:
+        """The parts, of which neighbors are merged if one launch would not take all of them."""
+        groups = [list(group) for _, group in groupby(parts, type)]
+        for group in groups:
+            quantized = all_quantized(group)
+            if quantized is not None and len(group) > cuda.MAX_PARTS:
+                merged = CudaQuantLinear.merged(quantized)
+                if merged is not None:
+                    self._max_n = max(self._max_n, merged.out_features)
+                    group[:] = [merged]
+        return [part for group in groups for part in group]
 
     def _new_dense(self, layout: DenseLayout, on_host: bool) -> CudaLinear:
         """Weights in float16, whatever the layout's dtype.
@@ -421,7 +434,7 @@ class Linears:
                 held = inputs[permutation] = gpu.empty(size, dtype=torch.float16)
                 targets.append(cuda.Prepared(permutation, held.data_ptr(), part.num_blocks, 0))
         for first in range(0, len(targets), cuda.MAX_PARTS):
-            prepare = _prepare(x.x if isinstance(x, PendingRows) else x, norm)
+            prepare = prepare_of(x.x if isinstance(x, PendingRows) else x, norm)
             prepare.least_rows = least_rows
             for i, target in enumerate(targets[first : first + cuda.MAX_PARTS]):
                 prepare.to[i] = target
@@ -437,7 +450,7 @@ class Linears:
         if isinstance(to, CudaTrellisInputs):
             self._trellis.prepare(x, None, [to])
             return
-        prepare = _prepare(x, None)
+        prepare = prepare_of(x, None)
         to.is_by_rows = False
         prepare.to[0] = to.target
         prepare.count = 1
@@ -524,7 +537,7 @@ class Linears:
         if norm is None and x.dtype is torch.float16:
             return x
         out = self._gpu.empty(*x.shape, dtype=torch.float16)
-        prepare = _prepare(x, norm)
+        prepare = prepare_of(x, norm)
         prepare.to[0] = cuda.Prepared(None, out.data_ptr(), 0, 1)
         prepare.count = 1
         self._gpu.call("prepare", prepare)
@@ -584,17 +597,3 @@ def _are_trellis(parts: tuple[Part, ...]) -> TypeGuard[tuple[CudaTrellis, ...]]:
 def all_quantized(parts: Sequence[Part]) -> tuple[CudaQuantLinear, ...] | None:
     found = tuple(part for part in parts if isinstance(part, CudaQuantLinear))
     return found if len(found) == len(parts) else None
-
-
-def _prepare(x: Tensor, norm: Norm | None) -> cuda.Prepare:
-    """Arguments of `exl_cuda_prepare` with its inputs and without outputs."""
-    rows, columns = x.shape
-    args = cuda.Prepare(
-        x=x.data_ptr(), x_stride=x.stride(0), x_dtype=TYPES[x.dtype], m=rows, k=columns
-    )
-    if norm is not None:
-        args.norm, args.eps = norm.weight.data_ptr(), norm.eps
-    if norm is not None and not isinstance(norm, RmsNorm):
-        args.is_layer_norm = 1
-        args.norm_bias = None if norm.bias is None else norm.bias.data_ptr()
-    return args

@@ -218,6 +218,7 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         return (
             routed.ids.numel() >= MANY_ROWS * gate_up.num_experts
             and not gpu.is_invariant
+            and not down.is_joined  # its kernel takes whole matrices
             and torch.cuda.get_device_capability(gpu.device)[0] == 9
             and gate_up.k_tiles is not None
             and gate_up.has_common_order
