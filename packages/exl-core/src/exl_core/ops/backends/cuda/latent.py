@@ -109,7 +109,7 @@ class CudaLatentOps(AbsorbedLatentOps):
             y = torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)  # [m, H, n]
         return y if out is None else out.copy_(y)
 
-    def attend_latent(
+    def attend_latent(  # type: ignore[override] # results may be prepared
         self: _Table,
         q: Tensor,
         latent: Tensor,
