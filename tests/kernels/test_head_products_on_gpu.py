@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, cast
+
 import pytest
 import torch
 from kernel_support import assert_norm_within, normal
@@ -79,11 +82,13 @@ def test_results_are_stored_as_inputs_of_the_next_matrix(
         rotation = angles(rng, batch.rows, sizes.rotated // 2)
         given, cache = operands(gpu_table, rng, batch.rows, sizes), shared(batch)
         bound = bound_batch(gpu_table, batch, slots_of(batch), *rotation)
-        named = {"batch": bound, "cache": cache, "scoring": Scoring(SCALE)}
-        h = gpu_table.attend_latent(*given, **named, norm=norm)
+        attend = partial(
+            cast(Any, gpu_table).attend_latent, batch=bound, cache=cache, scoring=Scoring(SCALE)
+        )
+        h = attend(*given, norm=norm)
         normed = given._replace(latent=gpu_table.rms_norm(given.latent, norm))
-        assert_norm_within(gpu_table.attend_latent(*normed, **named), h.double(), 3e-3)
-        inputs = gpu_table.attend_latent(*given, **named, norm=norm, to=w)
+        assert_norm_within(attend(*normed), h.double(), 3e-3)
+        inputs = attend(*given, norm=norm, to=w)
         assert isinstance(inputs, CudaInputs)
         got = gpu_table.linear_add_(inputs, w, torch.zeros(batch.rows, 96))
         assert_norm_within(got, gpu_table.linear(h, w).double(), 1e-6)
