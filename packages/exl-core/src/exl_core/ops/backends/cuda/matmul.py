@@ -27,12 +27,11 @@ from exl_core.errors import BackendError
 from exl_core.ops.backends.cuda.dense import (
     add_fixed_product,
     add_product,
-    after_layer_norm,
     are_few,
     multiply_few,
-    prepare_of,
 )
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.norms import after_layer_norm, prepare_args
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
 from exl_core.ops.backends.cuda.slices import Slices
 from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, Trellis, is_pair
@@ -434,7 +433,7 @@ class Linears:
                 held = inputs[permutation] = gpu.empty(size, dtype=torch.float16)
                 targets.append(cuda.Prepared(permutation, held.data_ptr(), part.num_blocks, 0))
         for first in range(0, len(targets), cuda.MAX_PARTS):
-            prepare = prepare_of(x.x if isinstance(x, PendingRows) else x, norm)
+            prepare = prepare_args(x.x if isinstance(x, PendingRows) else x, norm)
             prepare.least_rows = least_rows
             for i, target in enumerate(targets[first : first + cuda.MAX_PARTS]):
                 prepare.to[i] = target
@@ -450,7 +449,7 @@ class Linears:
         if isinstance(to, CudaTrellisInputs):
             self._trellis.prepare(x, None, [to])
             return
-        prepare = prepare_of(x, None)
+        prepare = prepare_args(x, None)
         to.is_by_rows = False
         prepare.to[0] = to.target
         prepare.count = 1
@@ -537,7 +536,7 @@ class Linears:
         if norm is None and x.dtype is torch.float16:
             return x
         out = self._gpu.empty(*x.shape, dtype=torch.float16)
-        prepare = prepare_of(x, norm)
+        prepare = prepare_args(x, norm)
         prepare.to[0] = cuda.Prepared(None, out.data_ptr(), 0, 1)
         prepare.count = 1
         self._gpu.call("prepare", prepare)
