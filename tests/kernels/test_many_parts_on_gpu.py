@@ -38,9 +38,10 @@ def test_many_parts(gpu_table: OpTable, rng: torch.Generator, name: str) -> None
     assert joined.out_features == sum(shape.n for shape in shapes) + 40
     for rows in (1, 5, 33, 200):
         x = normal(rng, rows, 256).half().float()
-        exact = [x.double() @ one.weights().double().T for one in matrices]
-        for y, one in zip(exact, matrices, strict=True):
-            y += 0 if one.bias is None else one.bias.double()
+        exact = [
+            x.double() @ one.weights().double().T + (0 if one.bias is None else one.bias.double())
+            for one in matrices
+        ]
         got = gpu_table.linear(x, joined)
         ends = [sum(shape.n for shape in shapes[: i + 1]) for i in range(len(shapes))]
         for y, part in zip(exact, torch.tensor_split(got, ends, 1), strict=False):
