@@ -51,7 +51,8 @@ def test_products_and_copies(
     first: Tensor | None = None
     for rows in (1, 2, 7, 8, 9, 31, FEW_ROWS):
         y = wider(torch.zeros(rows, heads, n, dtype=torch.float16, device=gpu.device))
-        args = _products(wider(x[:rows].to(gpu.device)), w, y)
+        given = wider(x[:rows].to(gpu.device))
+        args = _products(given, w, y)
         targets = [wider(torch.zeros_like(one[:rows]).half().to(gpu.device)) for one in copied]
         sources = [wider(one[:rows].to(gpu.device)) for one in copied]
         for i, pair in enumerate(zip(sources, targets, strict=True)):
@@ -89,6 +90,6 @@ def test_results_are_stored_as_inputs_of_the_next_matrix(
         normed = given._replace(latent=gpu_table.rms_norm(given.latent, norm))
         assert_norm_within(attend(*normed), h.double(), 3e-3)
         inputs = attend(*given, norm=norm, to=w)
-        assert isinstance(inputs, CudaInputs)
+        assert isinstance(inputs, CudaInputs) == (k % 32 == 0), "or rows are padding"
         got = gpu_table.linear_add_(inputs, w, torch.zeros(batch.rows, 96))
         assert_norm_within(got, gpu_table.linear(h, w).double(), 1e-6)
