@@ -376,19 +376,28 @@ int common_source(const ExlExpertLinear* first, const ExlExpertLinear* down) {
     return std::max(first->source, down->source);
 }
 
+// Thread blocks of a cluster. With enough of them, each warp has one unit of down, so that all weights
+// are copied at once; but all thread blocks have to fit on the device together.
+int cluster_blocks(const RowArgs& args, bool has_first, bool has_down, const DeviceInfo& info) {
+    if (!has_down) return kClusterBlocks;
+    const ExpertArgs &first = args.parts[0], &down = args.parts[1];
+    const int64_t wanted = ceil_div(args.top_k * (kWarps >> down.unit_bits), kWarps);
+    int64_t blocks = ceil_div(down.call.n, 32) * wanted;
+    if (has_first) {
+        const int64_t tiles = ceil_div(ceil_div(first.call.n, 32), 1 << first.part_bits());
+        blocks += tiles * args.top_k + wanted;
+    }
+    const bool fits = blocks <= 3 * info.multiprocessors;
+    const bool is_cluster = wanted > kClusterBlocks && wanted <= kMaxClusterBlocks;
+    return is_cluster && fits ? static_cast<int>(wanted) : kClusterBlocks;
+}
+
 cudaError_t launch_row(
     RowArgs& args, bool has_first, bool has_down, int source, const ExlRoute& route,
     const DeviceInfo& info, void* stream
 ) {
     const int most = std::min(kMaxSharedBytes, info.shared_per_block), top_k = args.top_k;
-    int cluster = 1;
-    if (info.capability == 90) {
-        // A warp has one unit of down, so that all weights are copied at once.
-        const int units = has_down ? top_k * (kWarps >> args.parts[1].unit_bits) : 0;
-        const int wanted = static_cast<int>(ceil_div(units, kWarps));
-        const bool can_have = wanted >= kClusterBlocks && wanted <= kMaxClusterBlocks;
-        cluster = can_have ? wanted : kClusterBlocks;
-    }
+    const int cluster = info.capability == 90 ? cluster_blocks(args, has_first, has_down, info) : 1;
     int row_bytes = 0, num_sums = kWarps, blocks = 0;
     if (has_first) {
         const ExlExpertLinear& call = args.parts[0].call;
