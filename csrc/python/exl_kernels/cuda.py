@@ -57,6 +57,8 @@ SCORES = {"softmax": 0, "sigmoid": 1}
 MAX_EXPERTS = 768
 EXPERT_SOURCES = {"codes": 0, "small_groups": 1, "dense": 2}
 MAX_ROW_EXPERTS = 32  # EXL_CUDA_MAX_ROW_EXPERTS
+# Counters of expert_row for the largest number of experts: EXL_CUDA_ROW_COUNTER_BYTES each.
+ROW_COUNTERS_BYTES = (MAX_ROW_EXPERTS + 1) * 256
 EXPERT_ITEM_ROWS = 128  # EXL_CUDA_EXPERT_ITEM_ROWS
 LOAD_BYTES = 16  # of ExlQuantLoad
 EXPERT_MATRIX_BYTES = 64  # of ExlExpertMatrix

@@ -193,7 +193,8 @@ EXL_CUDA_API int exl_cuda_expert_gather(
     const ExlExpertInputs* args, int64_t max_items, void* stream
 );
 
-#define EXL_CUDA_MAX_ROW_EXPERTS 32  // their sums fit into shared memory
+#define EXL_CUDA_MAX_ROW_EXPERTS 32     // their sums fit into shared memory
+#define EXL_CUDA_ROW_COUNTER_BYTES 256  // of each counter of exl_cuda_expert_row
 
 // exl_cuda_expert_linear for one row, with the same bits: `first` is gated or activated, `down` one of
 //
@@ -202,9 +203,10 @@ EXL_CUDA_API int exl_cuda_expert_gather(
 //
 // Either may be null; with both, `down` reads what `first` stores, and both are dense or both are
 // not. The experts are `ids` [top_k], at most EXL_CUDA_MAX_ROW_EXPERTS, with `weights`; with `route`
-// not null they are chosen from its logits instead, and top_k is its number of slots. Without `first`, an earlier kernel than the
-// previous one wrote the ids, weights or logits. `counters` are zero, and left zero. Items and pairs
-// are not needed.
+// not null they are chosen from its logits instead, and top_k is its number of slots. Without `first`,
+// an earlier kernel than the previous one wrote the ids, weights or logits. `counters`, of
+// (top_k + 1) * EXL_CUDA_ROW_COUNTER_BYTES bytes, are zero, and left zero. Items and pairs are not
+// needed.
 EXL_CUDA_API int exl_cuda_expert_row(
     const ExlExpertLinear* first, const ExlExpertLinear* down, const ExlRoute* route,
     const int32_t* ids, const float* weights, int32_t top_k, uint32_t* counters, void* stream

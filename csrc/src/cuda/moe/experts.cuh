@@ -229,6 +229,18 @@ struct SharedRow {
     }
 };
 
+template <class Shape>
+__device__ __forceinline__ void clear_sums(PanelSums<Shape>& total) {
+#pragma unroll
+    for (int i = 0; i < Shape::kRowTiles; ++i) {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+#pragma unroll
+            for (int c = 0; c < Shape::kLaneRows; ++c) total[i][q][c] = 0.0f;
+        }
+    }
+}
+
 // Adds a load to `total`, block by block. `inputs` holds its inputs if they are prefetched; those
 // of `next` then replace them.
 template <int kForm, class Shape, class Rows>
@@ -258,6 +270,56 @@ __device__ __forceinline__ void add_load(
             }
         }
         if (Shape::kPrefetchesInputs && i < next.blocks()) rows.load(x, next.first_block() + i);
+    }
+}
+
+// Whether `add_whole_load` has code for codes of some form with factors of some kind.
+__host__ __device__ constexpr bool has_whole_loads(int form, int kind) {
+    if (form == kMxfp4) return kind == kFloatFactors;
+    if (form == kIq4 || form == kE4m3) return kind == kPlainFactors || kind == kFloatFactors;
+    if (kind == EXL_OFFSET_ZEROS) return form == 4 || form == 8;
+    const bool has_minimums = (kind & 7) == EXL_OFFSET_MINIMUMS;
+    return kind == kPlainFactors || (has_minimums && (form == 4 || form == 5));
+}
+
+// The same for a load of one k-tile of four blocks, or of up to four k-tiles of one block. Its code
+// has no branches, so that the latencies of several blocks overlap. With k-tiles of one block, those
+// that the load does not have are the last one again, times zero.
+template <int kForm, int kKind, int kTileBlocks, class Shape, class Rows>
+__device__ __forceinline__ void add_whole_load(
+    PanelSums<Shape>& total, LoadInputs<Shape>& inputs, const Load& own, const Load& next,
+    int header_bytes, const uint8_t* bytes, const Rows& rows, int lane
+) {
+    constexpr int kBlockBytes = 128 * width_of(kForm);
+    const int last = kTileBlocks == 1 ? own.blocks() - 1 : kStageBlocks - 1;
+    InputFragments<Shape::kRowTiles> local[kStageBlocks];
+    if constexpr (!Shape::kPrefetchesInputs) {
+#pragma unroll
+        for (int i = 0; i < kStageBlocks; ++i) rows.load(local[i], own.first_block() + min(i, last));
+    }
+#pragma unroll
+    for (int first = 0; first < kStageBlocks; first += kTileBlocks) {
+        const uint8_t* const k_tile =
+            bytes + (kTileBlocks == 1 ? min(first, last) * (header_bytes + kBlockBytes) : 0);
+        KTileFactors factors;
+        load_factors_of<kKind>(factors, k_tile, middle_of(kForm), first <= last, lane);
+        KTileSums<Shape> sums;
+#pragma unroll
+        for (int j = 0; j < kTileBlocks; ++j) {
+            const int i = first + j;
+            auto& x = Shape::kPrefetchesInputs ? inputs[Shape::kPrefetchesInputs ? i : 0] : local[i];
+            BlockCodes<kForm> codes;
+            codes.load(k_tile + header_bytes + j * kBlockBytes, lane);
+            if (j == 0) {
+                sums.template add<true>(codes, x);
+            } else {
+                sums.add(codes, x);
+            }
+            if (Shape::kPrefetchesInputs && i < next.blocks()) {
+                rows.load(x, next.first_block() + i);
+            }
+        }
+        sums.template scale_into<kForm>(total, factors);
     }
 }
 
@@ -308,17 +370,55 @@ __device__ __forceinline__ void fill_ring(
 #endif
 }
 
-// Sum over the loads first .. last - 1 of a column panel, after `fill_ring`.
-template <class Shape, class Rows>
+// Adds a load of codes of form `kForm`, with the fastest code that knows it.
+template <int kForm, class Shape, class Rows>
+__device__ __forceinline__ void add_any_load(
+    PanelSums<Shape>& total, LoadInputs<Shape>& inputs, const Load& own, const Load& next,
+    const ExlExpertMatrix& w, const uint8_t* bytes, const Rows& rows, int lane
+) {
+    const auto add_whole = [&](auto kind, auto k_tile_blocks) {
+        add_whole_load<kForm, decltype(kind)::value, decltype(k_tile_blocks)::value, Shape>(
+            total, inputs, own, next, w.header_bytes, bytes, rows, lane
+        );
+    };
+    // Returns whether the load has factors of this kind, and is added.
+    const auto try_kind = [&](auto kind) {
+        constexpr uint32_t kKind = decltype(kind)::value;
+        if constexpr (Shape::kRowTiles == 1 && has_whole_loads(kForm, kKind)) {
+            if ((w.kind >> 16 & 15) != kKind) return false;
+            if (own.k_tile_blocks() == 1) {
+                add_whole(kind, std::integral_constant<int, 1>());
+                return true;
+            }
+            if (own.k_tile_blocks() == kStageBlocks) {
+                add_whole(kind, std::integral_constant<int, kStageBlocks>());
+                return true;
+            }
+        }
+        return false;
+    };
+    if (try_kind(std::integral_constant<int, kPlainFactors>())) return;
+    if (try_kind(std::integral_constant<int, kFloatFactors>())) return;
+    if (try_kind(std::integral_constant<int, EXL_OFFSET_ZEROS>())) return;
+    if (try_kind(std::integral_constant<int, EXL_OFFSET_MINIMUMS>())) return;
+    if (try_kind(std::integral_constant<int, 8 | EXL_OFFSET_MINIMUMS>())) return;
+    add_load<kForm, Shape>(total, inputs, own, next, w, bytes, rows, lane);
+}
+
+// Sum over the loads first .. last - 1 of a column panel, after `fill_ring`. Calls `prepare` before
+// the first one. With `is_cold`, the loop runs once before that, without waiting for weights, and the
+// sums are dropped: fetching its code takes longer than executing it.
+template <class Shape, class Rows, class Prepare>
 __device__ __forceinline__ void sum_loads(
     PanelSums<Shape>& total, const ExpertArgs& args, const ExlExpertMatrix& w, Ring& ring,
-    const uint8_t* panel, int first, int last, const Rows& rows, int lane
+    const uint8_t* panel, int first, int last, const Rows& rows, int lane, bool is_cold,
+    const Prepare& prepare
 ) {
     const int values = w.kind >> 14 & 3;
     const bool is_small = Shape::kHasSmall && has_small_groups(w.kind >> 16 & 7);
     if (first >= last) return;
     Load own = Load::at(w.loads, first);
-    LoadInputs<Shape> inputs;
+    LoadInputs<Shape> inputs = {};
     if constexpr (Shape::kPrefetchesInputs) {
 #pragma unroll
         for (int i = 0; i < kStageBlocks; ++i) {
@@ -326,12 +426,13 @@ __device__ __forceinline__ void sum_loads(
         }
     }
 #pragma unroll 1
-    for (int i = first; i < last; ++i) {
+    for (int i = is_cold ? first - 1 : first; i < last; ++i) {
         Load next = {};
         if (i + 1 < last) next = Load::at(w.loads, i + 1);
-        ring.wait();
+        if (i == first) prepare();
+        if (i >= first) ring.wait();
         const auto add = [&](auto form) {
-            add_load<decltype(form)::value, Shape>(
+            add_any_load<decltype(form)::value, Shape>(
                 total, inputs, own, next, w, ring.data(), rows, lane
             );
         };
@@ -355,6 +456,10 @@ __device__ __forceinline__ void sum_loads(
             case small_form(2): add_small(std::integral_constant<int, small_form(2)>()); break;
             case small_form(3): add_small(std::integral_constant<int, small_form(3)>()); break;
             case small_form(6): add_small(std::integral_constant<int, small_form(6)>()); break;
+        }
+        if (i < first) {
+            clear_sums<Shape>(total);
+            continue;
         }
         __syncwarp();
         if (i + args.num_stages < last) {
@@ -402,13 +507,15 @@ struct DenseBlock {
     }
 };
 
-// Sum over the blocks first .. last - 1 of a column panel of a dense matrix.
-template <class Shape, class Rows>
+// Sum over the blocks first .. last - 1 of a column panel of a dense matrix. Calls `prepare` after
+// the first weights are requested.
+template <class Shape, class Rows, class Prepare>
 __device__ __forceinline__ void sum_dense(
     PanelSums<Shape>& total, const ExpertArgs& args, const ExlExpertMatrix& w, int panel, int first,
-    int last, const Rows& rows, int lane
+    int last, const Rows& rows, int lane, const Prepare& prepare
 ) {
-    constexpr int kAtOnce = Shape::kRowTiles == 4 ? 2 : 4;  // blocks whose weights are in flight
+    // Blocks whose weights are in flight. With one row, three thread blocks fit on a multiprocessor.
+    constexpr int kAtOnce = Shape::kRowTiles == 4 || Shape::kIsOneRow ? 2 : 4;
     const __half* from[4];
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
@@ -423,6 +530,7 @@ __device__ __forceinline__ void sum_dense(
     for (int i = 0; i < kAtOnce; ++i) {
         if (first + i < last) blocks[i].load(from, first + i);
     }
+    prepare();
 #pragma unroll 1
     for (int block = first; block < last; block += kAtOnce) {
 #pragma unroll

@@ -15,6 +15,8 @@
 // Floor      The bytes of top_k experts, at memory bandwidth. Latency dominates: the logits, the
 //            table of matrices, and the first loads are read one after another. Code is fetched
 //            before it is executed, and both parts share it.
+#include <cstdlib>
+
 #include "cuda/common/hopper.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/moe/choice.cuh"
@@ -29,8 +31,12 @@ using Shape = ExpertShape<1, true, source>;
 
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kClusterBlocks = 2, kMaxClusterBlocks = 4;
+constexpr int kLineBytes = 128;
 // Three thread blocks fit on a multiprocessor of 9.0.
 constexpr int kThirdOfShared = 75 << 10;
+
+// Counters that many warps read at the same time are in different slices of the L2 cache.
+constexpr int kCounterStep = EXL_CUDA_ROW_COUNTER_BYTES / sizeof(uint32_t);
 
 extern __shared__ __align__(128) uint8_t shared[];
 
@@ -40,8 +46,11 @@ struct RowArgs {
     ExpertArgs parts[2];  // gate and up; down
     const int32_t* ids;
     const float* weights;
-    uint32_t*
-        counters;  // [2] stored tiles, and blocks that have seen all of them; null: nobody waits
+    // Stored tiles of each pair, and panels of down that have seen all of them, kCounterStep numbers
+    // apart; null: no block waits.
+    uint32_t* counters;
+    int32_t table_lines;  // cache lines of the table of matrices of each part, 0 if the ids are known
+    int32_t off;
     int32_t top_k;
     int32_t num_tiles;  // of a pair
     int32_t first_blocks;
@@ -176,6 +185,43 @@ __device__ __forceinline__ void copy_inputs(
     __syncwarp();
 }
 
+// Prefetches the tables of matrices into the L2 cache, before it is known which experts are used.
+__device__ __forceinline__ void prefetch_tables(const RowArgs& args) {
+    const int line = static_cast<int>(blockIdx.x) * kThreads + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const ExlExpertLinear& call = args.parts[i].call;
+        if (line >= args.table_lines * call.parts) continue;
+        const auto* const table = reinterpret_cast<const uint8_t*>(call.matrices);
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(table + line * kLineBytes));
+    }
+}
+
+// Prefetches the weights of a later unit of a warp into the L2 cache.
+template <bool is_dense>
+__device__ __forceinline__ void prefetch_unit(
+    const ExlExpertMatrix& w, const WarpWork& work, int n, int lane
+) {
+#if EXL_IS_HOPPER
+    const int first = work.first(w), last = work.last(w);
+    const uint8_t* from = w.tiles;
+    int bytes = 0;
+    if (first >= last) return;
+    if constexpr (is_dense) {
+        const int64_t column = min(32 * work.panel + lane, n - 1);
+        from += 64 * (column * w.num_blocks + first);
+        bytes = 64 * (last - first);
+    } else {
+        const Load end = Load::at(w.loads, last - 1);
+        const uint32_t start = Load::at(w.loads, first).offset;
+        from += work.panel * w.panel_bytes + start;
+        bytes = static_cast<int>(end.offset - start) + end.bytes();
+    }
+    if (!is_dense && lane != 0) return;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 // A warp's unit of work: a slice of the k of a column panel, for one pair.
 struct Unit {
     int pair;
@@ -184,48 +230,64 @@ struct Unit {
     int first, last;  // loads
 };
 
-// Counts the tiles that are stored.
-__device__ __forceinline__ void add_stored_tile(uint32_t* counters) {
+// Counts a stored tile of a pair.
+__device__ __forceinline__ void add_stored_tile(uint32_t* counters, int pair) {
     __syncthreads();
     if (threadIdx.x != 0) return;
-    __threadfence();
-    atomicAdd(counters, 1);
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counters + pair * kCounterStep)
+                 : "memory");
 }
-// Waits until `count` tiles are stored. The last one of `blocks` thread blocks resets the counters.
+// Waits until `count` tiles of a pair are stored. For one warp.
 __device__ __forceinline__ void wait_for_tiles(
-    uint32_t* counters, uint32_t count, uint32_t blocks
+    const uint32_t* counters, int pair, uint32_t count, int lane
 ) {
-    if (threadIdx.x == 0) {
-        while (*static_cast<volatile uint32_t*>(counters) != count) {
-        }
-        __threadfence();
-        if (atomicInc(counters + 1, blocks - 1) == blocks - 1) *counters = 0;
+    if (lane == 0) {
+        uint32_t stored;
+        do {
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                         : "=r"(stored)
+                         : "l"(counters + pair * kCounterStep)
+                         : "memory");
+        } while (stored != count);
     }
-    __syncthreads();
+    __syncwarp();
+}
+// Called by one thread for each of `panels` panels that need not wait any more. The last one resets
+// the counters.
+__device__ __forceinline__ void end_waiting(uint32_t* counters, uint32_t panels, int top_k) {
+    if (atomicInc(counters + top_k * kCounterStep, panels - 1) != panels - 1) return;
+#pragma unroll 1
+    for (int pair = 0; pair < top_k; ++pair) counters[pair * kCounterStep] = 0;
 }
 
-// Stores the weighted sums of a panel, with one warp.
-__device__ __forceinline__ void store_panel(
-    const RowArgs& args, const RowExperts& experts, const UnitSums* sums, float before, int column,
-    int lane
+// Adds the slices and the bias of each pair, with all warps. The sums replace those of the first
+// slice.
+__device__ __forceinline__ void add_pairs(
+    UnitSums* sums, int top_k, int slices, int warp, int lane
 ) {
-    const ExpertArgs& own = args.parts[1];
-    const int slices = kWarps >> own.unit_bits;
-    const UnitSums* const biases = sums + args.top_k * slices;
-    float y = 0.0f;
-#pragma unroll 1
-    for (int pair = 0; pair < args.top_k; ++pair) {
-        float one = add_slices(sums[pair * slices].columns + lane, slices, 0, 32);
-        one += biases[pair].columns[lane];
-        y = fmaf(experts.weights[pair], one, y);
+    const UnitSums* const biases = sums + top_k * slices;
+    for (int pair = warp; pair < top_k; pair += kWarps) {
+        float& to = sums[pair * slices].columns[lane];
+        to = add_slices(&to, slices, 0, 32) + biases[pair].columns[lane];
     }
-    static_cast<float*>(own.call.y)[column] = before + y;
+}
+// Weighted sum of the pairs of a lane's column, in order.
+__device__ __forceinline__ float weighted_sum(
+    const UnitSums* sums, const float* weights, int top_k, int slices, int lane
+) {
+    float y = 0.0f;
+#pragma unroll 4
+    for (int pair = 0; pair < top_k; ++pair) {
+        y = fmaf(weights[pair], sums[pair * slices].columns[lane], y);
+    }
+    return y;
 }
 
 template <class X, int source>
-__global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2) row_kernel(
+__global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_SMALL_GROUPS ? 2 : 3) row_kernel(
     const __grid_constant__ RowArgs args, const __grid_constant__ ExlRoute route
 ) {
+    prefetch_tables(args);
     using Shape = Shape<source>;
     const Cluster cluster;
     const int block = static_cast<int>(blockIdx.x);
@@ -250,12 +312,21 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
     const int num_units = is_down ? args.top_k * slices : has_tile ? kWarps : 0;
     const int first_unit = is_down ? cluster.rank * kWarps + warp : warp;
     cluster.wait_for_start();
-    if (!args.is_early) wait_for_inputs();
-    let_next_begin();
     if (warp == 0) {
         const int count = is_down ? args.top_k : min(tile_pair + 1, args.top_k);
-        experts.load(route, args.ids, args.weights, count, is_down, lane);
-    } else if (!is_down && has_tile) {
+        // The first choice is from any logits, while the previous kernel runs: fetching its code takes
+        // longer than executing it.
+        const bool is_cold = route.logits != nullptr && !args.is_early && !(args.off & 1);
+#pragma unroll 1
+        for (int i = is_cold ? 0 : 1; i < 2; ++i) {
+            if (i == 1 && !args.is_early) wait_for_inputs();
+            experts.load(route, args.ids, args.weights, count, is_down, lane);
+        }
+    } else if (!args.is_early) {
+        wait_for_inputs();
+    }
+    let_next_begin();
+    if (warp != 0 && !is_down && has_tile) {
         const int64_t row = static_cast<int64_t>(tile_pair / call.pairs_per_row) * call.x_stride;
         copy_row<X>(rows, call.x[0], row, call.k);
         if (has_two) copy_row<X>(rows + call.k, call.x[1], row, call.k);
@@ -275,7 +346,15 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
         return unit;
     };
     Unit unit = {};
+    const int step = cluster.size * kWarps;
     if (first_unit < num_units) unit = start(first_unit);
+#pragma unroll 1
+    for (int number = first_unit + step; number < num_units && !(args.off & 8); number += step) {
+        const WarpWork work = {0, tile, number % slices, slices};
+        prefetch_unit<Shape::kIsDense>(
+            matrix_of(call, experts.ids[number / slices], 0), work, call.n, lane
+        );
+    }
     // Operands of the epilogues are read while the weights arrive.
     const int column = 32 * tile + lane;
     const bool adds_up = is_down && cluster.rank == 0;
@@ -290,29 +369,36 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
     if (args.is_early) wait_for_inputs();
     float before = 0.0f;
     if (stores && call.epilogue == EXL_EPILOGUE_ADD) before = static_cast<float*>(call.y)[column];
-    if (is_down && args.counters != nullptr) {
-        const int tiles = args.num_tiles * args.top_k;
-        wait_for_tiles(args.counters, tiles, gridDim.x - args.first_blocks);
-    }
 #pragma unroll 1
-    for (int number = first_unit; number < num_units; number += cluster.size * kWarps) {
+    for (int number = first_unit; number < num_units; number += step) {
         if (number != first_unit) unit = start(number);
         Blocks blocks = {};
         __half* inputs = rows + (has_two ? unit.work.part * call.k : 0);
         if (is_down) {
             inputs = rows + warp * own.warp_inputs;
             blocks = blocks_of<Shape::kIsDense>(unit.w, unit.first, unit.last);
+        }
+        const auto prepare = [&] {
+            if (!is_down) return;
+            if (args.counters != nullptr) {
+                wait_for_tiles(args.counters, unit.pair, args.num_tiles, lane);
+            }
             const int64_t row = static_cast<int64_t>(unit.pair / call.pairs_per_row);
             const auto* const x = static_cast<const __half*>(call.x[0]);
             copy_inputs(inputs, x + row * call.x_stride, blocks, lane);
-        }
+        };
         const SharedRow x(inputs, blocks.first, lane);
         PanelSums<Shape> total = {};
         if constexpr (Shape::kIsDense) {
-            sum_dense<Shape>(total, own, unit.w, unit.work.panel, unit.first, unit.last, x, lane);
+            sum_dense<Shape>(
+                total, own, unit.w, unit.work.panel, unit.first, unit.last, x, lane, prepare
+            );
         } else {
             const uint8_t* const bytes = unit.w.tiles + unit.work.panel * unit.w.panel_bytes;
-            sum_loads<Shape>(total, own, unit.w, ring, bytes, unit.first, unit.last, x, lane);
+            const bool is_cold = number == first_unit && !(args.off & 2);
+            sum_loads<Shape>(
+                total, own, unit.w, ring, bytes, unit.first, unit.last, x, lane, is_cold, prepare
+            );
         }
         float* const to = sums[number].columns;
         store_sums<Shape>(total, to, 1, lane);
@@ -322,13 +408,21 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
     }
     if (is_down) {
         cluster.sync();
-        if (stores) store_panel(args, experts, sums, before, column, lane);
+        if (cluster.rank != 0) return;
+        if (args.counters != nullptr && threadIdx.x == kThreads - 1) {
+            end_waiting(args.counters, (gridDim.x - args.first_blocks) / cluster.size, args.top_k);
+        }
+        add_pairs(sums, args.top_k, slices, warp, lane);
+        __syncthreads();
+        if (!stores) return;
+        const float y = weighted_sum(sums, experts.weights, args.top_k, slices, lane);
+        static_cast<float*>(call.y)[column] = before + y;
         return;
     }
     __syncthreads();
     if (!has_tile) return;
     store_tile(own, item, outputs, tile, sums->columns, 32);
-    if (args.counters != nullptr) add_stored_tile(args.counters);
+    if (args.counters != nullptr) add_stored_tile(args.counters, tile_pair);
 }
 
 // ---- host --------------------------------------------------------------------------------------
@@ -473,6 +567,12 @@ extern "C" int exl_cuda_expert_row(
     args.counters = has_first && has_down ? counters : nullptr;
     args.top_k = top_k;
     args.is_early = !has_first;
+    if (const char* const off = std::getenv("EXL_ROW_OFF")) args.off = std::atoi(off);
+    if (route != nullptr && !(args.off & 4)) {
+        args.table_lines = static_cast<int>(
+            ceil_div(route->experts * static_cast<int64_t>(sizeof(ExlExpertMatrix)), kLineBytes)
+        );
+    }
     const ExlRoute choice = route == nullptr ? ExlRoute{} : *route;
     return launch_row(args, has_first, has_down, source, choice, info, stream);
 }

@@ -320,7 +320,7 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         gpu.call("expert_row", first if is_one_call else None, last, *chosen)
 
     def _row_counters(self) -> Tensor:
-        return self._gpu.buffer("expert_row", 8)
+        return self._gpu.buffer("expert_row", cuda.ROW_COUNTERS_BYTES)
 
     def _new_inner(self, pairs: int, down: CudaExperts) -> Tensor:
         """Memory for the inputs of `down`: in the order of its rows, unless some are padding."""
