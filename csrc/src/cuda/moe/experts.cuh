@@ -1,5 +1,5 @@
 // Products of rows with the matrix of one expert, for the kernels of `experts.cu` and `one_row.cu`:
-// a warp's ring of loads, its sums over the loads of a column panel, and the stores of a tile.
+// a warp's sums over the loads of a column panel, and the stores of a tile.
 // Dense matrices need no ring: a lane loads A fragments from global memory.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 #include "cuda/elementwise/gate.cuh"
 #include "cuda/linear/quant_k_tile.cuh"
-#include "exl/cuda/moe.h"
+#include "cuda/moe/loads.cuh"
 
 namespace exl::cuda {
 
@@ -17,7 +17,6 @@ constexpr int kPitch =
     36;  // floats from one row of sums to the next: stores without bank conflicts
 // Two thread blocks fit on a multiprocessor of 9.0, which has 228 KiB and reserves 1 KiB per block.
 constexpr int kMaxSharedBytes = 113 << 10;
-constexpr int kMaxRingStages = 6;
 
 struct ExpertArgs {
     ExlExpertLinear call;
@@ -30,10 +29,6 @@ struct ExpertArgs {
     __host__ __device__ bool is_gated() const { return call.epilogue == EXL_EPILOGUE_GATED; }
     __host__ __device__ bool has_activation() const { return call.epilogue >= EXL_EPILOGUE_GATED; }
     __host__ __device__ int part_bits() const { return unit_bits - is_gated(); }
-};
-
-struct WarpBarriers {
-    uint64_t stages[kMaxRingStages];
 };
 
 // RowShape of the products with matrices that store their weights as `source` says.
@@ -74,108 +69,6 @@ __device__ __forceinline__ ExlExpertMatrix matrix_of(
     if (call.loads != nullptr) w.loads = call.loads, w.num_loads = call.num_loads;
     return w;
 }
-
-// ---- loads -------------------------------------------------------------------------------------
-
-// Entry of the table of loads (ExlQuantLoad), in registers.
-struct Load {
-    uint32_t offset, position, shape;
-
-    __device__ __forceinline__ static Load at(const ExlQuantLoad* loads, int index) {
-        const uint4 words = __ldg(reinterpret_cast<const uint4*>(loads + index));
-        return {words.x, words.y, words.z};
-    }
-    __device__ __forceinline__ int first_block() const { return position & 0xffff; }
-    __device__ __forceinline__ int bytes() const { return position >> 16; }
-    __device__ __forceinline__ int bits() const { return shape & 0xff; }
-    __device__ __forceinline__ int k_tile_blocks() const { return shape >> 16 & 0xff; }
-    __device__ __forceinline__ int blocks() const { return shape >> 24; }
-};
-
-// Ring of stages in shared memory, for one warp. Devices before 9.0 copy 16 bytes per lane, and
-// wait for all copies in flight.
-class Ring {
-  public:
-    __device__ __forceinline__ Ring(
-        uint8_t* buffers, WarpBarriers* barriers, int num_stages, int stage_bytes, int lane
-    )
-        : buffers_(buffers),
-          barriers_(barriers),
-          num_stages_(num_stages),
-          stage_bytes_(stage_bytes),
-          lane_(lane) {
-#if __CUDA_ARCH__ >= 900
-        if (lane < num_stages) {
-            asm volatile(
-                "mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&barriers->stages[lane]))
-                : "memory"
-            );
-        }
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-        __syncwarp();
-    }
-    __device__ __forceinline__ const uint8_t* data() const {
-        return buffers_ + stage_ * stage_bytes_;
-    }
-    // Starts the copy of a load to a stage whose bytes have all been read. All lanes call it.
-    __device__ __forceinline__ void issue(int stage, const uint8_t* source, int bytes) {
-#if __CUDA_ARCH__ >= 900
-        if (lane_ == 0) issue_alone(stage, source, bytes);
-#else
-        for (int byte = 16 * lane_; byte < bytes; byte += 16 * kWarp) {
-            copy_async_16(buffers_ + stage * stage_bytes_ + byte, source + byte);
-        }
-        commit_copies();
-#endif
-    }
-#if __CUDA_ARCH__ >= 900
-    // The same by one lane.
-    __device__ __forceinline__ void issue_alone(int stage, const uint8_t* source, int bytes) {
-        const uint32_t barrier = shared_address(&barriers_->stages[stage]);
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                     : "memory");
-        copy_weights(shared_address(buffers_ + stage * stage_bytes_), source, bytes, barrier);
-    }
-#endif
-    // Waits until the bytes of the current stage have arrived.
-    __device__ __forceinline__ void wait() const {
-#if __CUDA_ARCH__ >= 900
-        const uint32_t barrier = shared_address(&barriers_->stages[stage_]);
-        uint32_t is_done = 0;
-        while (!is_done) {
-            asm volatile(
-                "{\n .reg .pred done;\n"
-                " mbarrier.try_wait.parity.shared.b64 done, [%1], %2;\n"
-                " selp.u32 %0, 1, 0, done;\n}"
-                : "=r"(is_done)
-                : "r"(barrier), "r"(phase_)
-                : "memory"
-            );
-        }
-#else
-        wait_copies<0>();
-        __syncwarp();
-#endif
-    }
-    __device__ __forceinline__ int stage() const { return stage_; }
-    // Stage of the n-th load from now on.
-    __device__ __forceinline__ int stage_after(int n) const {
-        return stage_ + n < num_stages_ ? stage_ + n : stage_ + n - num_stages_;
-    }
-    __device__ __forceinline__ void advance() {
-        const bool wraps = ++stage_ == num_stages_;
-        if (wraps) stage_ = 0;
-        phase_ ^= wraps;
-    }
-
-  private:
-    uint8_t* buffers_;
-    WarpBarriers* barriers_;
-    int num_stages_, stage_bytes_, lane_;
-    int stage_ = 0;
-    uint32_t phase_ = 0;
-};
 
 // ---- products ----------------------------------------------------------------------------------
 
@@ -228,18 +121,6 @@ struct SharedRow {
                      : "r"(at + 64 * block));
     }
 };
-
-template <class Shape>
-__device__ __forceinline__ void clear_sums(PanelSums<Shape>& total) {
-#pragma unroll
-    for (int i = 0; i < Shape::kRowTiles; ++i) {
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-#pragma unroll
-            for (int c = 0; c < Shape::kLaneRows; ++c) total[i][q][c] = 0.0f;
-        }
-    }
-}
 
 // Adds a load to `total`, block by block. `inputs` holds its inputs if they are prefetched; those
 // of `next` then replace them.
@@ -295,7 +176,9 @@ __device__ __forceinline__ void add_whole_load(
     InputFragments<Shape::kRowTiles> local[kStageBlocks];
     if constexpr (!Shape::kPrefetchesInputs) {
 #pragma unroll
-        for (int i = 0; i < kStageBlocks; ++i) rows.load(local[i], own.first_block() + min(i, last));
+        for (int i = 0; i < kStageBlocks; ++i) {
+            rows.load(local[i], own.first_block() + min(i, last));
+        }
     }
 #pragma unroll
     for (int first = 0; first < kStageBlocks; first += kTileBlocks) {
@@ -307,7 +190,8 @@ __device__ __forceinline__ void add_whole_load(
 #pragma unroll
         for (int j = 0; j < kTileBlocks; ++j) {
             const int i = first + j;
-            auto& x = Shape::kPrefetchesInputs ? inputs[Shape::kPrefetchesInputs ? i : 0] : local[i];
+            auto& x =
+                Shape::kPrefetchesInputs ? inputs[Shape::kPrefetchesInputs ? i : 0] : local[i];
             BlockCodes<kForm> codes;
             codes.load(k_tile + header_bytes + j * kBlockBytes, lane);
             if (j == 0) {
@@ -406,13 +290,11 @@ __device__ __forceinline__ void add_any_load(
 }
 
 // Sum over the loads first .. last - 1 of a column panel, after `fill_ring`. Calls `prepare` before
-// the first one. With `is_cold`, the loop runs once before that, without waiting for weights, and the
-// sums are dropped: fetching its code takes longer than executing it.
+// the first one.
 template <class Shape, class Rows, class Prepare>
 __device__ __forceinline__ void sum_loads(
     PanelSums<Shape>& total, const ExpertArgs& args, const ExlExpertMatrix& w, Ring& ring,
-    const uint8_t* panel, int first, int last, const Rows& rows, int lane, bool is_cold,
-    const Prepare& prepare
+    const uint8_t* panel, int first, int last, const Rows& rows, int lane, const Prepare& prepare
 ) {
     const int values = w.kind >> 14 & 3;
     const bool is_small = Shape::kHasSmall && has_small_groups(w.kind >> 16 & 7);
@@ -426,11 +308,11 @@ __device__ __forceinline__ void sum_loads(
         }
     }
 #pragma unroll 1
-    for (int i = is_cold ? first - 1 : first; i < last; ++i) {
+    for (int i = first; i < last; ++i) {
         Load next = {};
         if (i + 1 < last) next = Load::at(w.loads, i + 1);
         if (i == first) prepare();
-        if (i >= first) ring.wait();
+        ring.wait();
         const auto add = [&](auto form) {
             add_any_load<decltype(form)::value, Shape>(
                 total, inputs, own, next, w, ring.data(), rows, lane
@@ -456,10 +338,6 @@ __device__ __forceinline__ void sum_loads(
             case small_form(2): add_small(std::integral_constant<int, small_form(2)>()); break;
             case small_form(3): add_small(std::integral_constant<int, small_form(3)>()); break;
             case small_form(6): add_small(std::integral_constant<int, small_form(6)>()); break;
-        }
-        if (i < first) {
-            clear_sums<Shape>(total);
-            continue;
         }
         __syncwarp();
         if (i + args.num_stages < last) {
@@ -514,8 +392,7 @@ __device__ __forceinline__ void sum_dense(
     PanelSums<Shape>& total, const ExpertArgs& args, const ExlExpertMatrix& w, int panel, int first,
     int last, const Rows& rows, int lane, const Prepare& prepare
 ) {
-    // Blocks whose weights are in flight. With one row, three thread blocks fit on a multiprocessor.
-    constexpr int kAtOnce = Shape::kRowTiles == 4 || Shape::kIsOneRow ? 2 : 4;
+    constexpr int kAtOnce = Shape::kRowTiles == 4 ? 2 : 4;  // blocks whose weights are in flight
     const __half* from[4];
 #pragma unroll
     for (int q = 0; q < 4; ++q) {

@@ -7,16 +7,13 @@
 //            slices of pairs. The cluster's first block adds up the weighted outputs, in the order of
 //            the slots. In every block the first warp chooses the experts again.
 // Accuracy   The sums of `experts.cu` and of exl_cuda_expert_sum, in the same order: the same bits.
-// Order      The blocks of down start the copies of their weights, and then wait until a counter says
-//            that all tiles of gate and up are stored. Blocks start in the order of their numbers, so
-//            that all blocks that are waited for have started before.
+// Order      The blocks of down start the copies of their weights. A warp then waits until a counter
+//            says that all tiles of gate and up of its pair are stored. Blocks start in the order of
+//            their numbers, so that all blocks that are waited for have started before.
 // Overlap    Registers and shared memory are limited so that three thread blocks fit on a
 //            multiprocessor: those of down copy while those of gate and up multiply.
 // Floor      The bytes of top_k experts, at memory bandwidth. Latency dominates: the logits, the
-//            table of matrices, and the first loads are read one after another. Code is fetched
-//            before it is executed, and both parts share it.
-#include <cstdlib>
-
+//            table of matrices, and the first loads are read one after another.
 #include "cuda/common/hopper.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/moe/choice.cuh"
@@ -31,9 +28,12 @@ using Shape = ExpertShape<1, true, source>;
 
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kClusterBlocks = 2, kMaxClusterBlocks = 4;
-constexpr int kLineBytes = 128;
 // Three thread blocks fit on a multiprocessor of 9.0.
 constexpr int kThirdOfShared = 75 << 10;
+
+// Thread blocks of a multiprocessor for which registers are limited. Dense matrices have four blocks
+// of weights in flight in registers; with three thread blocks there would be room for two.
+constexpr int blocks_per_multiprocessor(int source) { return source == EXL_EXPERTS_CODES ? 3 : 2; }
 
 // Counters that many warps read at the same time are in different slices of the L2 cache.
 constexpr int kCounterStep = EXL_CUDA_ROW_COUNTER_BYTES / sizeof(uint32_t);
@@ -49,8 +49,6 @@ struct RowArgs {
     // Stored tiles of each pair, and panels of down that have seen all of them, kCounterStep numbers
     // apart; null: no block waits.
     uint32_t* counters;
-    int32_t table_lines;  // cache lines of the table of matrices of each part, 0 if the ids are known
-    int32_t off;
     int32_t top_k;
     int32_t num_tiles;  // of a pair
     int32_t first_blocks;
@@ -185,43 +183,6 @@ __device__ __forceinline__ void copy_inputs(
     __syncwarp();
 }
 
-// Prefetches the tables of matrices into the L2 cache, before it is known which experts are used.
-__device__ __forceinline__ void prefetch_tables(const RowArgs& args) {
-    const int line = static_cast<int>(blockIdx.x) * kThreads + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const ExlExpertLinear& call = args.parts[i].call;
-        if (line >= args.table_lines * call.parts) continue;
-        const auto* const table = reinterpret_cast<const uint8_t*>(call.matrices);
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(table + line * kLineBytes));
-    }
-}
-
-// Prefetches the weights of a later unit of a warp into the L2 cache.
-template <bool is_dense>
-__device__ __forceinline__ void prefetch_unit(
-    const ExlExpertMatrix& w, const WarpWork& work, int n, int lane
-) {
-#if EXL_IS_HOPPER
-    const int first = work.first(w), last = work.last(w);
-    const uint8_t* from = w.tiles;
-    int bytes = 0;
-    if (first >= last) return;
-    if constexpr (is_dense) {
-        const int64_t column = min(32 * work.panel + lane, n - 1);
-        from += 64 * (column * w.num_blocks + first);
-        bytes = 64 * (last - first);
-    } else {
-        const Load end = Load::at(w.loads, last - 1);
-        const uint32_t start = Load::at(w.loads, first).offset;
-        from += work.panel * w.panel_bytes + start;
-        bytes = static_cast<int>(end.offset - start) + end.bytes();
-    }
-    if (!is_dense && lane != 0) return;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
-
 // A warp's unit of work: a slice of the k of a column panel, for one pair.
 struct Unit {
     int pair;
@@ -244,11 +205,13 @@ __device__ __forceinline__ void wait_for_tiles(
     if (lane == 0) {
         uint32_t stored;
         do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+            asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
                          : "=r"(stored)
                          : "l"(counters + pair * kCounterStep)
                          : "memory");
         } while (stored != count);
+        // Not a read that acquires in the loop: each of them would invalidate the L1 cache.
+        asm volatile("fence.acq_rel.gpu;" ::: "memory");
     }
     __syncwarp();
 }
@@ -284,10 +247,9 @@ __device__ __forceinline__ float weighted_sum(
 }
 
 template <class X, int source>
-__global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_SMALL_GROUPS ? 2 : 3) row_kernel(
+__global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(source)) row_kernel(
     const __grid_constant__ RowArgs args, const __grid_constant__ ExlRoute route
 ) {
-    prefetch_tables(args);
     using Shape = Shape<source>;
     const Cluster cluster;
     const int block = static_cast<int>(blockIdx.x);
@@ -312,21 +274,12 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_SMALL_GROUPS ?
     const int num_units = is_down ? args.top_k * slices : has_tile ? kWarps : 0;
     const int first_unit = is_down ? cluster.rank * kWarps + warp : warp;
     cluster.wait_for_start();
+    if (!args.is_early) wait_for_inputs();
+    let_next_begin();
     if (warp == 0) {
         const int count = is_down ? args.top_k : min(tile_pair + 1, args.top_k);
-        // The first choice is from any logits, while the previous kernel runs: fetching its code takes
-        // longer than executing it.
-        const bool is_cold = route.logits != nullptr && !args.is_early && !(args.off & 1);
-#pragma unroll 1
-        for (int i = is_cold ? 0 : 1; i < 2; ++i) {
-            if (i == 1 && !args.is_early) wait_for_inputs();
-            experts.load(route, args.ids, args.weights, count, is_down, lane);
-        }
-    } else if (!args.is_early) {
-        wait_for_inputs();
-    }
-    let_next_begin();
-    if (warp != 0 && !is_down && has_tile) {
+        experts.load(route, args.ids, args.weights, count, is_down, lane);
+    } else if (!is_down && has_tile) {
         const int64_t row = static_cast<int64_t>(tile_pair / call.pairs_per_row) * call.x_stride;
         copy_row<X>(rows, call.x[0], row, call.k);
         if (has_two) copy_row<X>(rows + call.k, call.x[1], row, call.k);
@@ -348,13 +301,6 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_SMALL_GROUPS ?
     Unit unit = {};
     const int step = cluster.size * kWarps;
     if (first_unit < num_units) unit = start(first_unit);
-#pragma unroll 1
-    for (int number = first_unit + step; number < num_units && !(args.off & 8); number += step) {
-        const WarpWork work = {0, tile, number % slices, slices};
-        prefetch_unit<Shape::kIsDense>(
-            matrix_of(call, experts.ids[number / slices], 0), work, call.n, lane
-        );
-    }
     // Operands of the epilogues are read while the weights arrive.
     const int column = 32 * tile + lane;
     const bool adds_up = is_down && cluster.rank == 0;
@@ -395,9 +341,8 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_SMALL_GROUPS ?
             );
         } else {
             const uint8_t* const bytes = unit.w.tiles + unit.work.panel * unit.w.panel_bytes;
-            const bool is_cold = number == first_unit && !(args.off & 2);
             sum_loads<Shape>(
-                total, own, unit.w, ring, bytes, unit.first, unit.last, x, lane, is_cold, prepare
+                total, own, unit.w, ring, bytes, unit.first, unit.last, x, lane, prepare
             );
         }
         float* const to = sums[number].columns;
@@ -472,7 +417,9 @@ int common_source(const ExlExpertLinear* first, const ExlExpertLinear* down) {
 
 // Thread blocks of a cluster. With enough of them, each warp has one unit of down, so that all weights
 // are copied at once; but all thread blocks have to fit on the device together.
-int cluster_blocks(const RowArgs& args, bool has_first, bool has_down, const DeviceInfo& info) {
+int cluster_blocks(
+    const RowArgs& args, bool has_first, bool has_down, int source, const DeviceInfo& info
+) {
     if (!has_down) return kClusterBlocks;
     const ExpertArgs &first = args.parts[0], &down = args.parts[1];
     const int64_t wanted = ceil_div(args.top_k * (kWarps >> down.unit_bits), kWarps);
@@ -481,7 +428,7 @@ int cluster_blocks(const RowArgs& args, bool has_first, bool has_down, const Dev
         const int64_t tiles = ceil_div(ceil_div(first.call.n, 32), 1 << first.part_bits());
         blocks += tiles * args.top_k + wanted;
     }
-    const bool fits = blocks <= 3 * info.multiprocessors;
+    const bool fits = blocks <= blocks_per_multiprocessor(source) * info.multiprocessors;
     const bool is_cluster = wanted > kClusterBlocks && wanted <= kMaxClusterBlocks;
     return is_cluster && fits ? static_cast<int>(wanted) : kClusterBlocks;
 }
@@ -491,7 +438,8 @@ cudaError_t launch_row(
     const DeviceInfo& info, void* stream
 ) {
     const int most = std::min(kMaxSharedBytes, info.shared_per_block), top_k = args.top_k;
-    const int cluster = info.capability == 90 ? cluster_blocks(args, has_first, has_down, info) : 1;
+    const int cluster =
+        info.capability == 90 ? cluster_blocks(args, has_first, has_down, source, info) : 1;
     int row_bytes = 0, num_sums = kWarps, blocks = 0;
     if (has_first) {
         const ExlExpertLinear& call = args.parts[0].call;
@@ -567,12 +515,6 @@ extern "C" int exl_cuda_expert_row(
     args.counters = has_first && has_down ? counters : nullptr;
     args.top_k = top_k;
     args.is_early = !has_first;
-    if (const char* const off = std::getenv("EXL_ROW_OFF")) args.off = std::atoi(off);
-    if (route != nullptr && !(args.off & 4)) {
-        args.table_lines = static_cast<int>(
-            ceil_div(route->experts * static_cast<int64_t>(sizeof(ExlExpertMatrix)), kLineBytes)
-        );
-    }
     const ExlRoute choice = route == nullptr ? ExlRoute{} : *route;
     return launch_row(args, has_first, has_down, source, choice, info, stream);
 }
