@@ -21,6 +21,7 @@ from ctypes import (
     c_int,
     c_int32,
     c_int64,
+    c_uint32,
     c_void_p,
 )
 from functools import cache
@@ -337,6 +338,8 @@ class ExpertLinear(Structure):
         ("x_dtype", c_int32),
         ("source", c_int32),
         ("is_early", c_int32),
+        ("only", c_uint32),
+        ("reserved", c_int32),
     )
 
 

@@ -172,6 +172,10 @@ typedef struct {
     // Whether an earlier kernel than the previous one wrote items and pairs, so that the first
     // weights are loaded before the previous kernel has ended.
     int32_t is_early;
+    // bits | values << 8 | (kind >> 16) << 16 | k_tile_blocks << 24, where these are the same for all
+    // loads of all matrices; otherwise 0. exl_cuda_expert_row has smaller code for some of them.
+    uint32_t only;
+    int32_t reserved;
 } ExlExpertLinear;
 EXL_CUDA_API int exl_cuda_expert_linear(const ExlExpertLinear* args, void* stream);
 

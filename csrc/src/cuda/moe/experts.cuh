@@ -31,10 +31,17 @@ struct ExpertArgs {
     __host__ __device__ int part_bits() const { return unit_bits - is_gated(); }
 };
 
-// RowShape of the products with matrices that store their weights as `source` says.
-template <int num_row_tiles, bool is_one_row, int source>
+// ExlExpertLinear::only of loads with factors of some kind (LoadRun::factor_kind).
+constexpr uint32_t only_loads(int bits, int values, int kind, int k_tile_blocks) {
+    return bits | values << 8 | kind << 16 | k_tile_blocks << 24;
+}
+
+// RowShape of the products with matrices that store their weights as `source` says. With `only` not 0,
+// all loads have that in common, and there is no code for others.
+template <int num_row_tiles, bool is_one_row, int source, uint32_t only = 0>
 struct ExpertShape : RowShape<num_row_tiles, is_one_row, source == EXL_EXPERTS_SMALL_GROUPS> {
     static constexpr bool kIsDense = source == EXL_EXPERTS_DENSE;
+    static constexpr uint32_t kOnly = only;
     // One row is in shared memory. Its loop over blocks is not unrolled: the code would be fetched
     // once, which takes longer than executing it.
     static constexpr bool kPrefetchesInputs = !is_one_row && num_row_tiles == 1;
@@ -325,19 +332,27 @@ __device__ __forceinline__ void sum_loads(
                 );
             }
         };
-        switch (is_small ? small_form(own.bits()) : form_of(own.bits(), values)) {
-            case 2: add(std::integral_constant<int, 2>()); break;
-            case 3: add(std::integral_constant<int, 3>()); break;
-            case 4: add(std::integral_constant<int, 4>()); break;
-            case 5: add(std::integral_constant<int, 5>()); break;
-            case 6: add(std::integral_constant<int, 6>()); break;
-            case 8: add(std::integral_constant<int, 8>()); break;
-            case kE4m3: add(std::integral_constant<int, kE4m3>()); break;
-            case kIq4: add(std::integral_constant<int, kIq4>()); break;
-            case kMxfp4: add(std::integral_constant<int, kMxfp4>()); break;
-            case small_form(2): add_small(std::integral_constant<int, small_form(2)>()); break;
-            case small_form(3): add_small(std::integral_constant<int, small_form(3)>()); break;
-            case small_form(6): add_small(std::integral_constant<int, small_form(6)>()); break;
+        if constexpr (Shape::kOnly != 0) {
+            constexpr int kForm = form_of(Shape::kOnly & 255, Shape::kOnly >> 8 & 3);
+            constexpr int kKind = Shape::kOnly >> 16 & 15, kTileBlocks = Shape::kOnly >> 24;
+            add_whole_load<kForm, kKind, kTileBlocks, Shape>(
+                total, inputs, own, next, w.header_bytes, ring.data(), rows, lane
+            );
+        } else {
+            switch (is_small ? small_form(own.bits()) : form_of(own.bits(), values)) {
+                case 2: add(std::integral_constant<int, 2>()); break;
+                case 3: add(std::integral_constant<int, 3>()); break;
+                case 4: add(std::integral_constant<int, 4>()); break;
+                case 5: add(std::integral_constant<int, 5>()); break;
+                case 6: add(std::integral_constant<int, 6>()); break;
+                case 8: add(std::integral_constant<int, 8>()); break;
+                case kE4m3: add(std::integral_constant<int, kE4m3>()); break;
+                case kIq4: add(std::integral_constant<int, kIq4>()); break;
+                case kMxfp4: add(std::integral_constant<int, kMxfp4>()); break;
+                case small_form(2): add_small(std::integral_constant<int, small_form(2)>()); break;
+                case small_form(3): add_small(std::integral_constant<int, small_form(3)>()); break;
+                case small_form(6): add_small(std::integral_constant<int, small_form(6)>()); break;
+            }
         }
         __syncwarp();
         if (i + args.num_stages < last) {

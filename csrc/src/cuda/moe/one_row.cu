@@ -23,9 +23,6 @@ namespace exl::cuda {
 
 namespace {
 
-template <int source>
-using Shape = ExpertShape<1, true, source>;
-
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kClusterBlocks = 2, kMaxClusterBlocks = 4;
 // Three thread blocks fit on a multiprocessor of 9.0.
@@ -246,11 +243,11 @@ __device__ __forceinline__ float weighted_sum(
     return y;
 }
 
-template <class X, int source>
+template <class X, int source, uint32_t only>
 __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(source)) row_kernel(
     const __grid_constant__ RowArgs args, const __grid_constant__ ExlRoute route
 ) {
-    using Shape = Shape<source>;
+    using Shape = ExpertShape<1, true, source, only>;
     const Cluster cluster;
     const int block = static_cast<int>(blockIdx.x);
     const bool is_down = block >= args.first_blocks;
@@ -372,13 +369,33 @@ __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(source)) r
 
 // ---- host --------------------------------------------------------------------------------------
 
+// Common kinds of loads that have kernels of their own. The kernel of all kinds has 240 KB of code and
+// spills registers.
+constexpr uint32_t kGptq = only_loads(4, EXL_VALUES_INTEGERS, kPlainFactors, kStageBlocks);
+constexpr uint32_t kAwq = only_loads(4, EXL_VALUES_INTEGERS, EXL_OFFSET_ZEROS, kStageBlocks);
+constexpr uint32_t kQ40 = only_loads(4, EXL_VALUES_INTEGERS, kPlainFactors, 1);
+constexpr uint32_t kMxfp4Loads = only_loads(4, EXL_VALUES_MXFP4, kFloatFactors, 1);
+
 template <class X>
-auto kernel_for(int source) {
+auto kernel_for(int source, uint32_t only) {
     switch (source) {
-        case EXL_EXPERTS_DENSE: return row_kernel<X, EXL_EXPERTS_DENSE>;
-        case EXL_EXPERTS_SMALL_GROUPS: return row_kernel<X, EXL_EXPERTS_SMALL_GROUPS>;
-        default: return row_kernel<X, EXL_EXPERTS_CODES>;
+        case EXL_EXPERTS_DENSE: return row_kernel<X, EXL_EXPERTS_DENSE, 0>;
+        case EXL_EXPERTS_SMALL_GROUPS: return row_kernel<X, EXL_EXPERTS_SMALL_GROUPS, 0>;
     }
+    switch (only) {
+        case kGptq: return row_kernel<X, EXL_EXPERTS_CODES, kGptq>;
+        case kAwq: return row_kernel<X, EXL_EXPERTS_CODES, kAwq>;
+        case kQ40: return row_kernel<X, EXL_EXPERTS_CODES, kQ40>;
+        case kMxfp4Loads: return row_kernel<X, EXL_EXPERTS_CODES, kMxfp4Loads>;
+        default: return row_kernel<X, EXL_EXPERTS_CODES, 0>;
+    }
+}
+
+// What the loads of all products have in common.
+uint32_t common_loads(const RowArgs& args, bool has_first, bool has_down) {
+    const uint32_t first = args.parts[0].call.only, down = args.parts[1].call.only;
+    if (has_first && has_down) return first == down ? first : 0;
+    return has_first ? first : down;
 }
 
 int max_warp_loads(const ExpertArgs& args) {
@@ -471,7 +488,9 @@ cudaError_t launch_row(
     args.rows_offset = args.sums_offset + sums_bytes;
     args.experts_offset = args.rows_offset + row_bytes;
     const bool is_float = has_first && args.parts[0].call.x_dtype == kF32;
-    const auto kernel = is_float ? kernel_for<float>(source) : kernel_for<__half>(source);
+    const uint32_t only = common_loads(args, has_first, has_down);
+    const auto kernel =
+        is_float ? kernel_for<float>(source, only) : kernel_for<__half>(source, only);
     if (cudaError_t error = prefer_shared_memory(kernel); error != cudaSuccess) return error;
     return launch_clusters(
         kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), cluster, ring_bytes + rest,

@@ -92,6 +92,7 @@ class CudaExperts:
 
     halves: CudaExperts | None = None  # gate and up, if these are the halves of one matrix
     is_joined: bool = False  # the last ones are parts of a shared expert
+    only: int = 0  # what all loads of all matrices have in common (ExlExpertLinear.only)
 
     @classmethod
     def of(cls, experts: Sequence[tuple[Part, ...]], gpu: Gpu) -> CudaExperts:
@@ -126,6 +127,7 @@ class CudaExperts:
                 table[expert, i] = _entry(w, first, on_device, len(loads))
                 num_loads = max(num_loads, len(loads))
                 load_bytes = max(load_bytes, int(loads["bytes"].max()))
+        assert not (table["tiles"] % cuda.LOAD_BYTES).any(), "weights not aligned to 16 bytes"
         orders = [[_order(w) for w in parts] for parts in experts]
         return cls(
             matrices=tuple(experts),
@@ -143,6 +145,7 @@ class CudaExperts:
             has_inverses=all(
                 isinstance(w, CudaLinear) or w.inverse_permutation is not None for w in each
             ),
+            only=_only(each),
         )
 
     @property
@@ -206,6 +209,27 @@ def _source(matrices: Sequence[Part]) -> Source:
     if not quantized:
         return "dense"
     return "small_groups" if any(w.layout.factor_rows for w in quantized) else "codes"
+
+
+def _only(matrices: Sequence[Part]) -> int:
+    """`ExlExpertLinear.only` of these matrices."""
+    found = {_only_of(w.plan_key, _kind(w)) for w in matrices if isinstance(w, CudaQuantLinear)}
+    return found.pop() if len(found) == 1 else 0
+
+
+@lru_cache(maxsize=64)
+def _only_of(plan_key: tuple[Any, ...], kind: int) -> int:
+    loads = loads_of(plan_key)
+    bits, blocks = (np.unique(loads[name]) for name in ("bits", "k_tile_blocks"))
+    if len(bits) > 1 or len(blocks) > 1:
+        return 0
+    return int(bits[0]) | (kind >> 14 & 3) << 8 | kind >> 16 << 16 | int(blocks[0]) << 24
+
+
+def _kind(w: CudaQuantLinear) -> int:
+    """`ExlExpertMatrix.kind`."""
+    has_floats = w.matrix.scale_dtype == TYPES[torch.float32]
+    return w.matrix.values << 14 | w.matrix.offset_kind << 16 | int(has_floats) << 19
 
 
 def _order(w: Part) -> Tensor | None:
@@ -274,7 +298,7 @@ def _entry(w: CudaQuantLinear, first_column: int, loads: Tensor, num_loads: int)
         0 if w.bias is None else w.bias[first_column:].data_ptr(),
         matrix.panel_bytes,
         num_loads,
-        matrix.values << 14 | matrix.offset_kind << 16 | int(has_floats) << 19,
+        _kind(w),
         w.num_blocks,
         PANEL_COLUMNS * (scale_bytes + offset_bytes[matrix.offset_kind]),
     )

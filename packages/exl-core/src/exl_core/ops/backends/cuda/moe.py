@@ -448,6 +448,7 @@ def _product(experts: CudaExperts, x: _Inputs, y: Tensor) -> cuda.ExpertLinear:
         k=first.shape[1],
         x_dtype=TYPES[first.dtype],
         source=cuda.EXPERT_SOURCES[experts.source],
+        only=experts.only,
     )
     args.x[0], args.x[1] = first.data_ptr(), x.forms[-1].data_ptr()
     return args
