@@ -229,7 +229,7 @@ def _only_of(plan_key: tuple[Any, ...], kind: int) -> int:
 def _kind(w: CudaQuantLinear) -> int:
     """`ExlExpertMatrix.kind`."""
     has_floats = w.matrix.scale_dtype == TYPES[torch.float32]
-    return w.matrix.values << 14 | w.matrix.offset_kind << 16 | int(has_floats) << 19
+    return int(w.matrix.values) << 14 | int(w.matrix.offset_kind) << 16 | int(has_floats) << 19
 
 
 def _order(w: Part) -> Tensor | None:
