@@ -413,7 +413,7 @@ auto kernel_for(int source, uint32_t only) {
     }
 }
 
-// What the loads of all products have in common.
+// ExlExpertLinear::only of all products together; 0 if they differ.
 uint32_t common_loads(const RowArgs& args, bool has_first, bool has_down) {
     const uint32_t first = args.parts[0].call.only, down = args.parts[1].call.only;
     if (has_first && has_down) return first == down ? first : 0;
