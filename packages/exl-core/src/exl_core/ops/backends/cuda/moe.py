@@ -9,6 +9,7 @@ are dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -18,6 +19,7 @@ from exl_core.ops.backends.composed import ComposedExpertOps
 from exl_core.ops.backends.cuda import trellis_experts
 from exl_core.ops.backends.cuda.elementwise import CudaElementwiseOps
 from exl_core.ops.backends.cuda.experts import CudaExperts, grouped
+from exl_core.ops.backends.cuda.joined_experts import Pair, join
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.linear import CudaLinearOps
 from exl_core.ops.backends.cuda.matmul import CudaJoined, CudaLinear, PlainKind, parts_of
@@ -25,7 +27,14 @@ from exl_core.ops.backends.cuda.trellis_experts import CudaTrellisExperts
 from exl_core.ops.backends.routing import StackedExperts, choose
 from exl_core.ops.elementwise import XIelu
 from exl_core.ops.linear import PackedLinear
-from exl_core.ops.moe import ExpertLayer, ExpertMlp, PackedExperts, Routed, Routing
+from exl_core.ops.moe import (
+    ExpertLayer,
+    ExpertMlp,
+    JoinedExperts,
+    PackedExperts,
+    Routed,
+    Routing,
+)
 from exl_kernels import cuda
 
 MAX_ROUTER_ROWS = 64
@@ -66,12 +75,10 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         if w.out_features > cuda.MAX_EXPERTS:
             return choose(self.linear(x, w), routing, bias)
         if self._can_fuse_router(x, w):
-            logits = self._gpu.empty(len(x), w.out_features)
-            args, routed = self._new_route(logits, routing, bias)
+            args, routed = self._new_route(len(x), w, routing, bias)
             self._call_router(args, x, cast(CudaLinear, w))
             return routed
-        logits = self.linear(x, w)
-        args, routed = self._new_route(logits, routing, bias)
+        args, routed = self._new_route(len(x), w, routing, bias, logits=self.linear(x, w))
         if len(x):
             self._gpu.call("route", args)
         return routed
@@ -81,18 +88,32 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         return is_known and (len(x) <= MAX_ROUTER_ROWS or self._gpu.is_invariant)
 
     def _new_route(
-        self, logits: Tensor, routing: Routing, bias: Tensor | None
+        self,
+        rows: int,
+        w: PackedLinear,
+        routing: Routing,
+        bias: Tensor | None,
+        *,
+        joined: JoinedExperts | None = None,
+        logits: Tensor | None = None,
     ) -> tuple[cuda.Route, Routed]:
-        rows, experts = logits.shape
-        ids = self._gpu.empty(rows, routing.top_k, dtype=torch.int32)
-        weights = self._gpu.empty(rows, routing.top_k)
+        """Arguments of `exl_cuda_route`, and the memory for its choice."""
+        shared = 0 if joined is None else joined.shared
+        scores = None if joined is None else cast(CudaLinear | None, joined.scores)
+        if logits is None:
+            logits = self._gpu.empty(rows, w.out_features + (scores is not None))
+        slots = routing.top_k + shared
+        ids = self._gpu.empty(rows, slots, dtype=torch.int32)
+        weights = self._gpu.empty(rows, slots)
         args = cuda.Route(
+            shared_weight=None if scores is None else scores.weight.data_ptr(),
+            shared=shared,
             logits=logits.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
             ids=ids.data_ptr(),
             weights=weights.data_ptr(),
             m=rows,
-            experts=experts,
+            experts=w.out_features,
             top_k=routing.top_k,
             scores=cuda.SCORES[routing.scores],
             groups=routing.groups,
@@ -123,24 +144,46 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         return y
 
     def add_experts_(self, x: Tensor, layer: ExpertLayer) -> Tensor:
+        joined = layer.joined
         if not self._can_fuse_router(x, layer.router):
             return ComposedExpertOps.add_experts_(self, x, layer)
+        experts = layer.experts if joined is None else joined.experts
         h = self._gpu.empty(*x.shape)
-        logits = self._gpu.empty(len(x), layer.router.out_features)
-        args, routed = self._new_route(logits, layer.routing, layer.bias)
+        args, routed = self._new_route(
+            len(x), layer.router, layer.routing, layer.bias, joined=joined
+        )
         args.norm, args.norm_eps = layer.norm.weight.data_ptr(), layer.norm.eps
         args.normed = h.data_ptr()
-        matrices = _indexed(layer.experts)
+        matrices = _indexed(experts)
         if len(x) == 1 and matrices is not None and _choose_themselves(routed, matrices):
             args.ids = args.weights = None
             self._call_router(args, x, cast(CudaLinear, layer.router))
-            self._experts_of_one_row(
-                h, routed, matrices, layer.experts, x, is_added=True, route=args
-            )
+            self._experts_of_one_row(h, routed, matrices, experts, x, is_added=True, route=args)
             return x
         self._call_router(args, x, cast(CudaLinear, layer.router))
-        self._write_experts(h, routed, layer.experts, x, is_added=True)
+        self._write_experts(h, routed, experts, x, is_added=True)
         return x
+
+    def join_experts(
+        self,
+        experts: ExpertMlp,
+        gate_up: PackedLinear,
+        down: PackedLinear,
+        scores: PackedLinear | None,
+    ) -> JoinedExperts | None:
+        is_known = scores is None or (isinstance(scores, CudaLinear) and scores.bias is None)
+        pair = experts.gate_up, experts.down
+        is_known = is_known and _indexed(experts) is not None and not self._gpu.is_invariant
+        if not is_known or not all(isinstance(one, CudaExperts) for one in pair):
+            return None
+        found = join(cast(Pair, pair), parts_of(gate_up), parts_of(down), self._gpu)
+        if found is None:
+            return None
+        wide, narrow, count = found
+        return JoinedExperts(replace(experts, gate_up=wide, down=narrow), count, scores)
+
+    def joins_experts(self, rows: int) -> bool:
+        return rows <= MAX_ROUTER_ROWS
 
     def _write_experts(
         self, x: Tensor, routed: Routed, experts: ExpertMlp, y: Tensor, *, is_added: bool
@@ -175,6 +218,7 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         return (
             routed.ids.numel() >= MANY_ROWS * gate_up.num_experts
             and not gpu.is_invariant
+            and not down.is_joined  # its kernel takes whole matrices
             and torch.cuda.get_device_capability(gpu.device)[0] == 9
             and gate_up.k_tiles is not None
             and gate_up.has_common_order
@@ -276,7 +320,7 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         gpu.call("expert_row", first if is_one_call else None, last, *chosen)
 
     def _row_counters(self) -> Tensor:
-        return self._gpu.buffer("expert_row", 8)
+        return self._gpu.buffer("expert_row", cuda.ROW_COUNTERS_BYTES)
 
     def _new_inner(self, pairs: int, down: CudaExperts) -> Tensor:
         """Memory for the inputs of `down`: in the order of its rows, unless some are padding."""
@@ -404,6 +448,7 @@ def _product(experts: CudaExperts, x: _Inputs, y: Tensor) -> cuda.ExpertLinear:
         k=first.shape[1],
         x_dtype=TYPES[first.dtype],
         source=cuda.EXPERT_SOURCES[experts.source],
+        only=experts.only,
     )
     args.x[0], args.x[1] = first.data_ptr(), x.forms[-1].data_ptr()
     return args

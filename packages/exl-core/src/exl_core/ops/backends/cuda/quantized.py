@@ -8,7 +8,9 @@ k-tiles and runs from the `GroupedLayout`, once per layout.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import lru_cache, partial
 from threading import Lock
 from typing import NamedTuple
@@ -247,6 +249,44 @@ class CudaQuantLinear(LayoutSizes[GroupedLayout]):
     def size_bytes(self) -> int:
         """Size without the tables that other matrices may share."""
         return self._tiles.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def part(self, like: CudaQuantLinear, offset: int, *, first_column: int = 0) -> CudaQuantLinear:
+        """Columns or rows of this matrix as a matrix with the sizes, layout and order of `like`.
+
+        The memory is shared; `size_bytes` is that of the whole.
+
+        offset         bytes from the start of a panel of this matrix to one of the part
+        first_column   of the part, for the bias
+        """
+        found, columns = copy(self), like.out_features
+        found.layout, found.plan_key, found.num_blocks = like.layout, like.plan_key, like.num_blocks
+        found.permutation = like.permutation
+        found.inverse_permutation = like.inverse_permutation
+        found.bias = None if self.bias is None else self.bias[first_column : first_column + columns]
+        own, matrix = self.matrix, cuda.QuantMatrix.from_buffer_copy(like.matrix)
+        matrix.tiles, matrix.panel_bytes = own.tiles + offset, own.panel_bytes
+        matrix.bias = None if found.bias is None else found.bias.data_ptr()
+        matrix.scale_dtype, matrix.values = own.scale_dtype, own.values
+        matrix.offset_kind = own.offset_kind
+        found.matrix = matrix
+        return found
+
+    @classmethod
+    def merged(cls, parts: Sequence[CudaQuantLinear]) -> CudaQuantLinear | None:
+        """One matrix with the outputs of all parts, whose memory it copies; None if their layouts
+        differ or a part ends within a panel."""
+        first = parts[0]
+        keys = {(one.plan_key, one.layout.formula, one.permutation.data_ptr()) for one in parts}
+        is_whole = all(one.out_features % PANEL_COLUMNS == 0 for one in parts)
+        if len(keys) > 1 or not is_whole or any(one.bias is not None for one in parts):
+            return None
+        torch.cuda.synchronize(first._gpu.device)  # streams of other threads fill the parts
+        found, columns = copy(first), sum(one.out_features for one in parts)
+        found.layout = replace(first.layout, out_features=columns)
+        found._tiles = torch.cat([one._tiles for one in parts])
+        found.matrix = cuda.QuantMatrix.from_buffer_copy(first.matrix)
+        found.matrix.tiles, found.matrix.n = found._tiles.data_ptr(), columns
+        return found
 
     def fill(self, first_column: int, columns: GroupedColumns) -> None:
         """Repacks columns from first_column on. The operands may be on the CPU or the GPU."""
