@@ -26,7 +26,7 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
-from exl_kernels.cuda_exchange import PartialCopies, PartialSums, Tokens
+from exl_kernels.cuda_exchange import PartialCopies, PartialSums, SharedSums, Tokens
 from exl_kernels.cuda_recurrent import CausalConv, DeltaRule, GateHeads, StateScan
 from exl_kernels.cuda_trellis import (
     NearestRings,
@@ -36,7 +36,7 @@ from exl_kernels.cuda_trellis import (
     TrellisPrepare,
 )
 
-ABI = 16
+ABI = 17
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
 OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2, "small_middle": 3, "small_minimums": 4}
@@ -374,6 +374,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "delta_rule": (POINTER(DeltaRule), _P),
     "state_scan": (POINTER(StateScan), _P),
     "prepare_sums": (POINTER(Prepare), POINTER(PartialSums), _P),
+    "prepare_shared_sums": (POINTER(Prepare), POINTER(SharedSums), _P),
     "quant_linear_sent": (POINTER(QuantLinear), POINTER(PartialCopies), _P),
     "exchange_empty": (_P, _L, _P),
     "exchange_tokens": (POINTER(Tokens), _P),

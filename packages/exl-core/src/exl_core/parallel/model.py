@@ -153,7 +153,7 @@ class PeerOps(SummingOps):
         self._peers.settle()
         if not isinstance(w, PartialLinear):
             return self.inner.linear(x, w)
-        if self._is_plain and self._peers.multiply(x, w.part):
+        if self._is_plain and self._peers.multiply(x, w.part, defers=False):
             return self._peers.await_sum(None, defers=False)
         return self._sum(self.inner.linear(x, w.part))
 
@@ -161,11 +161,11 @@ class PeerOps(SummingOps):
         if not isinstance(w, PartialLinear) or not self._peers.takes(residual):
             self._peers.settle()
             return super().linear_add_(x, w, residual)
-        if not (self._is_plain and self._peers.multiply(x, w.part)):
+        defers = self._is_plain and isinstance(w, DeferredLinear)
+        if not (self._is_plain and self._peers.multiply(x, w.part, defers=defers)):
             self._peers.settle()
             zeros = torch.zeros_like(residual)
             self._peers.send(self.inner.linear_add_(x, w.part, zeros))
-        defers = self._is_plain and isinstance(w, DeferredLinear)
         return self._peers.await_sum(residual, defers=defers)
 
     def norm_linear(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from exl_core.ops.elementwise import Norm, RmsNorm
 from exl_kernels import cuda
 
 TYPES = {
@@ -82,3 +83,17 @@ class Gpu:
             held = torch.zeros(size_bytes, dtype=torch.uint8, device=self.device)
             self._workspaces[name] = held
         return held
+
+
+def prepare_arguments(x: Tensor, norm: Norm | None) -> cuda.Prepare:
+    """Arguments of `exl_cuda_prepare` with its inputs and without outputs."""
+    rows, columns = x.shape
+    args = cuda.Prepare(
+        x=x.data_ptr(), x_stride=x.stride(0), x_dtype=TYPES[x.dtype], m=rows, k=columns
+    )
+    if norm is not None:
+        args.norm, args.eps = norm.weight.data_ptr(), norm.eps
+    if norm is not None and not isinstance(norm, RmsNorm):
+        args.is_layer_norm = 1
+        args.norm_bias = None if norm.bias is None else norm.bias.data_ptr()
+    return args

@@ -26,7 +26,7 @@ from torch.nn.functional import layer_norm
 
 from exl_core.errors import BackendError
 from exl_core.ops.backends.cuda.dense import add_fixed_product, add_product
-from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.library import TYPES, Gpu, prepare_arguments
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
 from exl_core.ops.backends.cuda.slices import Slices
 from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, Trellis, is_pair
@@ -42,7 +42,7 @@ from exl_core.ops.weights import (
     WeightLayout,
 )
 from exl_kernels import cuda
-from exl_kernels.cuda_exchange import PartialSums
+from exl_kernels.cuda_exchange import PartialSums, SharedSums
 
 MAX_DIRECT_ROWS = 96
 """Largest number of rows for which kernels read the codes directly. The kernels' limit is 128."""
@@ -105,7 +105,7 @@ class PendingRows(NamedTuple):
     """States x plus `sums`, partial sums of all ranks, as inputs of a product after a norm."""
 
     x: Tensor
-    sums: PartialSums
+    sums: PartialSums | SharedSums
 
     @property
     def shape(self) -> torch.Size:
@@ -412,14 +412,15 @@ class Linears:
                 held = inputs[permutation] = gpu.empty(size, dtype=torch.float16)
                 targets.append(cuda.Prepared(permutation, held.data_ptr(), part.num_blocks, 0))
         for first in range(0, len(targets), cuda.MAX_PARTS):
-            prepare = _prepare(x.x if isinstance(x, PendingRows) else x, norm)
+            prepare = prepare_arguments(x.x if isinstance(x, PendingRows) else x, norm)
             prepare.least_rows = least_rows
             for i, target in enumerate(targets[first : first + cuda.MAX_PARTS]):
                 prepare.to[i] = target
                 prepare.count = i + 1
             if isinstance(x, PendingRows):
                 assert len(targets) <= cuda.MAX_PARTS, "the sums are read once"
-                gpu.call("prepare_sums", prepare, x.sums)
+                is_shared = isinstance(x.sums, SharedSums)
+                gpu.call("prepare_shared_sums" if is_shared else "prepare_sums", prepare, x.sums)
             else:
                 gpu.call("prepare", prepare)
         return inputs, halves
@@ -428,7 +429,7 @@ class Linears:
         if isinstance(to, CudaTrellisInputs):
             self._trellis.prepare(x, None, [to])
             return
-        prepare = _prepare(x, None)
+        prepare = prepare_arguments(x, None)
         to.is_by_rows = False
         prepare.to[0] = to.target
         prepare.count = 1
@@ -515,7 +516,7 @@ class Linears:
         if norm is None and x.dtype is torch.float16:
             return x
         out = self._gpu.empty(*x.shape, dtype=torch.float16)
-        prepare = _prepare(x, norm)
+        prepare = prepare_arguments(x, norm)
         prepare.to[0] = cuda.Prepared(None, out.data_ptr(), 0, 1)
         prepare.count = 1
         self._gpu.call("prepare", prepare)
@@ -582,17 +583,3 @@ def _after_layer_norm(x: Tensor, norm: Norm | None) -> tuple[Tensor, RmsNorm | N
     if not isinstance(norm, LayerNorm):
         return x, norm
     return layer_norm(x.float(), x.shape[1:], norm.weight, norm.bias, norm.eps), None
-
-
-def _prepare(x: Tensor, norm: Norm | None) -> cuda.Prepare:
-    """Arguments of `exl_cuda_prepare` with its inputs and without outputs."""
-    rows, columns = x.shape
-    args = cuda.Prepare(
-        x=x.data_ptr(), x_stride=x.stride(0), x_dtype=TYPES[x.dtype], m=rows, k=columns
-    )
-    if norm is not None:
-        args.norm, args.eps = norm.weight.data_ptr(), norm.eps
-    if norm is not None and not isinstance(norm, RmsNorm):
-        args.is_layer_norm = 1
-        args.norm_bias = None if norm.bias is None else norm.bias.data_ptr()
-    return args
