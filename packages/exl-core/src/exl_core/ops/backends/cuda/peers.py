@@ -28,7 +28,7 @@ from exl_kernels.cuda_exchange import STAGES, PartialCopies, PartialSums, Shared
 
 _VALUE_BYTES = 4
 
-MIN_DIVIDED_ROWS = 1 << 30
+MIN_DIVIDED_ROWS = 64
 """Fewest rows of a sum, counted once for each other rank, that the ranks divide. Then every rank
 adds up some of the rows and sends their sums: one more transfer, but fewer bytes in all."""
 
