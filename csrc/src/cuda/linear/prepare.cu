@@ -139,8 +139,11 @@ __device__ __forceinline__ void normalize(
 // The row is kept in shared memory as T: float with a norm, otherwise unchanged as float16. For an
 // RMSNorm it is multiplied by the norm's weights, and values that are read from there by the factor
 // of the row. A LayerNorm is computed in shared memory.
+//
+// Two thread blocks fit on a multiprocessor if `Sums` are shared ones, for `prepare` below.
 template <class X, class T, bool is_aligned, int threads, bool is_layer_norm, class Sums>
-__global__ void __launch_bounds__(threads) prepare_kernel(
+__global__ void
+__launch_bounds__(threads, std::is_same_v<Sums, ExlSharedSums> ? 2 : 1) prepare_kernel(
     const ExlPrepare args, const Slices slices, const bool may_be_small_batch, const Sums all_sums
 ) {
     extern __shared__ uint4 shared[];
@@ -361,6 +364,12 @@ static cudaError_t prepare(
             total += std::clamp(wanted, 1, most);
         }
         slices.end[form] = total;
+    }
+    // The blocks of a row wait for those of other rows, so that all must run at once. Two of 512
+    // threads fit on a multiprocessor.
+    static_assert(!std::is_same_v<Sums, ExlSharedSums> || threads <= 512, "blocks that wait");
+    if (std::is_same_v<Sums, ExlSharedSums> && rows * total > 2 * info.multiprocessors) {
+        return cudaErrorInvalidValue;
     }
     bool needs_row = args.norm != nullptr;
     for (int form = 0; form < args.count; ++form) needs_row |= !args.to[form].plain;

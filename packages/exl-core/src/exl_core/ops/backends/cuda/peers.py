@@ -138,7 +138,11 @@ class PeerSums:
         self._read_by_sender: Tensor | None = None
         self._unread: int | None = None  # stage that a product has read, and nobody has emptied
         self._is_divided = [False] * STAGES  # the latest sum of each stage
-        self._can_divide = torch.cuda.get_device_capability(gpu.device) == (9, 0)
+        # Blocks of `prepare_shared_sums`, at least one for each row and form of the inputs, wait for
+        # each other, so that all must run at once: two on a multiprocessor.
+        device = torch.cuda.get_device_properties(gpu.device)
+        can_divide = (device.major, device.minor) == (9, 0)
+        self._most_divided = 2 * device.multi_processor_count // cuda.MAX_PARTS if can_divide else 0
         self.is_alone = False
         """Whether this GPU runs no kernels of other ranks. Then products read sums before the
         kernel that sends this rank's part has ended."""
@@ -392,9 +396,9 @@ class PeerSums:
     @property
     def _divides(self) -> bool:
         """Whether the ranks divide the sums of this pass."""
-        others = len(self._others)
-        is_large = others > 1 and self._active[0] * others >= MIN_DIVIDED_ROWS
-        return self.is_alone and self._can_divide and is_large
+        others, rows = len(self._others), self._active[0]
+        is_large = others > 1 and rows * others >= MIN_DIVIDED_ROWS
+        return self.is_alone and is_large and -(-rows // 8) * 8 <= self._most_divided
 
     @property
     def _row_shift(self) -> int:
