@@ -111,10 +111,17 @@ class SummingOps(ComposedExpertOps, WrappedOps):
             return self.inner.linear_add_(x, w, residual)
         if self._exchange.rank.index == 0:  # adds the residual stream, once
             return self._exchange.sum(self.inner.linear_add_(x, w.part, residual))
-        if isinstance(x, Tensor):
-            return self._exchange.sum(self.inner.linear(x, w.part))
-        zeros = torch.zeros_like(residual)
-        return self._exchange.sum(self.inner.linear_add_(x, w.part, zeros))
+        return self._exchange.sum(self._part(x, w, residual))
+
+    def _part(self, x: Inputs, w: PartialLinear, residual: Tensor) -> Tensor:
+        """The rank's part of a product that is added to `residual`, without the latter.
+
+        Rank 0 takes the op that adds, and the others that which does not. Products with dense
+        matrices may have other kernels for these, and so other bits.
+        """
+        if self._exchange.rank.index != 0 and isinstance(x, Tensor):
+            return self.inner.linear(x, w.part)
+        return self.inner.linear_add_(x, w.part, torch.zeros_like(residual))
 
     def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor:
         if not isinstance(norm, DividedNorm):
@@ -164,8 +171,7 @@ class PeerOps(SummingOps):
         defers = self._is_plain and isinstance(w, DeferredLinear)
         if not (self._is_plain and self._peers.multiply(x, w.part, defers=defers)):
             self._peers.settle()
-            zeros = torch.zeros_like(residual)
-            self._peers.send(self.inner.linear_add_(x, w.part, zeros))
+            self._peers.send(self._part(x, w, residual))
         return self._peers.await_sum(residual, defers=defers)
 
     def norm_linear(

@@ -138,8 +138,8 @@ class PeerSums:
         self._read_by_sender: Tensor | None = None
         self._unread: int | None = None  # stage that a product has read, and nobody has emptied
         self._is_divided = [False] * STAGES  # the latest sum of each stage
-        # Blocks of `prepare_shared_sums`, at least one for each row and form of the inputs, wait for
-        # each other, so that all must run at once: two on a multiprocessor.
+        # Blocks of `prepare_shared_sums`, at least one for each row and form of the inputs, wait
+        # for each other, so that all must run at once: two on a multiprocessor.
         device = torch.cuda.get_device_properties(gpu.device)
         can_divide = (device.major, device.minor) == (9, 0)
         self._most_divided = 2 * device.multi_processor_count // cuda.MAX_PARTS if can_divide else 0
