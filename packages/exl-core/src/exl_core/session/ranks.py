@@ -20,7 +20,7 @@ import torch
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import free_memory_bytes
-from exl_core.errors import ExlError, RankError, RequestError, UnsupportedModelError
+from exl_core.errors import ExlError, RankError, RequestError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.ops.table import OpTable
 from exl_core.parallel.background import in_background
@@ -142,7 +142,6 @@ def _obstacle(
         if not has_access(one, other):
             return f"{gpus[one].device} has no access to the memory of {gpus[other].device}"
     try:
-        check_mixers(config, "cuda")
         share_config(config, Rank(0, len(used)))
     except ExlError as error:
         return str(error)
@@ -213,7 +212,6 @@ def started_followers(
     if num_ranks in (1, AUTO):
         yield None
         return
-    check_mixers(config, device)
     share_config(config, Rank(0, num_ranks))
     followers = start_followers(path, device, fields)
     try:
@@ -307,16 +305,6 @@ def load_leader(
     except BaseException:
         followers.close()
         raise
-
-
-def check_mixers(config: ModelConfig, device: str) -> None:
-    """UnsupportedModelError for recurrent layers on GPUs. Their division is tested on CPUs only."""
-    if device.startswith("cuda") and any(shape is not None for shape in config.state_shapes):
-        raise UnsupportedModelError(
-            "tensor parallel on GPUs does not divide recurrent layers yet",
-            expected="attention in every layer",
-            next_step="Divide the layers instead (--split), or run the ranks with --device cpu.",
-        )
 
 
 def connecting_leader(group: Group, rank: Rank, ops: OpTable) -> Connecting | None:
