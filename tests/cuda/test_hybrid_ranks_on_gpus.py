@@ -11,7 +11,6 @@ import torch
 
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FinishEvent
-from exl_core.session import ranks
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from support.driving import ask, run_all, submit
 from support.thread_ranks import logits_of, logits_on_one, logits_on_ranks, mean_kl
@@ -73,12 +72,9 @@ def test_ranks_that_share_a_gpu_have_its_logits(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_gpus_write_the_text_of_one(
-    name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_write_the_text_of_one(name: str, count: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs")
-    monkeypatch.setattr(ranks, "check_mixers", lambda *_: None)
     path = save(HYBRIDS[name](), tmp_path / "model")
     whole = load_model(path, device="cuda:0", split="none")
     expected, text = [one.cpu() for one in logits_of(whole.model)], replies(whole)

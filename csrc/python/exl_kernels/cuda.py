@@ -27,7 +27,7 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
-from exl_kernels.cuda_exchange import PartialCopies, PartialSums, Tokens
+from exl_kernels.cuda_exchange import PartialCopies, PartialSums, SharedSums, Tokens
 from exl_kernels.cuda_latent import HeadProducts
 from exl_kernels.cuda_recurrent import CausalConv, DeltaRule, GateHeads, StateScan
 from exl_kernels.cuda_trellis import (
@@ -36,6 +36,7 @@ from exl_kernels.cuda_trellis import (
     TrellisLinear,
     TrellisMatrix,
     TrellisPrepare,
+    TrellisRows,
 )
 
 ABI = 17
@@ -359,6 +360,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "trellis_unpack": (POINTER(TrellisMatrix), _I, _I, _P, _P),
     "trellis_prepare": (POINTER(TrellisPrepare), _P),
     "trellis_linear": (POINTER(TrellisLinear), _P),
+    "trellis_linear_rows": (POINTER(TrellisLinear), POINTER(TrellisRows), _P),
     "trellis_experts": (POINTER(TrellisExperts), _P),
     "nearest_rings": (POINTER(NearestRings), _P),
     "rms_norm": (_P, _I, _L, _P, _F, _I, _I, _P, _I, _L, _P),
@@ -383,6 +385,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "delta_rule": (POINTER(DeltaRule), _P),
     "state_scan": (POINTER(StateScan), _P),
     "prepare_sums": (POINTER(Prepare), POINTER(PartialSums), _P),
+    "prepare_shared_sums": (POINTER(Prepare), POINTER(SharedSums), _P),
     "quant_linear_sent": (POINTER(QuantLinear), POINTER(PartialCopies), _P),
     "exchange_empty": (_P, _L, _P),
     "exchange_tokens": (POINTER(Tokens), _P),
@@ -401,6 +404,7 @@ _SIZES: dict[str, tuple[object, ...]] = {
     "quant_linear_workspace": (_I, _I),
     "trellis_inputs_bytes": (_I, _I, _I),
     "trellis_linear_workspace": (_I, _I),
+    "trellis_most_rows": (_I, _I, _I),
     "trellis_experts_workspace": (POINTER(TrellisExperts),),
     "nearest_rings_workspace": (_I, _I),
     "attention_workspace": (_I, _I),

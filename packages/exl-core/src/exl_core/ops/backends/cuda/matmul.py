@@ -47,7 +47,7 @@ from exl_core.ops.weights import (
     WeightLayout,
 )
 from exl_kernels import cuda
-from exl_kernels.cuda_exchange import PartialSums
+from exl_kernels.cuda_exchange import PartialSums, SharedSums
 
 MAX_DIRECT_ROWS = 96
 """Largest number of rows for which kernels read the codes directly. The kernels' limit is 128."""
@@ -110,7 +110,7 @@ class PendingRows(NamedTuple):
     """States x plus `sums`, partial sums of all ranks, as inputs of a product after a norm."""
 
     x: Tensor
-    sums: PartialSums
+    sums: PartialSums | SharedSums
 
     @property
     def shape(self) -> torch.Size:
@@ -440,7 +440,8 @@ class Linears:
                 prepare.count = i + 1
             if isinstance(x, PendingRows):
                 assert len(targets) <= cuda.MAX_PARTS, "the sums are read once"
-                gpu.call("prepare_sums", prepare, x.sums)
+                is_shared = isinstance(x.sums, SharedSums)
+                gpu.call("prepare_shared_sums" if is_shared else "prepare_sums", prepare, x.sums)
             else:
                 gpu.call("prepare", prepare)
         return inputs, halves

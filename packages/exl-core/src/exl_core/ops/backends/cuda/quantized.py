@@ -113,14 +113,17 @@ def plan_small_groups(bits: int, rows: int, factor_bytes: int) -> TilePlan:
 def plan_tiles(runs: tuple[GroupRun, ...], scale_bytes: int, offset_bytes: int) -> TilePlan:
     """Computes a plan. Matrices with the same runs share it, as most of a model's do.
 
+    Groups that are padded to the same number of blocks become one run of k-tiles. Kernels take few
+    runs as parameters, and read a longer table from memory.
+
     `scale_bytes` and `offset_bytes` are the sizes of one scale and of one offset.
     """
     header_bytes = PANEL_COLUMNS * (scale_bytes + offset_bytes)
     k_tiles, rows, bits = [], [], []
-    run_table = np.zeros(len(runs), _RUN)
+    found: list[tuple[int, ...]] = []  # entries of the table of runs
     k_tile = block = group = row = bit = 0
     panel_bytes = cuda.PANEL_HEAD
-    for i, run in enumerate(runs):
+    for run in runs:
         blocks = -(-run.rows // BLOCK_ROWS)
         in_group = np.arange(0, blocks, K_TILE_BLOCKS)
         part = np.zeros((run.groups, len(in_group)), _K_TILE)
@@ -133,10 +136,9 @@ def plan_tiles(runs: tuple[GroupRun, ...], scale_bytes: int, offset_bytes: int) 
             + part["blocks"].astype(np.int64) * (PANEL_COLUMNS * BLOCK_ROWS * run.bits // 8)
         ).ravel()
         part["offset"] = (panel_bytes + np.cumsum(sizes) - sizes).reshape(part.shape)
-        run_table["first_k_tile"][i] = k_tile
-        run_table["offset"][i], run_table["first_block"][i] = panel_bytes, block
-        run_table["bits"][i], run_table["group_k_tiles"][i] = run.bits, len(in_group)
-        run_table["last_blocks"][i] = blocks - in_group[-1]
+        shape = len(in_group), run.bits, blocks - in_group[-1], 0
+        if not found or found[-1][3:] != shape:
+            found.append((k_tile, panel_bytes, block, *shape))
         k_tiles.append(part.ravel())
         k_tile += part.size
 
@@ -156,7 +158,7 @@ def plan_tiles(runs: tuple[GroupRun, ...], scale_bytes: int, offset_bytes: int) 
     stored_rows = np.concatenate(rows)
     return TilePlan(
         np.concatenate(k_tiles),
-        run_table,
+        np.array(found, _RUN),
         stored_rows,
         np.concatenate(bits).astype(np.int64),
         panel_bytes,

@@ -3,9 +3,10 @@
 A matrix is rotated on both sides. Its inputs are therefore prepared by one kernel (norm, factors,
 Hadamard transform), multiplied with the rotated matrix by another, and a third transforms the sums
 into results. Up to `exl_cuda_trellis_max_rows` rows, the product reads the codes: the decode kernel
-up to 8 rows, or the small-batch kernel. With more rows the rotated matrix is decoded to float16,
-which torch multiplies. Decoding on a second stream, beside another product, was slower.
-`exl/cuda/trellis.h` has the forms of prepared inputs.
+up to 8 rows, or the small-batch kernel. With few rows of mul1 the decode kernel prepares the inputs
+itself. With more rows the rotated matrix is decoded to float16, which torch multiplies. Decoding on
+a second stream, beside another product, was slower. `exl/cuda/trellis.h` has the forms of prepared
+inputs.
 
 In the batch-invariant mode the small-batch kernel takes any number of rows. Devices without enough
 shared memory for it take 8 rows at a time instead.
@@ -28,7 +29,13 @@ from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import LayoutSizes
 from exl_core.ops.weights import HADAMARD, TILE, TrellisColumns, TrellisLayout
 from exl_kernels import cuda
-from exl_kernels.cuda_trellis import TrellisInputs, TrellisLinear, TrellisMatrix, TrellisPrepare
+from exl_kernels.cuda_trellis import (
+    TrellisInputs,
+    TrellisLinear,
+    TrellisMatrix,
+    TrellisPrepare,
+    TrellisRows,
+)
 
 DECODE_ROWS = 8
 """Largest number of rows of the decode kernel."""
@@ -42,7 +49,7 @@ SCRATCH_HALVES = 64 << 20
 JOINT_COLUMNS = 4096
 """Most columns of matrices that one call multiplies together, with decoded weights."""
 
-FORMS = {"integers": 0, "halves": 1, "plain": 2}
+FORMS = {"integers": 0, "halves": 1, "plain": 2, "matrices": 3, "narrow": 4}
 CODEBOOKS = {"3inst": 0, "mcg": 1, "mul1": 2}
 
 
@@ -110,7 +117,6 @@ class CudaTrellisInputs:
     w: CudaTrellis
     rows: int
     form: int
-    form_rows: int  # rows that the form has space for
     memory: Tensor
 
     @property
@@ -123,7 +129,7 @@ class CudaTrellisInputs:
             matrix=ctypes.pointer(self.w.matrix),
             out=self.memory.data_ptr(),
             form=self.form,
-            rows=self.form_rows,
+            rows=self.rows,
         )
 
 
@@ -134,6 +140,7 @@ class Trellis:
         self._gpu = gpu
         self._max_rows = gpu.trellis_max_rows
         self._max_n = self._max_halves = 1
+        self._most_rows: dict[tuple[int, int, int], int] = {}
 
     def new(self, layout: TrellisLayout) -> CudaTrellis:
         self._max_n = max(self._max_n, layout.stored_out)
@@ -147,28 +154,21 @@ class Trellis:
 
     def inputs_for(self, w: CudaTrellis, rows: int) -> CudaTrellisInputs:
         """Buffer for prepared inputs of `w`."""
-        form, form_rows = "plain", rows
+        form = "plain"
         if rows <= self._max_rows:
             form = "halves"
             if self._gpu.is_invariant:  # one form for every number of rows
-                if self._max_rows > DECODE_ROWS:
-                    form_rows = max(rows, DECODE_ROWS + 1)
+                form = "matrices" if self._max_rows > DECODE_ROWS else "halves"
+            elif rows > DECODE_ROWS:
+                form = "matrices"
             elif rows <= INTEGER_ROWS and w.layout.codebook == "mul1":
                 form = "integers"
+            elif self._max_rows > DECODE_ROWS and w.layout.codebook == "mul1":
+                form = "narrow"
         number = FORMS[form]
-        size = self._gpu.size("trellis_inputs_bytes", number, form_rows, w.layout.stored_in)
+        size = self._gpu.size("trellis_inputs_bytes", number, rows, w.layout.stored_in)
         memory = self._gpu.empty(size, dtype=torch.uint8)
-        return CudaTrellisInputs(w, rows, number, form_rows, memory)
-
-    def _inputs_of(self, parts: Sequence[CudaTrellis], rows: int) -> list[CudaTrellisInputs]:
-        """Buffers for the inputs of parts with the same number of stored inputs."""
-        inputs = [self.inputs_for(part, rows) for part in parts]
-        if inputs[0].form == FORMS["plain"]:  # successive, so that one product can take several
-            size = inputs[0].memory.numel()
-            memory = self._gpu.empty(len(parts), size, dtype=torch.uint8)
-            for one, own in zip(inputs, memory, strict=True):
-                one.memory = own
-        return inputs
+        return CudaTrellisInputs(w, rows, number, memory)
 
     def prepare(self, x: Tensor, norm: RmsNorm | None, inputs: Sequence[CudaTrellisInputs]) -> None:
         """Fills up to three prepared inputs from x [m, k] strided rows, float32 or float16."""
@@ -199,10 +199,8 @@ class Trellis:
             first = 0
             for group in _groups(parts):
                 last = first + sum(part.out_features for part in group)
-                inputs = self._inputs_of(group, rows.stop - rows.start)
-                self.prepare(x[rows], norm, inputs)
                 epilogue = cuda.ADD if is_added else cuda.STORE
-                self._launch(inputs, out[rows, first:last], epilogue)
+                self._launch_rows(x[rows], norm, group, out[rows, first:last], epilogue)
                 first = last
 
     def multiply_prepared(self, x: CudaTrellisInputs, residual: Tensor) -> None:
@@ -220,31 +218,75 @@ class Trellis:
         """out [m, n] = act(gate) * up for two parts that `is_pair` accepts."""
         if isinstance(out, CudaTrellisInputs):
             if _can_follow(out.w.layout, parts[0].layout) and len(self._chunks(out.rows)) == 1:
-                inputs = self._inputs_of(parts, out.rows)
-                self.prepare(x, norm, inputs)
-                self._launch(inputs, None, cuda.GATED, kind, out)
+                self._launch_rows(x, norm, parts, None, cuda.GATED, gate=kind, to=out)
                 return
             halves = self._gpu.empty(out.rows, parts[0].out_features, dtype=torch.float16)
             self.multiply_gated(x, parts, halves, norm, kind)
             self.prepare(halves, None, [out])
             return
         for rows in self._chunks(x.shape[0]):
-            inputs = self._inputs_of(parts, rows.stop - rows.start)
-            self.prepare(x[rows], norm, inputs)
-            self._launch(inputs, out[rows], cuda.GATED, kind)
+            self._launch_rows(x[rows], norm, parts, out[rows], cuda.GATED, gate=kind)
 
     def _chunks(self, rows: int) -> list[slice]:
         """Ranges of rows that are multiplied on their own: all, except in the invariant mode."""
         step = self._max_rows if self._gpu.is_invariant else max(rows, 1)
         return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
+    def _launch_rows(
+        self,
+        x: Tensor,
+        norm: RmsNorm | None,
+        parts: Sequence[CudaTrellis],
+        out: Tensor | None,
+        epilogue: int,
+        *,
+        gate: GateKind = "silu",
+        to: CudaTrellisInputs | None = None,
+    ) -> None:
+        """Product with rows x, which the decode kernel or a kernel before it prepares."""
+        rows = x.shape[0]
+        if not self._prepares_itself(x, parts):
+            inputs = [self.inputs_for(part, rows) for part in parts]
+            if inputs[0].form == FORMS["plain"]:  # successive, so that one product can take several
+                k = parts[0].layout.stored_in
+                memory = self._gpu.empty(len(parts), 2 * rows * k, dtype=torch.uint8)
+                for one, own in zip(inputs, memory, strict=True):
+                    one.memory = own
+            self.prepare(x, norm, inputs)
+            self._launch(inputs, out, epilogue, gate=gate, to=to)
+            return
+        nothing = self._gpu.empty(0, dtype=torch.uint8)
+        inputs = [CudaTrellisInputs(part, rows, FORMS["integers"], nothing) for part in parts]
+        operand = TrellisRows(x=x.data_ptr(), x_stride=x.stride(0), x_dtype=TYPES[x.dtype])
+        if norm is not None:
+            operand.norm, operand.eps = norm.weight.data_ptr(), norm.eps
+        self._launch(inputs, out, epilogue, gate=gate, to=to, own=operand)
+
+    def _prepares_itself(self, x: Tensor, parts: Sequence[CudaTrellis]) -> bool:
+        """Whether the decode kernel can prepare the rows x for these parts."""
+        rows, layouts = x.shape[0], [part.layout for part in parts]
+        is_mul1 = all(layout.codebook == "mul1" for layout in layouts)
+        if self._gpu.is_invariant or rows > INTEGER_ROWS or not is_mul1:
+            return False
+        is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+        for layout in layouts:
+            sizes = layout.tile_words, len(layouts), layout.stored_in
+            if sizes not in self._most_rows:
+                self._most_rows[sizes] = self._gpu.size("trellis_most_rows", *sizes)
+            is_aligned &= layout.first_in % 4 == 0 and layout.in_features % 4 == 0
+            if rows > self._most_rows[sizes]:
+                return False
+        return is_aligned
+
     def _launch(
         self,
         inputs: Sequence[CudaTrellisInputs],
         out: Tensor | None,
         epilogue: int,
+        *,
         gate: GateKind = "silu",
         to: CudaTrellisInputs | None = None,
+        own: TrellisRows | None = None,
     ) -> None:
         first = inputs[0]
         args = TrellisLinear(
@@ -263,10 +305,15 @@ class Trellis:
                 args.sums[i] = sums.data_ptr()
         if not held:
             n = max(self._max_n, sum(one.w.layout.stored_out for one in inputs))
-            rows = first.form_rows if first.form_rows <= DECODE_ROWS else self._max_rows
+            decode_forms = {FORMS["integers"], FORMS["halves"]}
+            is_decode = all(one.form in decode_forms for one in inputs)
+            rows = DECODE_ROWS if is_decode else self._max_rows
             workspace = self._gpu.workspace("trellis_linear", n, rows)
             args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
-        self._gpu.call("trellis_linear", args)
+        if own is not None:
+            self._gpu.call("trellis_linear_rows", args, own)
+        else:
+            self._gpu.call("trellis_linear", args)
 
     def _products(self, inputs: Sequence[CudaTrellisInputs]) -> list[Tensor]:
         """Plain inputs of each part times its rotated matrix, float16 [m, n]."""
