@@ -27,8 +27,6 @@ constexpr int kThreads = kWarps * kWarp;
 constexpr int kClusterBlocks = 2, kMaxClusterBlocks = 4;
 // Three thread blocks fit on a multiprocessor of 9.0.
 constexpr int kThirdOfShared = 75 << 10;
-// Bytes of a row's weights that stay in the L2 cache until they are copied: half of 50 MB.
-constexpr int64_t kMostPrefetched = 24 << 20;
 
 // Thread blocks of a multiprocessor for which registers are limited. Dense matrices have four blocks
 // of weights in flight in registers; with three thread blocks there would be room for two.
@@ -51,8 +49,7 @@ struct RowArgs {
     int32_t top_k;
     int32_t num_tiles;  // of a pair
     int32_t first_blocks;
-    int32_t is_early;    // down alone: its weights are copied before the previous kernel has ended
-    int32_t prefetches;  // the weights of the row fit into the L2 cache
+    int32_t is_early;  // down alone: its weights are copied before the previous kernel has ended
     int32_t sums_offset, rows_offset, experts_offset;  // in shared memory, in bytes
 };
 
@@ -183,22 +180,6 @@ __device__ __forceinline__ void copy_inputs(
     __syncwarp();
 }
 
-// Prefetches the loads of a unit that have no stage yet into the L2 cache. Their copies start when
-// earlier loads have been multiplied, and would then wait behind the copies of all other thread blocks.
-__device__ __forceinline__ void prefetch_rest(
-    const ExpertArgs& args, const ExlExpertMatrix& w, const uint8_t* panel, int first, int last,
-    int lane
-) {
-#if EXL_IS_HOPPER
-    const int number = first + args.num_stages + lane;
-    if (number >= last) return;
-    const Load load = Load::at(w.loads, number);
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(panel + load.offset),
-                 "r"(load.bytes())
-                 : "memory");
-#endif
-}
-
 // A warp's unit of work: a slice of the k of a column panel, for one pair.
 struct Unit {
     int pair;
@@ -311,9 +292,6 @@ __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(source)) r
         const uint8_t* const bytes = unit.w.tiles + unit.work.panel * unit.w.panel_bytes;
         if constexpr (!Shape::kIsDense) {
             fill_ring(own, unit.w, ring, bytes, unit.first, unit.last);
-            if (args.prefetches) {
-                prefetch_rest(own, unit.w, bytes, unit.first, unit.last, lane);
-            }
         }
         return unit;
     };
@@ -472,10 +450,6 @@ int cluster_blocks(
     return is_cluster && fits ? static_cast<int>(wanted) : kClusterBlocks;
 }
 
-int64_t weight_bytes(const ExlExpertLinear& call, int top_k) {
-    return ceil_div(call.n, 32) * top_k * call.parts * call.num_loads * call.load_bytes;
-}
-
 cudaError_t launch_row(
     RowArgs& args, bool has_first, bool has_down, int source, const ExlRoute& route,
     const DeviceInfo& info, void* stream
@@ -560,10 +534,6 @@ extern "C" int exl_cuda_expert_row(
     args.counters = has_first && has_down ? counters : nullptr;
     args.top_k = top_k;
     args.is_early = !has_first;
-    int64_t bytes = 0;
-    if (has_first) bytes += weight_bytes(*first, top_k);
-    if (has_down) bytes += weight_bytes(*down, top_k);
-    args.prefetches = bytes <= kMostPrefetched;
     const ExlRoute choice = route == nullptr ? ExlRoute{} : *route;
     return launch_row(args, has_first, has_down, source, choice, info, stream);
 }
