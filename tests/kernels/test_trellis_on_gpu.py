@@ -158,10 +158,9 @@ def test_rows_with_and_without_a_kernel_that_prepares_them(
 ) -> None:
     """The decode kernel prepares up to 4 rows, as many as fit in its shared memory."""
     size = k - 2 * first_in
+    place = {"first_in": first_in, "in_features": size}
     parts = [
-        packed(
-            gpu_table, random_exl3(i, rate, rows=k, columns=n), first_in=first_in, in_features=size
-        )
+        packed(gpu_table, random_exl3(i, rate, rows=k, columns=n), **place)
         for i, (rate, n) in enumerate(((4, 256), (4, 128), (4, 384), (3, 128)))
     ]
     weights = torch.cat([exact for _, exact in parts], 1)
