@@ -3,10 +3,9 @@
 A matrix is rotated on both sides. Its inputs are therefore prepared by one kernel (norm, factors,
 Hadamard transform), multiplied with the rotated matrix by another, and a third transforms the sums
 into results. Up to `exl_cuda_trellis_max_rows` rows, the product reads the codes: the decode kernel
-up to 8 rows, or the small-batch kernel. With few rows of mul1 the decode kernel prepares the inputs
-itself. With more rows the rotated matrix is decoded to float16, which torch multiplies. Decoding on
-a second stream, beside another product, was slower. `exl/cuda/trellis.h` has the forms of prepared
-inputs.
+up to 8 rows, or the small-batch kernel. With more rows the rotated matrix is decoded to float16,
+which torch multiplies. Decoding on a second stream, beside another product, was slower.
+`exl/cuda/trellis.h` has the forms of prepared inputs.
 
 In the batch-invariant mode the small-batch kernel takes any number of rows. Devices without enough
 shared memory for it take 8 rows at a time instead.
@@ -29,13 +28,7 @@ from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import LayoutSizes
 from exl_core.ops.weights import HADAMARD, TILE, TrellisColumns, TrellisLayout
 from exl_kernels import cuda
-from exl_kernels.cuda_trellis import (
-    TrellisInputs,
-    TrellisLinear,
-    TrellisMatrix,
-    TrellisPrepare,
-    TrellisRows,
-)
+from exl_kernels.cuda_trellis import TrellisInputs, TrellisLinear, TrellisMatrix, TrellisPrepare
 
 DECODE_ROWS = 8
 """Largest number of rows of the decode kernel."""
@@ -140,7 +133,6 @@ class Trellis:
         self._gpu = gpu
         self._max_rows = gpu.trellis_max_rows
         self._max_n = self._max_halves = 1
-        self._most_rows: dict[tuple[int, int, int], int] = {}
 
     def new(self, layout: TrellisLayout) -> CudaTrellis:
         self._max_n = max(self._max_n, layout.stored_out)
@@ -243,40 +235,16 @@ class Trellis:
         gate: GateKind = "silu",
         to: CudaTrellisInputs | None = None,
     ) -> None:
-        """Product with rows x, which the decode kernel or a kernel before it prepares."""
+        """Product with rows x, which another kernel prepares."""
         rows = x.shape[0]
-        if not self._prepares_itself(x, parts):
-            inputs = [self.inputs_for(part, rows) for part in parts]
-            if inputs[0].form == FORMS["plain"]:  # successive, so that one product can take several
-                k = parts[0].layout.stored_in
-                memory = self._gpu.empty(len(parts), 2 * rows * k, dtype=torch.uint8)
-                for one, own in zip(inputs, memory, strict=True):
-                    one.memory = own
-            self.prepare(x, norm, inputs)
-            self._launch(inputs, out, epilogue, gate=gate, to=to)
-            return
-        nothing = self._gpu.empty(0, dtype=torch.uint8)
-        inputs = [CudaTrellisInputs(part, rows, FORMS["integers"], nothing) for part in parts]
-        operand = TrellisRows(x=x.data_ptr(), x_stride=x.stride(0), x_dtype=TYPES[x.dtype])
-        if norm is not None:
-            operand.norm, operand.eps = norm.weight.data_ptr(), norm.eps
-        self._launch(inputs, out, epilogue, gate=gate, to=to, own=operand)
-
-    def _prepares_itself(self, x: Tensor, parts: Sequence[CudaTrellis]) -> bool:
-        """Whether the decode kernel can prepare the rows x for these parts."""
-        rows, layouts = x.shape[0], [part.layout for part in parts]
-        is_mul1 = all(layout.codebook == "mul1" for layout in layouts)
-        if self._gpu.is_invariant or rows > INTEGER_ROWS or not is_mul1:
-            return False
-        is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
-        for layout in layouts:
-            sizes = layout.tile_words, len(layouts), layout.stored_in
-            if sizes not in self._most_rows:
-                self._most_rows[sizes] = self._gpu.size("trellis_most_rows", *sizes)
-            is_aligned &= layout.first_in % 4 == 0 and layout.in_features % 4 == 0
-            if rows > self._most_rows[sizes]:
-                return False
-        return is_aligned
+        inputs = [self.inputs_for(part, rows) for part in parts]
+        if inputs[0].form == FORMS["plain"]:  # successive, so that one product can take several
+            k = parts[0].layout.stored_in
+            memory = self._gpu.empty(len(parts), 2 * rows * k, dtype=torch.uint8)
+            for one, own in zip(inputs, memory, strict=True):
+                one.memory = own
+        self.prepare(x, norm, inputs)
+        self._launch(inputs, out, epilogue, gate=gate, to=to)
 
     def _launch(
         self,
@@ -286,7 +254,6 @@ class Trellis:
         *,
         gate: GateKind = "silu",
         to: CudaTrellisInputs | None = None,
-        own: TrellisRows | None = None,
     ) -> None:
         first = inputs[0]
         args = TrellisLinear(
@@ -310,10 +277,7 @@ class Trellis:
             rows = DECODE_ROWS if is_decode else self._max_rows
             workspace = self._gpu.workspace("trellis_linear", n, rows)
             args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
-        if own is not None:
-            self._gpu.call("trellis_linear_rows", args, own)
-        else:
-            self._gpu.call("trellis_linear", args)
+        self._gpu.call("trellis_linear", args)
 
     def _products(self, inputs: Sequence[CudaTrellisInputs]) -> list[Tensor]:
         """Plain inputs of each part times its rotated matrix, float16 [m, n]."""
