@@ -104,6 +104,7 @@ def test_trellis_inputs_have_one_form_in_the_batch_invariant_mode(
     w = trellis.new(TrellisLayout(128, 128, 64, codebook))
     found = [trellis.inputs_for(w, rows) for rows in range(1, max_rows + 1)]
     assert len({one.form for one in found}) == 1
+    assert len({one.form_rows > DECODE_ROWS for one in found}) == 1
 
 
 INLINE_RUNS = 12  # of a matrix whose runs are kernel parameters (quant_work.cuh)

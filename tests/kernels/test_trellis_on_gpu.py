@@ -1,8 +1,9 @@
 """Linears with trellis codes on the GPU, against float64: rates, codebooks, rows, joined parts.
 
-The decode kernel takes up to 4 rows of mul1, as integers, and up to 8 rows of other codebooks, as
-float16 numbers. Up to `trellis_max_rows` rows there is the small-batch kernel, with instances for 8
-and for 32 rows. Beyond that, torch multiplies with decoded matrices.
+Up to 8 rows there is the decode kernel, whose inputs are integers (mul1, up to 4 rows) or float16
+numbers. Up to
+`trellis_max_rows` rows there is the small-batch kernel. Beyond that, torch multiplies with decoded
+matrices.
 """
 
 from __future__ import annotations
@@ -149,40 +150,6 @@ def test_joined_parts_of_other_rates_and_codebooks(
     halves = torch.empty(rows, weights.shape[1], dtype=torch.float16)
     got = gpu_table.norm_linear(x, norm, w, halves)
     assert_norm_within(got, normed @ weights, 2 * BOUND)
-
-
-@pytest.mark.parametrize("first_in", [0, 3, 64])
-@pytest.mark.parametrize("k", [384, 4096, 14336])
-def test_rows_with_and_without_a_kernel_that_prepares_them(
-    gpu_table: OpTable, rng: torch.Generator, k: int, first_in: int
-) -> None:
-    """The decode kernel prepares up to 4 rows, as many as fit in its shared memory."""
-    size = k - 2 * first_in
-    place = {"first_in": first_in, "in_features": size}
-    parts = [
-        packed(gpu_table, random_exl3(i, rate, rows=k, columns=n), **place)
-        for i, (rate, n) in enumerate(((4, 256), (4, 128), (4, 384), (3, 128)))
-    ]
-    weights = torch.cat([exact for _, exact in parts], 1)
-    w = gpu_table.join([part for part, _ in parts])
-    norm = RmsNorm(normal(rng, size) + 1, EPS)
-    for rows in (1, 2, 3, 4):
-        wide = normal(rng, rows, size + 5)
-        wide[0] *= 100  # a row of another size, with another factor of the norm
-        for x in (wide[:, :size], wide[:, 5:].half(), wide[:, :size].contiguous()):
-            assert_norm_within(gpu_table.linear(x, w), x.double() @ weights, BOUND)
-            normed = torch.nn.functional.rms_norm(x.double(), (size,), norm.weight.double(), EPS)
-            assert_norm_within(gpu_table.norm_linear(x, norm, w), normed @ weights, BOUND)
-
-
-def test_a_norm_of_rows_that_are_not_finite(gpu_table: OpTable, rng: torch.Generator) -> None:
-    w, _ = packed(gpu_table, random_exl3(6, 4, rows=512, columns=256))
-    norm = RmsNorm(normal(rng, 512) + 1, EPS)
-    x = normal(rng, 3, 512)
-    x[1, 500] = torch.nan
-    y = gpu_table.norm_linear(x, norm, w)
-    assert y[0].isfinite().all() and y[1].isnan().all() and y[2].isfinite().all()
-    assert not gpu_table.norm_linear(torch.zeros(2, 512), norm, w).any()
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])

@@ -36,7 +36,6 @@ from exl_kernels.cuda_trellis import (
     TrellisLinear,
     TrellisMatrix,
     TrellisPrepare,
-    TrellisRows,
 )
 
 ABI = 17
@@ -360,7 +359,6 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "trellis_unpack": (POINTER(TrellisMatrix), _I, _I, _P, _P),
     "trellis_prepare": (POINTER(TrellisPrepare), _P),
     "trellis_linear": (POINTER(TrellisLinear), _P),
-    "trellis_linear_rows": (POINTER(TrellisLinear), POINTER(TrellisRows), _P),
     "trellis_experts": (POINTER(TrellisExperts), _P),
     "nearest_rings": (POINTER(NearestRings), _P),
     "rms_norm": (_P, _I, _L, _P, _F, _I, _I, _P, _I, _L, _P),
@@ -404,7 +402,6 @@ _SIZES: dict[str, tuple[object, ...]] = {
     "quant_linear_workspace": (_I, _I),
     "trellis_inputs_bytes": (_I, _I, _I),
     "trellis_linear_workspace": (_I, _I),
-    "trellis_most_rows": (_I, _I, _I),
     "trellis_experts_workspace": (POINTER(TrellisExperts),),
     "nearest_rings_workspace": (_I, _I),
     "attention_workspace": (_I, _I),

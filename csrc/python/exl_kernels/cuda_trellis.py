@@ -1,4 +1,4 @@
-"""ctypes structs of `exl/cuda/trellis*.h`: trellis codes (EXL3)."""
+"""ctypes structs of `exl/cuda/trellis.h` and `exl/cuda/trellis_experts.h`: trellis codes (EXL3)."""
 
 from __future__ import annotations
 
@@ -61,16 +61,6 @@ class TrellisLinear(Structure):
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
         ("next", TrellisInputs),
-    )
-
-
-class TrellisRows(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("x_stride", c_int64),
-        ("norm", c_void_p),
-        ("eps", c_float),
-        ("x_dtype", c_int32),
     )
 
 

@@ -289,7 +289,7 @@ def test_inputs_of_every_form_are_multiplied_or_left_to_the_caller() -> None:
     sums = PeerSums.__new__(PeerSums)
     sums._shape = 3, WIDTH
     matrix: Any = None
-    inputs = CudaTrellisInputs(matrix, 3, 0, torch.empty(0, dtype=torch.uint8))
+    inputs = CudaTrellisInputs(matrix, 3, 0, 3, torch.empty(0, dtype=torch.uint8))
     assert not sums.multiply(inputs, matrix, defers=True)
 
 

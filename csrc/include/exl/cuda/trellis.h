@@ -72,23 +72,11 @@ EXL_CUDA_API int exl_cuda_trellis_unpack(
 //             scale, and 510.268 times the sum of the block's integers. For MUL1, up to 4 rows.
 //   halves    float16 [chunks of 32 rows][k / 128][4 steps][T][32 lanes][2 tiles][4]: lane 4 g + q
 //             has row g of a row tile of 8, the same inputs. T is 1 with up to 8 rows, 4 otherwise.
-//             Products take up to 8 rows.
-//   matrices  float16 [chunks of 32 rows][k / 128][4 steps][2 tiles][2 halves][32 rows][8]: inputs
-//             8 h .. 8 h + 7 of a tile of 16 are in half h. These are core matrices of wgmma. For at
-//             least 9 rows.
-//   narrow    The same with 8 instead of 32 rows. For MUL1, up to 8 rows.
-//             With MUL1, halves, matrices and narrow are followed by float32 [rows][k / 128]: the sum of
-//             each block of float16 inputs.
+//             With MUL1, float32 [rows][k / 128] follows: the sum of each block of inputs.
 //   plain     float16 [m, k] in the order of exl_cuda_trellis_unpack. For any product.
 //
 // Rows past the last one are undefined.
-enum {
-    EXL_TRELLIS_INTEGERS = 0,
-    EXL_TRELLIS_HALVES = 1,
-    EXL_TRELLIS_PLAIN = 2,
-    EXL_TRELLIS_MATRICES = 3,
-    EXL_TRELLIS_NARROW = 4,
-};
+enum { EXL_TRELLIS_INTEGERS = 0, EXL_TRELLIS_HALVES = 1, EXL_TRELLIS_PLAIN = 2 };
 
 typedef struct {
     const ExlTrellisMatrix* matrix;
@@ -118,7 +106,7 @@ EXL_CUDA_API int exl_cuda_trellis_prepare(const ExlTrellisPrepare* args, void* s
 EXL_CUDA_API int exl_cuda_trellis_max_rows(int* rows);
 
 // y = x @ parts (+ bias), epilogues as in exl/cuda/linear.h. Sums are deterministic. With the form
-// `matrices` no bit of a row of y depends on m or on the other rows.
+// `halves` and at least 9 rows, no bit of a row of y depends on m or on the other rows.
 typedef struct {
     ExlTrellisInputs parts[EXL_TRELLIS_MAX_PARTS];  // `out`: prepared inputs, which are read
     // Null, or instead of products: x^ @ V [m, n] float16 of each part, from plain inputs.

@@ -5,7 +5,7 @@
 namespace exl::cuda::trellis {
 
 template cudaError_t launch_batch<EXL_CODEBOOK_MCG>(
-    int tile_words, int rows, const WorkArgs& args, void* stream
+    int tile_words, const WorkArgs& args, void* stream
 );
 
 }  // namespace exl::cuda::trellis

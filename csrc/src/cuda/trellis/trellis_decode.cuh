@@ -23,18 +23,44 @@
 
 #include <algorithm>
 
-#include "cuda/trellis/trellis_decode_shape.cuh"
-#include "cuda/trellis/trellis_own_inputs.cuh"
 #include "cuda/trellis/trellis_rates.cuh"
 #include "cuda/trellis/trellis_values.cuh"
 #include "cuda/trellis/trellis_work.cuh"
 
 namespace exl::cuda::trellis {
 
+constexpr int kDecodeWarps = 8;  // of a block; fewer where it has less shared memory
+constexpr int kItemSteps = 2;    // of an item, half a unit
+constexpr int kSumBuffers = 2;   // of column groups whose sums are not all there yet
+constexpr int kEarlyStages = 2;  // filled with codes before the previous kernel has ended
+// Shared memory of a thread block: two blocks fit in the 228 KiB of a multiprocessor, with 1 KiB
+// reserved and less than 1 KiB of static memory for each. Smaller blocks ask for more than a third:
+// three on one multiprocessor would leave others with one.
+constexpr int kDecodeBytes = (228 << 10) / kDecodeBlocks - 2048;
+constexpr int kLeastDecodeBytes = (228 << 10) / (kDecodeBlocks + 1);
+
 // Index of a warp's sum. Eight columns of four rows are in different banks.
 __device__ __forceinline__ int sum_at(int row, int column) {
     return row * kUnitColumns + (column ^ row % 4 * 8);
 }
+
+// Shape of one instance: up to 4 rows of integers (MUL1), or up to 8 of float16 numbers.
+template <int kWordsOfTile, int kBook, bool has_integers>
+struct DecodeShape {
+    static constexpr int kTileWords = kWordsOfTile, kCodebook = kBook;
+    static constexpr bool kHasIntegers = has_integers;
+    static constexpr int kCodeBytes = kItemSteps * step_bytes(kTileWords);  // of an item
+    static constexpr int kInputBytes = kItemSteps * (kHasIntegers ? 256 : 512);
+    static constexpr int kStageBytes = kCodeBytes + kInputBytes;
+    static constexpr int kRows = kHasIntegers ? 4 : 8;
+    static constexpr int kSums = kRows * kUnitColumns;
+    static constexpr int kSumBytes = kSumBuffers * kSums * 4;
+    // As many stages as fit in the shared memory of a block, but no more than hide the latency.
+    static constexpr int kFitting = (kDecodeBytes / kDecodeWarps - kSumBytes) / kStageBytes;
+    static constexpr int kStages = kFitting < 4 ? kFitting : 4;
+    static constexpr int kWarpBytes = kStages * kStageBytes + kSumBytes;
+    static_assert(kStages >= kEarlyStages);
+};
 
 // Sums of a warp: [row][column] of its column group, in the layout of the MMA's results.
 template <class Shape>
@@ -67,20 +93,19 @@ struct WarpSums {
     }
 };
 
-// Adds the products of an item, in a stage of shared memory. `inputs`: the lane's, of the first step.
-// `scale`: of the item's block of 128, and
+// Adds the products of an item, in a stage of shared memory. `scale`: of the item's block of 128, and
 // what to subtract for the whole block, which only its first item does.
 template <class Shape>
 __device__ __forceinline__ void add_integers(
-    const uint8_t* stage, const uint8_t* inputs, int input_stride, int steps, float2 scale,
-    bool is_first, WarpSums<Shape>& sums, int lane
+    const uint8_t* stage, int steps, float2 scale, bool is_first, int lane, WarpSums<Shape>& sums
 ) {
     int products[kUnitTiles][4] = {};
+    const uint8_t* inputs = stage + Shape::kCodeBytes + 8 * lane;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
         StepWords<Shape::kTileWords> words;
         words.load(stage + step * step_bytes(Shape::kTileWords), lane);
-        const uint2 x = *reinterpret_cast<const uint2*>(inputs + input_stride * step);
+        const uint2 x = *reinterpret_cast<const uint2*>(inputs + 256 * step);
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
             uint32_t b[4];
@@ -205,9 +230,9 @@ struct SumCounts {
 
 // Adds the sums of all warps to a slot of the workspace, in the order of the warps. Stores nothing
 // if `to` is null.
-template <class Shape, class Factor>
+template <class Shape>
 __device__ __forceinline__ void add_warps(
-    const float* buffer, int warps, int m, int lane, float* to, const Factor& factor
+    const float* buffer, int warps, int m, int lane, float* to
 ) {
 #pragma unroll 1
     for (int i = 4 * lane; i < m * kUnitColumns; i += 4 * kWarp) {
@@ -219,8 +244,7 @@ __device__ __forceinline__ void add_warps(
             sum.x += one.x, sum.y += one.y, sum.z += one.z, sum.w += one.w;
         }
         if constexpr (Shape::kHasIntegers) {
-            const float alpha = kAlpha * factor(i / kUnitColumns);
-            sum.x *= alpha, sum.y *= alpha, sum.z *= alpha, sum.w *= alpha;
+            sum.x *= kAlpha, sum.y *= kAlpha, sum.z *= kAlpha, sum.w *= kAlpha;
         }
         if (to != nullptr) *reinterpret_cast<float4*>(to + i) = sum;
     }
@@ -228,10 +252,10 @@ __device__ __forceinline__ void add_warps(
 
 // Stores a warp's sums of the block's column group `number`. The last warp adds those of all warps
 // to the slot `to`. With `to` null nothing is counted.
-template <class Shape, class Factor>
+template <class Shape>
 __device__ __forceinline__ void store_sums(
     const WarpSums<Shape>& sums, float* buffers, SumCounts& counts, uint32_t number, int warp,
-    int warps, int lane, int m, float* to, const Factor& factor
+    int warps, int lane, int m, float* to
 ) {
     const uint32_t place = number % kSumBuffers;
     float* buffer = buffers + place * warps * Shape::kSums;
@@ -247,7 +271,7 @@ __device__ __forceinline__ void store_sums(
     stored = uniform(stored);
     if (stored % warps != 0) return;
     __threadfence_block();
-    add_warps<Shape>(buffer, warps, m, lane, to, factor);
+    add_warps<Shape>(buffer, warps, m, lane, to);
     __threadfence_block();
     __syncwarp();
     if (to != nullptr && lane == 0) atomicAdd(counts.added + place, 1);
@@ -264,8 +288,6 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
     const int warps = blockDim.x / kWarp;
     uint8_t* stages = shared + warp * kStages * Shape::kStageBytes;
     auto* buffers = reinterpret_cast<float*>(shared + warps * kStages * Shape::kStageBytes);
-    auto* after_sums = reinterpret_cast<uint8_t*>(buffers) + warps * Shape::kSumBytes;
-    const OwnInputs own(args, after_sums);
     let_next_begin();
     if (threadIdx.x == 0) counts = {};
     __syncthreads();
@@ -273,7 +295,7 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
     const uint32_t group_items = args.division.group_items;
     const uint32_t last = args.division.first_item(blockIdx.x + 1);
     Place at = args.division.first_place(blockIdx.x);
-    const uint32_t first_group = at.group, first_item = at.item;
+    const uint32_t first_group = at.group;
     DecodeStream<Shape> ahead(args, at, lane);
     ahead.advance(warp);
     at.item += warp;  // the group remains that of the block
@@ -290,36 +312,19 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
         sums.clear();
         const uint32_t end = is_real ? min(last, at.start + group_items) : at.item + 1;
         const float2* scales = args.part_of(at.group).scales + lane % 4;
-        const uint8_t* own_inputs = nullptr;
-        if constexpr (Shape::kIsOwn) {
-            const int part = static_cast<int>(&args.part_of(at.group) - args.parts);
-            const int place = part * own.k_units * args.m;
-            scales = own.scales + place + min(lane % 4, args.m - 1);
-            own_inputs =
-                own.bytes + place * kOwnUnitBytes + min(lane / 8, args.m - 1) * 64 + lane % 8 * 8;
-        }
         for (uint32_t item = at.item; item < end; item += warps) {
             const uint32_t k_item = item - at.start;
             float2 scale = {};
             if (is_real) {
                 // Not used before the item has ended, so that nothing waits for it.
-                if constexpr (Shape::kHasIntegers) {
-                    scale = scales[k_item / 2 * (Shape::kIsOwn ? args.m : kSetRows)];
-                }
+                if constexpr (Shape::kHasIntegers) scale = scales[k_item / 2 * 4];
                 wait_copies<kStages - 1>();
                 __syncwarp();
             }
             uint8_t* data = stages + stage * Shape::kStageBytes;
             const int steps = is_real ? kItemSteps : 1;
             if constexpr (Shape::kHasIntegers) {
-                const int stride = Shape::kIsOwn ? 64 * args.m : 256;
-                const uint8_t* inputs = data + Shape::kCodeBytes + 8 * lane;
-                if constexpr (Shape::kIsOwn) {
-                    inputs = own_inputs + (is_real ? k_item * kItemSteps * stride : 0);
-                }
-                add_integers<Shape>(
-                    data, inputs, stride, steps, scale, k_item % 2 == 0, sums, lane
-                );
+                add_integers<Shape>(data, steps, scale, k_item % 2 == 0, lane, sums);
             } else {
                 add_halves<Shape>(data, steps, lane, sums);
             }
@@ -327,7 +332,7 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
             __syncwarp();
             if (ahead.item < last) {
                 ahead.copy_codes(data);
-                if constexpr (!Shape::kIsOwn) ahead.copy_inputs(data);
+                ahead.copy_inputs(data);
             }
             commit_copies();
             ahead.advance(warps);
@@ -338,8 +343,7 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
                                       (kDecodeRows * kUnitColumns);
         store_sums<Shape>(
             sums, buffers, counts, at.group - first_group, warp, warps, lane, args.m,
-            is_real ? slot : nullptr,
-            [&](int row) { return Shape::kIsOwn ? own.factor(args.rows, row) : 1.0f; }
+            is_real ? slot : nullptr
         );
         if (is_real) {
             if (end == last) break;
@@ -347,24 +351,16 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
             continue;
         }
         is_real = true;
-        // The first pass over the own inputs only loads caches.
+        wait_for_inputs();
 #pragma unroll 1
-        for (int pass = Shape::kIsOwn ? 0 : 1; pass < 2; ++pass) {
-            if (pass == 1) {
-                wait_for_inputs();
-#pragma unroll 1
-                for (int i = 0; i < kStages; ++i, ahead.advance(warps)) {
-                    uint8_t* data = stages + i * Shape::kStageBytes;
-                    if (ahead.item < last) {
-                        if (i >= kEarlyStages) ahead.copy_codes(data);
-                        if constexpr (!Shape::kIsOwn) ahead.copy_inputs(data);
-                    }
-                    commit_copies();
-                }
+        for (int i = 0; i < kStages; ++i, ahead.advance(warps)) {
+            uint8_t* data = stages + i * Shape::kStageBytes;
+            if (ahead.item < last) {
+                if (i >= kEarlyStages) ahead.copy_codes(data);
+                ahead.copy_inputs(data);
             }
-            if constexpr (Shape::kIsOwn) prepare_own(args, own, first_item, last, warp, lane);
+            commit_copies();
         }
-        if constexpr (Shape::kIsOwn) __syncthreads();
     }
 }
 
@@ -375,12 +371,8 @@ cudaError_t launch_shape(const WorkArgs& args, void* stream) {
     int warps = kDecodeWarps;
     while (warps > 1 && warps * Shape::kWarpBytes > info.shared_per_block) warps /= 2;
     int bytes = warps * Shape::kWarpBytes;
-    if constexpr (Shape::kIsOwn) {
-        bytes = own_bytes<Shape>(args.count, args.division.group_items / 2, args.m);
-        if (bytes > kDecodeBytes || warps != kDecodeWarps) return cudaErrorInvalidValue;
-    }
     if (info.shared_per_block >= kDecodeBytes) bytes = std::max(bytes, kLeastDecodeBytes);
-    return launch_overlapping(
+    return launch(
         decode_kernel<Shape>, dim3(args.division.blocks), dim3(warps * kWarp), bytes, stream, args
     );
 }
@@ -389,10 +381,6 @@ struct DecodeLaunch {
     template <int kTileWords, int kCodebook>
     cudaError_t run(bool has_integers, const WorkArgs& args, void* stream) const {
         if constexpr (kCodebook == EXL_CODEBOOK_MUL1) {
-            if (args.rows.x != nullptr) {
-                using Shape = DecodeShape<kTileWords, kCodebook, true, true>;
-                return launch_shape<Shape>(args, stream);
-            }
             if (has_integers) {
                 return launch_shape<DecodeShape<kTileWords, kCodebook, true>>(args, stream);
             }

@@ -195,7 +195,7 @@ cudaError_t launch_finish(const FinishArgs& args, void* stream) {
                           : finish_kernel<EXL_EPILOGUE_GATED, __half>;
     }
     const dim3 grid(args.m, static_cast<unsigned>(ceil_div(args.blocks, kWarps)));
-    return launch_overlapping(kernel, grid, dim3(kWarps * kWarp), 0, stream, args);
+    return launch(kernel, grid, dim3(kWarps * kWarp), 0, stream, args);
 }
 
 }  // namespace exl::cuda::trellis

@@ -7,11 +7,9 @@
 //            of the finish kernel (trellis_finish.cu) then makes the results of all parts.
 #include <algorithm>
 
-#include "cuda/trellis/trellis_decode_shape.cuh"
 #include "cuda/trellis/trellis_finish.cuh"
 #include "cuda/trellis/trellis_rates.cuh"
 #include "exl/cuda/linear.h"
-#include "exl/cuda/trellis_rows.h"
 
 namespace exl::cuda::trellis {
 
@@ -25,12 +23,7 @@ constexpr int kDecodeItems = 8, kBatchItems = 4;  // least per block, unless the
 bool has_batch_kernel(const DeviceInfo& info) { return info.shared_per_block >= kBatchSharedBytes; }
 
 bool is_batch(const ExlTrellisInputs& part) {
-    return part.form == EXL_TRELLIS_MATRICES || part.form == EXL_TRELLIS_NARROW;
-}
-
-// Rows of a slot of its sums.
-int slot_rows(const ExlTrellisInputs& part) {
-    return part.form == EXL_TRELLIS_MATRICES ? kBatchRows : kDecodeRows;
+    return part.form == EXL_TRELLIS_HALVES && part.rows > kDecodeRows;
 }
 
 // Floats of the slots of a launch with parts of n columns in total. Bounds for a workspace, too:
@@ -46,7 +39,7 @@ int64_t slot_floats(int64_t n, int parts, bool batch, int multiprocessors) {
 template <int kCodebook>
 cudaError_t launch_codebook(const ExlTrellisInputs& of, const WorkArgs& work, void* stream) {
     const int tile_words = of.matrix->tile_words;
-    return is_batch(of) ? launch_batch<kCodebook>(tile_words, slot_rows(of), work, stream)
+    return is_batch(of) ? launch_batch<kCodebook>(tile_words, work, stream)
                         : launch_decode<kCodebook>(
                               tile_words, of.form == EXL_TRELLIS_INTEGERS, work, stream
                           );
@@ -79,9 +72,8 @@ bool are_valid(const ExlTrellisLinear& args, const DeviceInfo& info) {
                                    ? is_mul1 && part.rows <= kIntegerRows
                                    : part.form == EXL_TRELLIS_HALVES && part.rows <= kDecodeRows;
         if (!is_decode && !(is_batch(part) && has_batch_kernel(info))) return false;
-        if (part.form == EXL_TRELLIS_NARROW && (!is_mul1 || part.rows > kDecodeRows)) return false;
         if (args.m > part.rows || args.m > kMaxRows) return false;
-        if (slot_rows(part) != slot_rows(args.parts[0])) return false;
+        if (is_batch(part) != is_batch(args.parts[0])) return false;
     }
     if (is_gated) {
         const ExlTrellisMatrix &gate = *args.parts[0].matrix, &up = *args.parts[1].matrix;
@@ -101,16 +93,8 @@ bool are_valid(const ExlTrellisLinear& args, const DeviceInfo& info) {
 // Launches of the products of rows first_row .. first_row + rows - 1, and where their sums are.
 class Products {
   public:
-    // `rows`: not prepared, or null.
-    Products(
-        const ExlTrellisLinear& args, const ExlTrellisRows* rows, const DeviceInfo& info,
-        FinishArgs* finish
-    )
-        : args_(args),
-          rows_(rows),
-          info_(info),
-          finish_(*finish),
-          free_(static_cast<float*>(args.workspace)) {}
+    Products(const ExlTrellisLinear& args, const DeviceInfo& info, FinishArgs* finish)
+        : args_(args), info_(info), finish_(*finish), free_(static_cast<float*>(args.workspace)) {}
 
     cudaError_t run(int first_row, int rows, void* stream) {
         free_ = static_cast<float*>(args_.workspace);
@@ -157,8 +141,7 @@ class Products {
             }
             const Target target(part);
             // The inputs of a chunk of 32 rows are contiguous.
-            const int64_t skipped =
-                halves_bytes(EXL_TRELLIS_MATRICES, first_row / kBatchRows * kBatchRows, target.k);
+            const int64_t skipped = halves_bytes(first_row / kBatchRows * kBatchRows, target.k);
             work.parts[i] = {reinterpret_cast<const uint8_t*>(part.matrix->words),
                              target.out + skipped,
                              target.scales,
@@ -176,35 +159,20 @@ class Products {
         }
         work.division = Division(items, blocks, group_items);
         work.sums = free_;
-        work.m = rows, work.count = last - first;
-        work.rows = own_rows(first, last);
+        work.m = rows;
         free_ += slot_floats(n, last - first, batch, info_.multiprocessors);
         const auto* end = static_cast<const char*>(args_.workspace) + args_.workspace_bytes;
         if (reinterpret_cast<const char*>(free_) > end) return cudaErrorInvalidValue;
         for (int i = first; i < last; ++i) {
             finish_.parts[i].sums = {
                 work.sums, work.division, work.parts[i - first].first_group, columns,
-                slot_rows(args_.parts[first])
+                batch ? kBatchRows : kDecodeRows
             };
         }
         return launch_product(args_.parts[first], work, stream);
     }
 
-    OwnRows own_rows(int first, int last) const {
-        OwnRows own = {};
-        if (rows_ == nullptr) return own;
-        own.x = rows_->x, own.norm = rows_->norm, own.x_stride = rows_->x_stride;
-        own.features = args_.parts[0].matrix->in_features, own.eps = rows_->eps;
-        own.is_half = rows_->x_dtype == kF16;
-        for (int i = first; i < last; ++i) {
-            own.suh[i - first] = static_cast<const __half*>(args_.parts[i].matrix->suh);
-            own.first_in[i - first] = args_.parts[i].matrix->first_in;
-        }
-        return own;
-    }
-
     const ExlTrellisLinear& args_;
-    const ExlTrellisRows* rows_;
     const DeviceInfo& info_;
     FinishArgs& finish_;
     float* free_;  // of the workspace
@@ -262,80 +230,24 @@ extern "C" int64_t exl_cuda_trellis_linear_workspace(int32_t n, int32_t rows) {
     return 4 * floats;
 }
 
-namespace exl::cuda::trellis {
-
-namespace {
-
-// Most rows that the decode kernel prepares itself.
-struct MostRows {
-    template <int kTileWords, int kCodebook>
-    cudaError_t run(int count, int k, int* rows) const {
-        using Shape = DecodeShape<kTileWords, kCodebook, true, true>;
-        for (*rows = kIntegerRows; *rows > 0; --*rows) {
-            if (own_bytes<Shape>(count, k / kUnitRows, *rows) <= kDecodeBytes) break;
-        }
-        return cudaSuccess;
-    }
-};
-
-bool are_valid(const ExlTrellisLinear& args, const ExlTrellisRows& rows) {
-    if (rows.x_dtype != kF32 && rows.x_dtype != kF16) return false;
-    for (int i = 0; i < args.count; ++i) {
-        if (args.parts[i].form != EXL_TRELLIS_INTEGERS || args.sums[i] != nullptr) return false;
-        const ExlTrellisMatrix& w = *args.parts[i].matrix;
-        if (w.in_features != args.parts[0].matrix->in_features || w.first_in % kValues != 0 ||
-            w.in_features % kValues != 0) {
-            return false;
-        }
-    }
-    const int64_t stride = rows.x_stride * (rows.x_dtype == kF32 ? 4 : 2);
-    return reinterpret_cast<uintptr_t>(rows.x) % 16 == 0 && stride % 16 == 0 &&
-           reinterpret_cast<uintptr_t>(rows.norm) % 16 == 0;
-}
-
-int run_linear(const ExlTrellisLinear& args, const ExlTrellisRows* rows, void* stream) {
+extern "C" int exl_cuda_trellis_linear(const ExlTrellisLinear* args, void* stream) {
+    using namespace exl::cuda;
+    using namespace exl::cuda::trellis;
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
-    if (!are_valid(args, info)) return cudaErrorInvalidValue;
-    if (rows != nullptr && !are_valid(args, *rows)) return cudaErrorInvalidValue;
-    FinishArgs finish = finish_of(args);
-    Products products(args, rows, info, &finish);
-    const int64_t y_bytes = args.y_dtype == kF32 ? 4 : 2;
-    const int chunk = args.sums[0] != nullptr ? args.m : kBatchRows;
-    for (int row = 0; row < args.m; row += chunk) {
-        finish.m = std::min(chunk, args.m - row);
+    if (!are_valid(*args, info)) return cudaErrorInvalidValue;
+    FinishArgs finish = finish_of(*args);
+    Products products(*args, info, &finish);
+    const int64_t y_bytes = args->y_dtype == kF32 ? 4 : 2;
+    const int chunk = args->sums[0] != nullptr ? args->m : kBatchRows;
+    for (int row = 0; row < args->m; row += chunk) {
+        finish.m = std::min(chunk, args->m - row);
         finish.first_row = row;
-        finish.y = static_cast<char*>(args.y) + row * args.y_stride * y_bytes;
+        finish.y = static_cast<char*>(args->y) + row * args->y_stride * y_bytes;
         if (cudaError_t error = products.run(row, finish.m, stream); error != cudaSuccess) {
             return error;
         }
         if (cudaError_t error = launch_finish(finish, stream); error != cudaSuccess) return error;
     }
     return cudaSuccess;
-}
-
-}  // namespace
-
-}  // namespace exl::cuda::trellis
-
-extern "C" int exl_cuda_trellis_linear(const ExlTrellisLinear* args, void* stream) {
-    return exl::cuda::trellis::run_linear(*args, nullptr, stream);
-}
-
-extern "C" int exl_cuda_trellis_linear_rows(
-    const ExlTrellisLinear* args, const ExlTrellisRows* rows, void* stream
-) {
-    return exl::cuda::trellis::run_linear(*args, rows, stream);
-}
-
-extern "C" int64_t exl_cuda_trellis_most_rows(int32_t tile_words, int32_t count, int32_t k) {
-    using namespace exl::cuda;
-    using namespace exl::cuda::trellis;
-    DeviceInfo info;
-    if (device_info(&info) != cudaSuccess || info.shared_per_block < kDecodeBytes) return 0;
-    int rows = 0;
-    if (for_rate<EXL_CODEBOOK_MUL1>(tile_words, MostRows(), count, k, &rows) != cudaSuccess) {
-        return 0;
-    }
-    return rows;
 }

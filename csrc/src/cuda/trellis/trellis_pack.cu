@@ -1,7 +1,7 @@
 // Repacks trellis codes for the kernels, and decodes them to float16 matrices.
 //
 // Contract   exl/cuda/trellis.h (exl_cuda_trellis_pack, exl_cuda_trellis_unpack).
-// Mapping    A warp packs a step, and decodes one.
+// Mapping    A warp packs a step, and decodes one. Every 64 bytes that a warp writes are contiguous.
 // Floor      The bytes read and written, at memory bandwidth; for decoding, the instructions of
 //            trellis_values.cuh.
 #include "cuda/trellis/trellis_values.cuh"
@@ -52,61 +52,41 @@ __global__ void __launch_bounds__(kWarps* kWarp) pack_kernel(
     }
 }
 
-// Units of 128 rows whose columns a block decodes, side by side. Rows of the decoded tile in shared
-// memory are 320 bytes apart, so that neither access has bank conflicts.
-constexpr int kUnpackUnits = kWarps / kSteps, kUnpackColumns = kUnpackUnits * kUnitColumns;
-constexpr int kUnpackStride = 320;
-
-// out: [columns][k]. A block decodes a unit of 128 rows of 128 columns, a warp one of its steps. They
-// are written from shared memory, 256 contiguous bytes at a time: warps would write 64.
+// out: [columns][k]. Eight lanes' worth of columns, 64 bytes of each, are written at a time.
 template <int kTileWords, int kCodebook>
 __global__ void __launch_bounds__(kWarps* kWarp) unpack_kernel(
     const ExlTrellisMatrix w, const int first_column, const int columns, __half* out
 ) {
-    __shared__ __align__(16) uint8_t tile[kUnpackColumns * kUnpackStride];
     let_next_begin();
-    const int k_units = w.k / kUnitRows, lane = threadIdx.x % kWarp;
-    const int unit = blockIdx.x % k_units, block = blockIdx.x / k_units;
-    const int of_unit = threadIdx.x / kWarp / kSteps, step = threadIdx.x / kWarp % kSteps;
-    const int column = block * kUnpackUnits + of_unit;  // in units
+    const int64_t number = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+    const int k_steps = w.k / 32, lane = threadIdx.x % kWarp;
+    const int column = static_cast<int>(number / k_steps), step = number % k_steps;
     const bool exists = column < columns / kUnitColumns;
     StepWords<kTileWords> words;
     if (exists) {
-        const int64_t number =
-            static_cast<int64_t>(first_column / kUnitColumns + column) * k_units + unit;
-        const auto* codes = reinterpret_cast<const uint8_t*>(w.words);
-        words.load(codes + (number * kSteps + step) * step_bytes(kTileWords), lane);
+        const int64_t first = static_cast<int64_t>(first_column / kUnitColumns) * k_steps;
+        words.load(
+            reinterpret_cast<const uint8_t*>(w.words) + (first + number) * step_bytes(kTileWords),
+            lane
+        );
     }
     wait_for_inputs();
-    if (exists) {
-        uint8_t* to = tile + (of_unit * kUnitColumns + lane / 4) * kUnpackStride + 64 * step +
-                      16 * (lane % 4);
+    if (!exists) return;
 #pragma unroll
-        for (int i = 0; i < kUnitTiles; ++i) {
-            uint32_t a[2][4];
+    for (int tile = 0; tile < kUnitTiles; ++tile) {
+        uint32_t a[2][4];
 #pragma unroll
-            for (int row = 0; row < 2; ++row) {
-                uint32_t states[kPositions];
-                words.states(4 * row + i, states);
-                fragment_of<kCodebook>(states, a[row]);
-            }
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                *reinterpret_cast<uint4*>(to + (16 * i + 8 * half) * kUnpackStride) =
-                    make_uint4(a[0][half], a[0][2 + half], a[1][half], a[1][2 + half]);
-            }
+        for (int row = 0; row < 2; ++row) {
+            uint32_t states[kPositions];
+            words.states(4 * row + tile, states);
+            fragment_of<kCodebook>(states, a[row]);
         }
-    }
-    __syncthreads();
-    constexpr int kVectors = 2 * kUnitRows / 16;  // of a column
-    const int left = min(kUnpackColumns, columns - block * kUnpackColumns);
-    __half* to = out + static_cast<int64_t>(block) * kUnpackColumns * w.k + unit * kUnitRows;
 #pragma unroll
-    for (int i = threadIdx.x; i < kUnpackColumns * kVectors; i += kWarps * kWarp) {
-        const int of_block = i / kVectors, vector = i % kVectors;
-        if (of_block >= left) break;
-        *reinterpret_cast<uint4*>(to + static_cast<int64_t>(of_block) * w.k + 8 * vector) =
-            *reinterpret_cast<const uint4*>(tile + of_block * kUnpackStride + 16 * vector);
+        for (int half = 0; half < 2; ++half) {
+            const int64_t to = column * kUnitColumns + 16 * tile + 8 * half + lane / 4;
+            *reinterpret_cast<uint4*>(out + to * w.k + 32 * step + 8 * (lane % 4)) =
+                make_uint4(a[0][half], a[0][2 + half], a[1][half], a[1][2 + half]);
+        }
     }
 }
 
@@ -128,10 +108,10 @@ struct Unpack {
     cudaError_t run(
         const ExlTrellisMatrix& w, int first_column, int columns, void* out, void* stream
     ) const {
-        const int64_t blocks = ceil_div(columns, kUnpackColumns) * (w.k / kUnitRows);
+        const int64_t steps = static_cast<int64_t>(columns / kUnitColumns) * (w.k / 32);
         return launch(
-            unpack_kernel<kTileWords, kCodebook>, dim3(blocks), dim3(kWarps * kWarp), 0, stream, w,
-            first_column, columns, static_cast<__half*>(out)
+            unpack_kernel<kTileWords, kCodebook>, dim3(ceil_div(steps, kWarps)),
+            dim3(kWarps * kWarp), 0, stream, w, first_column, columns, static_cast<__half*>(out)
         );
     }
 };

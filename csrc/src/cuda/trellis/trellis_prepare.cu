@@ -10,7 +10,6 @@
 
 #include "cuda/trellis/trellis_rates.cuh"
 #include "cuda/trellis/trellis_rows.cuh"
-#include "cuda/trellis/trellis_work.cuh"
 
 namespace exl::cuda::trellis {
 
@@ -108,8 +107,8 @@ extern "C" int64_t exl_cuda_trellis_inputs_bytes(int32_t form, int32_t rows, int
     if (form == EXL_TRELLIS_INTEGERS) {
         return ceil_div(rows, kSetRows) * blocks * (1024 + kSetRows * sizeof(float2));
     }
-    if (form != EXL_TRELLIS_PLAIN) {
-        return halves_bytes(form, rows, k) + rows * blocks * static_cast<int64_t>(sizeof(float));
+    if (form == EXL_TRELLIS_HALVES) {
+        return halves_bytes(rows, k) + rows * blocks * static_cast<int64_t>(sizeof(float));
     }
     return 2ll * rows * k;
 }
@@ -126,7 +125,7 @@ extern "C" int exl_cuda_trellis_prepare(const ExlTrellisPrepare* args, void* str
     operands.features = args->to[0].matrix->in_features;
     for (int i = 0; i < args->count; ++i) {
         const ExlTrellisInputs& to = args->to[i];
-        const bool is_form = to.form >= EXL_TRELLIS_INTEGERS && to.form <= EXL_TRELLIS_NARROW;
+        const bool is_form = to.form >= EXL_TRELLIS_INTEGERS && to.form <= EXL_TRELLIS_PLAIN;
         if (!is_valid(*to.matrix) || !is_form || to.rows < args->m ||
             to.matrix->in_features != operands.features) {
             return cudaErrorInvalidValue;
@@ -148,7 +147,5 @@ extern "C" int exl_cuda_trellis_prepare(const ExlTrellisPrepare* args, void* str
         args->norm == nullptr
             ? (bytes == 4 ? prepare_kernel<float, false> : prepare_kernel<__half, false>)
             : (bytes == 4 ? prepare_kernel<float, true> : prepare_kernel<__half, true>);
-    return launch_overlapping(
-        kernel, dim3(args->m, slices), dim3(kWarps * kWarp), 0, stream, operands
-    );
+    return launch(kernel, dim3(args->m, slices), dim3(kWarps * kWarp), 0, stream, operands);
 }

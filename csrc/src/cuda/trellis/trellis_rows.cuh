@@ -13,22 +13,18 @@ constexpr int kValues = EXL_TRELLIS_BLOCK / kWarp;  // of a lane
 constexpr int kSetRows = 4;                         // of the form `integers`
 constexpr float kLargest = 127 * 256;               // integer
 
-// Tiles of 8 rows in a chunk of the forms `halves`, `matrices` and `narrow`.
-inline int row_tiles(int form, int rows) {
-    return form == EXL_TRELLIS_MATRICES || (form == EXL_TRELLIS_HALVES && rows > 8) ? 4 : 1;
-}
+inline __host__ __device__ int row_tiles(int rows) { return rows <= 8 ? 1 : 4; }
 
-// Bytes of the float16 numbers of these forms, which sums follow.
-inline int64_t halves_bytes(int form, int rows, int k) {
-    const int tiles = row_tiles(form, rows);
-    return ceil_div(rows, 32) * (k / EXL_TRELLIS_BLOCK) * kSteps * tiles * 512;
+// Bytes of the float16 numbers of the form `halves`, which sums follow.
+inline int64_t halves_bytes(int rows, int k) {
+    return ceil_div(rows, 32) * (k / EXL_TRELLIS_BLOCK) * kSteps * row_tiles(rows) * 512;
 }
 
 // Where prepared inputs go.
 struct Target {
     uint8_t* out;
     float2* scales;  // of integers
-    float* sums;     // of halves, matrices and narrow for MUL1: [rows][blocks], else null
+    float* sums;     // of halves for MUL1: [rows][blocks], else null
     const __half* suh;
     int form;
     int row_tiles;
@@ -42,16 +38,15 @@ struct Target {
           sums(nullptr),
           suh(static_cast<const __half*>(to.matrix->suh)),
           form(to.form),
-          row_tiles(trellis::row_tiles(form, to.rows)),
+          row_tiles(trellis::row_tiles(to.rows)),
           blocks(to.matrix->k / EXL_TRELLIS_BLOCK),
           k(to.matrix->k),
           first_in(to.matrix->first_in),
           in_features(to.matrix->in_features) {
         const int64_t sets = ceil_div(to.rows, kSetRows);
         scales = reinterpret_cast<float2*>(out + sets * blocks * 1024);
-        const bool is_plain = form == EXL_TRELLIS_PLAIN;
-        if (form != EXL_TRELLIS_INTEGERS && !is_plain && to.matrix->codebook == EXL_CODEBOOK_MUL1) {
-            sums = reinterpret_cast<float*>(out + halves_bytes(form, to.rows, k));
+        if (form == EXL_TRELLIS_HALVES && to.matrix->codebook == EXL_CODEBOOK_MUL1) {
+            sums = reinterpret_cast<float*>(out + halves_bytes(to.rows, k));
         }
     }
 };
@@ -158,10 +153,6 @@ __device__ __forceinline__ void store_block(
             const int64_t unit = static_cast<int64_t>(row / 32) * to.blocks + block;
             at = ((unit * kSteps + step) * to.row_tiles + row % 32 / 8) * 512 +
                  (4 * (row % 8) + q + p) * 16 + tile % 2 * 8 + high * 4;
-        } else if (to.form != EXL_TRELLIS_PLAIN) {
-            const int64_t unit = static_cast<int64_t>(row / 32) * to.blocks + block;
-            const int64_t half = ((unit * kSteps + step) * 2 + tile % 2) * 2 + high;
-            at = half * to.row_tiles * 128 + row % 32 * 16 + (q + p) * 4;
         } else {
             const int place = 32 * step + 8 * (q + p) + 4 * (tile % 2) + 2 * high;
             at = 2 * (static_cast<int64_t>(row) * to.k + EXL_TRELLIS_BLOCK * block + place);

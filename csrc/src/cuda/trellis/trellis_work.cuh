@@ -8,8 +8,6 @@
 // depends on neither the batch nor timing.
 #pragma once
 
-#include <cstdlib>
-
 #include "cuda/common/common.cuh"
 #include "exl/cuda/trellis.h"
 
@@ -88,27 +86,11 @@ struct WorkPart {
     uint32_t first_group, last_group;
 };
 
-// Rows that the decode kernel prepares itself (trellis_own_inputs.cuh). x null: the parts' inputs
-// are prepared. Rows and the norm's weights are aligned to 16 bytes. The number of features and the
-// first ones' places are multiples of 4.
-struct OwnRows {
-    const void* x;
-    const float* norm;  // or null
-    const __half* suh[EXL_TRELLIS_MAX_PARTS];
-    int64_t x_stride;
-    int first_in[EXL_TRELLIS_MAX_PARTS];
-    int features;
-    float eps;
-    bool is_half;
-};
-
 struct WorkArgs {
     WorkPart parts[EXL_TRELLIS_MAX_PARTS];
     Division division;
-    OwnRows rows;
     float* sums;  // [slots][rows][columns of a group]
     int m;        // rows of the batch
-    int count;    // parts
 
     // The part of a column group.
     __device__ __forceinline__ const WorkPart& part_of(uint32_t group) const {
@@ -120,31 +102,14 @@ struct WorkArgs {
 constexpr int kDecodeRows = 8, kBatchRows = 32;
 constexpr int kBatchColumns = 256;
 
-constexpr int kDecodeBlocks = 2;  // of the decode kernel, per multiprocessor
-
-// Launches a kernel that shares multiprocessors with those before and after it. All of them ask for
-// the largest shared memory: a multiprocessor has to be empty before its division into shared memory
-// and L1 cache changes.
-template <class... Params, class... Args>
-cudaError_t launch_overlapping(
-    void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
-    Args... args
-) {
-    if (getenv("EXL_CARVE") == nullptr)
-        return launch(kernel, grid, block, shared_bytes, stream, args...);
-    const cudaError_t error = cudaFuncSetAttribute(
-        reinterpret_cast<const void*>(kernel), cudaFuncAttributePreferredSharedMemoryCarveout,
-        cudaSharedmemCarveoutMaxShared
-    );
-    if (error != cudaSuccess) return error;
-    return launch(kernel, grid, block, shared_bytes, stream, args...);
-}
+// Thread blocks per multiprocessor of the decode kernel.
+constexpr int kDecodeBlocks = 2;
 
 // Launches for a codebook, which has a source file of its own (trellis_decode.cuh,
-// trellis_batch.cuh). `has_integers`: form of the inputs. `rows`: that the inputs have space for.
+// trellis_batch.cuh). `has_integers`: form of the inputs.
 template <int kCodebook>
 cudaError_t launch_decode(int tile_words, bool has_integers, const WorkArgs& args, void* stream);
 template <int kCodebook>
-cudaError_t launch_batch(int tile_words, int rows, const WorkArgs& args, void* stream);
+cudaError_t launch_batch(int tile_words, const WorkArgs& args, void* stream);
 
 }  // namespace exl::cuda::trellis

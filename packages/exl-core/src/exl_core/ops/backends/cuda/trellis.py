@@ -42,7 +42,7 @@ SCRATCH_HALVES = 64 << 20
 JOINT_COLUMNS = 4096
 """Most columns of matrices that one call multiplies together, with decoded weights."""
 
-FORMS = {"integers": 0, "halves": 1, "plain": 2, "matrices": 3, "narrow": 4}
+FORMS = {"integers": 0, "halves": 1, "plain": 2}
 CODEBOOKS = {"3inst": 0, "mcg": 1, "mul1": 2}
 
 
@@ -110,6 +110,7 @@ class CudaTrellisInputs:
     w: CudaTrellis
     rows: int
     form: int
+    form_rows: int  # rows that the form has space for
     memory: Tensor
 
     @property
@@ -122,7 +123,7 @@ class CudaTrellisInputs:
             matrix=ctypes.pointer(self.w.matrix),
             out=self.memory.data_ptr(),
             form=self.form,
-            rows=self.rows,
+            rows=self.form_rows,
         )
 
 
@@ -146,21 +147,28 @@ class Trellis:
 
     def inputs_for(self, w: CudaTrellis, rows: int) -> CudaTrellisInputs:
         """Buffer for prepared inputs of `w`."""
-        form = "plain"
+        form, form_rows = "plain", rows
         if rows <= self._max_rows:
             form = "halves"
             if self._gpu.is_invariant:  # one form for every number of rows
-                form = "matrices" if self._max_rows > DECODE_ROWS else "halves"
-            elif rows > DECODE_ROWS:
-                form = "matrices"
+                if self._max_rows > DECODE_ROWS:
+                    form_rows = max(rows, DECODE_ROWS + 1)
             elif rows <= INTEGER_ROWS and w.layout.codebook == "mul1":
                 form = "integers"
-            elif self._max_rows > DECODE_ROWS and w.layout.codebook == "mul1":
-                form = "narrow"
         number = FORMS[form]
-        size = self._gpu.size("trellis_inputs_bytes", number, rows, w.layout.stored_in)
+        size = self._gpu.size("trellis_inputs_bytes", number, form_rows, w.layout.stored_in)
         memory = self._gpu.empty(size, dtype=torch.uint8)
-        return CudaTrellisInputs(w, rows, number, memory)
+        return CudaTrellisInputs(w, rows, number, form_rows, memory)
+
+    def _inputs_of(self, parts: Sequence[CudaTrellis], rows: int) -> list[CudaTrellisInputs]:
+        """Buffers for the inputs of parts with the same number of stored inputs."""
+        inputs = [self.inputs_for(part, rows) for part in parts]
+        if inputs[0].form == FORMS["plain"]:  # successive, so that one product can take several
+            size = inputs[0].memory.numel()
+            memory = self._gpu.empty(len(parts), size, dtype=torch.uint8)
+            for one, own in zip(inputs, memory, strict=True):
+                one.memory = own
+        return inputs
 
     def prepare(self, x: Tensor, norm: RmsNorm | None, inputs: Sequence[CudaTrellisInputs]) -> None:
         """Fills up to three prepared inputs from x [m, k] strided rows, float32 or float16."""
@@ -191,8 +199,10 @@ class Trellis:
             first = 0
             for group in _groups(parts):
                 last = first + sum(part.out_features for part in group)
+                inputs = self._inputs_of(group, rows.stop - rows.start)
+                self.prepare(x[rows], norm, inputs)
                 epilogue = cuda.ADD if is_added else cuda.STORE
-                self._launch_rows(x[rows], norm, group, out[rows, first:last], epilogue)
+                self._launch(inputs, out[rows, first:last], epilogue)
                 first = last
 
     def multiply_prepared(self, x: CudaTrellisInputs, residual: Tensor) -> None:
@@ -210,48 +220,29 @@ class Trellis:
         """out [m, n] = act(gate) * up for two parts that `is_pair` accepts."""
         if isinstance(out, CudaTrellisInputs):
             if _can_follow(out.w.layout, parts[0].layout) and len(self._chunks(out.rows)) == 1:
-                self._launch_rows(x, norm, parts, None, cuda.GATED, gate=kind, to=out)
+                inputs = self._inputs_of(parts, out.rows)
+                self.prepare(x, norm, inputs)
+                self._launch(inputs, None, cuda.GATED, kind, out)
                 return
             halves = self._gpu.empty(out.rows, parts[0].out_features, dtype=torch.float16)
             self.multiply_gated(x, parts, halves, norm, kind)
             self.prepare(halves, None, [out])
             return
         for rows in self._chunks(x.shape[0]):
-            self._launch_rows(x[rows], norm, parts, out[rows], cuda.GATED, gate=kind)
+            inputs = self._inputs_of(parts, rows.stop - rows.start)
+            self.prepare(x[rows], norm, inputs)
+            self._launch(inputs, out[rows], cuda.GATED, kind)
 
     def _chunks(self, rows: int) -> list[slice]:
         """Ranges of rows that are multiplied on their own: all, except in the invariant mode."""
         step = self._max_rows if self._gpu.is_invariant else max(rows, 1)
         return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
-    def _launch_rows(
-        self,
-        x: Tensor,
-        norm: RmsNorm | None,
-        parts: Sequence[CudaTrellis],
-        out: Tensor | None,
-        epilogue: int,
-        *,
-        gate: GateKind = "silu",
-        to: CudaTrellisInputs | None = None,
-    ) -> None:
-        """Product with rows x, which another kernel prepares."""
-        rows = x.shape[0]
-        inputs = [self.inputs_for(part, rows) for part in parts]
-        if inputs[0].form == FORMS["plain"]:  # successive, so that one product can take several
-            k = parts[0].layout.stored_in
-            memory = self._gpu.empty(len(parts), 2 * rows * k, dtype=torch.uint8)
-            for one, own in zip(inputs, memory, strict=True):
-                one.memory = own
-        self.prepare(x, norm, inputs)
-        self._launch(inputs, out, epilogue, gate=gate, to=to)
-
     def _launch(
         self,
         inputs: Sequence[CudaTrellisInputs],
         out: Tensor | None,
         epilogue: int,
-        *,
         gate: GateKind = "silu",
         to: CudaTrellisInputs | None = None,
     ) -> None:
@@ -272,9 +263,7 @@ class Trellis:
                 args.sums[i] = sums.data_ptr()
         if not held:
             n = max(self._max_n, sum(one.w.layout.stored_out for one in inputs))
-            decode_forms = {FORMS["integers"], FORMS["halves"]}
-            is_decode = all(one.form in decode_forms for one in inputs)
-            rows = DECODE_ROWS if is_decode else self._max_rows
+            rows = first.form_rows if first.form_rows <= DECODE_ROWS else self._max_rows
             workspace = self._gpu.workspace("trellis_linear", n, rows)
             args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
         self._gpu.call("trellis_linear", args)
