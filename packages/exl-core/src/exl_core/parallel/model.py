@@ -278,8 +278,8 @@ class RankTransformer(Transformer):
         return self._shares.low_rank(target, down, up)
 
     def _whole_power(self, layer: int, power: Tensor) -> Tensor:
-        """With fewer key heads than ranks, several ranks divide the queries of one, and smooth their
-        copies of its keys alike."""
+        """With fewer key heads than ranks, several ranks divide the queries of one. They smooth
+        their copies of its keys alike."""
         spec, rank = self._whole_layers[layer].mixer, self._exchange.rank
         assert isinstance(spec, Attention), "the layer has keys"
         if rank.count <= spec.num_kv_heads:
