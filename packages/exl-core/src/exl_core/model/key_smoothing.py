@@ -46,7 +46,8 @@ def power_of(queries: Tensor, kv_heads: int) -> Tensor:
     """Mean square of each element of one text's queries [n, H, D], by the key head that they read:
     float64 [K, D]."""
     # The first token is left out: it is an attention sink, and its key is an outlier.
-    heads = queries[1:].double().unflatten(1, (kv_heads, -1))  # [n - 1, K, H / K, D]
+    group, d = queries.shape[1] // kv_heads, queries.shape[2]
+    heads = queries[1:].double().view(-1, kv_heads, group, d)
     return heads.square().mean((0, 2))
 
 
