@@ -237,6 +237,7 @@ class RankTransformer(Transformer):
         super().__init__(share_config(config, rank), divided, ops, sample_ids)
         self._exchange = exchange
         self._shares = shares
+        self._whole_layers = config.layers
         self._peers = exchange if isinstance(exchange, PeerExchange) else None
         self._is_plain = False
         if self._is_divided:
@@ -275,6 +276,19 @@ class RankTransformer(Transformer):
         if not self._is_divided:
             return super().own_low_rank(target, down, up)
         return self._shares.low_rank(target, down, up)
+
+    def _whole_power(self, layer: int, power: Tensor) -> Tensor:
+        """With fewer key heads than ranks, several ranks divide the queries of one. They smooth
+        their copies of its keys alike."""
+        spec, rank = self._whole_layers[layer].mixer, self._exchange.rank
+        assert isinstance(spec, Attention), "the layer has keys"
+        if rank.count <= spec.num_kv_heads:
+            return power
+        own = head_share(spec, rank)
+        parts = power.new_zeros(spec.num_kv_heads, power.shape[1], dtype=torch.float32)
+        parts[own.kv.start] = power[0] * len(own.q)
+        group = spec.num_q_heads // spec.num_kv_heads
+        return self._exchange.sum(parts)[own.kv.start, None].double() / group
 
     def _summing(self, ops: LayerOps, _: int, __: BlockWeights) -> LayerOps:
         if self._peers is None or not self._peers.peers.is_active:

@@ -75,13 +75,13 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         if w.out_features > cuda.MAX_EXPERTS:
             return choose(self.linear(x, w), routing, bias)
         if self._can_fuse_router(x, w):
-            args, routed = self._new_route(len(x), w, routing, bias)
-            self._call_router(args, x, cast(CudaLinear, w))
-            return routed
-        args, routed = self._new_route(len(x), w, routing, bias, logits=self.linear(x, w))
+            call = self._new_route(len(x), w, routing, bias)
+            self._call_router(call, x, cast(CudaLinear, w))
+            return call.routed
+        call = self._new_route(len(x), w, routing, bias, logits=self.linear(x, w))
         if len(x):
-            self._gpu.call("route", args)
-        return routed
+            self._gpu.call("route", call.args)
+        return call.routed
 
     def _can_fuse_router(self, x: Tensor, w: PackedLinear) -> bool:
         is_known = isinstance(w, CudaLinear) and w.out_features <= cuda.MAX_EXPERTS
@@ -96,8 +96,8 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         *,
         joined: JoinedExperts | None = None,
         logits: Tensor | None = None,
-    ) -> tuple[cuda.Route, Routed]:
-        """Arguments of `exl_cuda_route`, and the memory for its choice."""
+    ) -> _RouterCall:
+        """Arguments of `exl_cuda_route`, and the memory that it writes."""
         shared = 0 if joined is None else joined.shared
         scores = None if joined is None else cast(CudaLinear | None, joined.scores)
         if logits is None:
@@ -123,10 +123,11 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
             eps=routing.eps,
             factor=routing.factor,
         )
-        return args, Routed(ids, weights)
+        return _RouterCall(args, Routed(ids, weights), logits)
 
-    def _call_router(self, args: cuda.Route, x: Tensor, w: CudaLinear) -> None:
+    def _call_router(self, call: _RouterCall, x: Tensor, w: CudaLinear) -> None:
         """Computes the logits and the choice by one kernel."""
+        args = call.args
         args.x, args.x_stride, args.x_dtype = x.data_ptr(), x.stride(0), TYPES[x.dtype]
         args.weight, args.d = w.weight.data_ptr(), x.shape[1]
         args.logit_bias = None if w.bias is None else w.bias.data_ptr()
@@ -149,18 +150,17 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
             return ComposedExpertOps.add_experts_(self, x, layer)
         experts = layer.experts if joined is None else joined.experts
         h = self._gpu.empty(*x.shape)
-        args, routed = self._new_route(
-            len(x), layer.router, layer.routing, layer.bias, joined=joined
-        )
+        call = self._new_route(len(x), layer.router, layer.routing, layer.bias, joined=joined)
+        args, routed = call.args, call.routed
         args.norm, args.norm_eps = layer.norm.weight.data_ptr(), layer.norm.eps
         args.normed = h.data_ptr()
         matrices = _indexed(experts)
         if len(x) == 1 and matrices is not None and _choose_themselves(routed, matrices):
             args.ids = args.weights = None
-            self._call_router(args, x, cast(CudaLinear, layer.router))
+            self._call_router(call, x, cast(CudaLinear, layer.router))
             self._experts_of_one_row(h, routed, matrices, experts, x, is_added=True, route=args)
             return x
-        self._call_router(args, x, cast(CudaLinear, layer.router))
+        self._call_router(call, x, cast(CudaLinear, layer.router))
         self._write_experts(h, routed, experts, x, is_added=True)
         return x
 
@@ -278,7 +278,8 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         _store_inner(args, experts, down)
         gpu.call("expert_linear", args)
         outputs = gpu.empty(rows * top_k, down.out_features)
-        args = items.product(down, self._inner_inputs(inner, routed.ids, down), outputs)
+        inputs = self._inner_inputs(inner, routed.ids, down)  # kept until the launch
+        args = items.product(down, inputs, outputs)
         args.is_early = True
         gpu.call("expert_linear", args)
         self._sum_experts(outputs, routed.weights, y, is_added=is_added)
@@ -315,7 +316,8 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         is_one_call = down.has_inverses and (gate_up.source == "dense") == (down.source == "dense")
         if not is_one_call:
             gpu.call("expert_row", first, None, *chosen)
-        last = _product(down, self._inner_inputs(inner, routed.ids, down), y)
+        inputs = self._inner_inputs(inner, routed.ids, down)  # kept until the launch
+        last = _product(down, inputs, y)
         last.epilogue = cuda.ADD if is_added else cuda.STORE
         gpu.call("expert_row", first if is_one_call else None, last, *chosen)
 
@@ -376,6 +378,15 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
             # An output of infinity times a weight of zero would be NaN.
             y += torch.where(weight == 0, 0.0, self.linear(h, narrow) * weight)
         return y
+
+
+class _RouterCall(NamedTuple):
+    """Arguments of `exl_cuda_route`, and the memory that they point to. It has to be kept until the
+    last kernel that gets the arguments is launched: torch gives freed memory to the next tensor."""
+
+    args: cuda.Route
+    routed: Routed
+    logits: Tensor
 
 
 class _Inputs(NamedTuple):
