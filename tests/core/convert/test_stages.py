@@ -291,13 +291,14 @@ def test_steps_that_lose_are_undone(
     tensors = convert(llama, measured, 3.0)
     with cpu_workers() as workers:
         model, source_states = open_tuned(llama, tensors, tmp_path, workers)
+        start = model.divergence(llama.token_ids, source_states, workers)
         with torch.no_grad():
             for parameter in model.parameters.values():
-                parameter += 0.5 * torch.randn_like(parameter)
+                parameter.add_(torch.randn_like(parameter), alpha=0.5)
         whole = {name: parameter.detach().clone() for name, parameter in model.parameters.items()}
         far = model.divergence(llama.token_ids, source_states, workers)
         model.keep_best_share(llama.token_ids, source_states, workers)
         near = model.divergence(llama.token_ids, source_states, workers)
-    assert near < far / 4
+    assert near < 1.1 * start < far / 2
     shares = torch.cat([(model.parameters[name] / one).flatten() for name, one in whole.items()])
-    assert 0 <= shares.min() and shares.max() < 0.3 and shares.std() < 1e-4
+    assert shares.min() >= 0 and shares.max() < 0.3 and shares.std() < 1e-4
