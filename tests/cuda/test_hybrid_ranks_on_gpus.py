@@ -60,6 +60,8 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         num_experts_per_token=8,
     ),
 }
+DECODE_LIMIT = 1e-5
+DECODE_LIMITS = {"qwen3.5-moe-kernels": 3e-5}  # twice that of float16 to float32 is 2e-5
 PROMPTS = ([5, 6, 7], [9, 8, 7, 6, 5] * 30, [11, 12], [200, 3, 4, 250] * 8)
 
 
@@ -82,7 +84,7 @@ def test_ranks_that_share_a_gpu_have_its_logits(name: str, tmp_path: Path) -> No
         kls = [mean_kl(one, other) for one, other in zip(expected, found, strict=True)]
         print(f"{name}, {count} ranks: KL of prompt and decode {kls[0]:.1e}, {kls[1]:.1e}")
         assert kls[0] <= 1e-4
-        assert kls[1] <= 1e-5
+        assert kls[1] <= DECODE_LIMITS.get(name, DECODE_LIMIT)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -99,7 +101,7 @@ def test_gpus_write_the_text_of_one(name: str, count: int, tmp_path: Path) -> No
         kls = [mean_kl(one, other) for one, other in zip(expected, found, strict=True)]
         print(f"{name}, {count} GPUs: KL of prompt and decode {kls[0]:.1e}, {kls[1]:.1e}")
         assert kls[0] <= 1e-4
-        assert kls[1] <= 1e-5
+        assert kls[1] <= DECODE_LIMITS.get(name, DECODE_LIMIT)
         same = replies(divided)
         for prompt, *both in zip(PROMPTS, text, same, strict=True):
             assert_alike(whole.model, prompt, *both)

@@ -6,9 +6,9 @@ factor for each of these values by gradient descent (Adam) on the divergence of 
 model's predictions from the source's, on the calibration rows. Codes, biases and the numbers of a
 layer do not change.
 
-The steps are noisy. A model that is close to its source, as at 4 bits, can lose more by them than it
-gains. There, rows that no step sees decide how far the values go from where they were to where the
-last step left them.
+The steps are noisy. A model that is close to its source, as at 4 bits, can lose more by them than
+it gains. There, rows that no step sees decide how far the values go from where they were to where
+the last step left them.
 
 Each step runs forward and backward through the layers with one layer in memory. Weights (in
 `compute_type`) and the states before each layer are kept in files. The backward pass computes each
@@ -63,8 +63,8 @@ LENGTH = 512
 LEARNING_RATE = 0.005
 HELD_OUT = 16  # most rows that measure the model apart from the steps
 CLOSE = 0.15
-"""Divergence of an untuned model, in nats per token, below which the held-out rows choose a share of
-the steps' result. Above it, that choice has been worse on other text than the whole result."""
+"""Divergence of an untuned model, in nats per token, below which the held-out rows choose a share
+of the steps' result. Above it, that choice has been worse on other text than the whole result."""
 SHARES = (0.0, 0.5, 1.0)  # shares that are measured; a parabola through them has the best one
 RECURRENT_VALUES = 24
 """Values that the backward pass through a recurrent layer keeps of a token, for each channel of its
