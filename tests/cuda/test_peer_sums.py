@@ -132,7 +132,7 @@ def test_products_send_their_sums_and_the_next_product_reads_them(
             prepared = ops.inputs_for(w, h) if round_ % 2 else h
             if isinstance(prepared, CudaInputs):
                 ops._linears.prepare_for(prepared, h)
-            assert one.multiply(prepared, w)
+            assert one.multiply(prepared, w, defers=True)
         targets = [one.await_sum(x, defers=True) for one in ranks.all]
         for one, target in zip(ranks.all, targets, strict=True):
             if round_ % 3 == 0:
@@ -190,7 +190,7 @@ def test_ranks_with_their_own_gpus_wait_for_each_other(
     states = [torch.zeros(rows, width, device=table.device) for table in tables]
     found: list[list[tuple[Tensor, Tensor]]] = []
     for one in ranks.all:
-        one.timeout_ms = 10_000
+        one.timeout_ms, one.is_alone = 10_000, True
     for table in tables:
         torch.cuda.synchronize(table.device)  # all buffers are empty
     ranks.begin(rows)
@@ -199,7 +199,7 @@ def test_ranks_with_their_own_gpus_wait_for_each_other(
         for rank, one in enumerate(ranks.all):
             with torch.cuda.device(rank):
                 torch.cuda._sleep(pauses[round_][rank])  # type: ignore[no-untyped-call]
-            assert one.multiply(own[rank][round_], sending[rank])
+            assert one.multiply(own[rank][round_], sending[rank], defers=defers)
         found.append([])
         for rank, one in enumerate(ranks.all):
             before = states[rank] if defers else states[rank].clone()  # which may be overwritten
@@ -337,9 +337,9 @@ def test_matrices_without_codes_are_left_to_the_caller(ops: CudaTable) -> None:
     dense = ops.new_linear(DenseLayout(64, 32, torch.float16, has_bias=False))
     ops.fill_linear(dense, 0, DenseColumns(torch.randn(64, 32).half(), None))
     first = ranks.all[0]
-    assert not first.multiply(torch.randn(3, 32).half().cuda(), dense)
+    assert not first.multiply(torch.randn(3, 32).half().cuda(), dense, defers=True)
     other = matrix(ops, 32, 128, 1)
-    assert not first.multiply(torch.randn(3, 128).half().cuda(), other)
+    assert not first.multiply(torch.randn(3, 128).half().cuda(), other, defers=True)
     assert not first.takes(torch.zeros(4, 64))
 
 

@@ -81,7 +81,7 @@ def large(folder: Path) -> Path:
 
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Limits the memory that torch may allocate in one rank, by its number and bytes."""
+    """Limits the memory that one rank may allocate, by its number and bytes."""
     path = os.pathsep.join((str(Path(__file__).parents[1]), *filter(None, sys.path)))
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setattr(ranks, "MODULE", limited_follower.MODULE)

@@ -175,6 +175,42 @@ def test_a_failure_of_nccl_on_rank_0_ends_the_load(
         load_model(tiny, device="cuda", tensor_parallel=2)
 
 
+AHEAD = """
+import sys
+from exl_core.parallel.processes import start_ahead
+start_ahead(2, may_use_gpu=True)
+assert "torch" not in sys.modules
+from exl_core.model.context import Context
+from exl_core.session.load import load_model
+device, count = sys.argv[2], int(sys.argv[3])
+loaded = load_model(sys.argv[1], device=device, threads=2, tensor_parallel=count)
+assert (loaded.model.followers.connection is not None) is (sys.argv[4] == "True")
+context = Context(loaded.model, 600)
+assert context.feed([[5 + i % 200 for i in range(300)]])[0].isfinite().all()
+assert context.feed([[5]])[0].isfinite().all()
+loaded.unload()
+print("done")
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "is_early"), [("cuda", 2, True), ("cpu", 2, False), ("cpu", 3, False)]
+)
+def test_gpus_connect_while_processes_start(
+    tiny: Path, device: str, count: int, is_early: bool
+) -> None:
+    """A load on the CPU, or with another number of ranks, drops the connection."""
+    done = subprocess.run(
+        [sys.executable, "-c", AHEAD, str(tiny), device, str(count), str(is_early)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.stdout == "done\n", done.stderr
+    assert not done.returncode
+
+
 def test_connections_stay_on_the_loopback_interface(tiny: Path) -> None:
     divided = load_model(tiny, device="cuda", tensor_parallel=2)
     owned = {

@@ -93,7 +93,8 @@ def test_a_model_that_the_gpu_cannot_hold_gets_layers_on_the_cpu(
 def test_passes_of_stages_begin_before_their_tokens_are_read(
     folder: Path, second: str, divided_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replies are those of passes that begin afterwards, also where decode is divided."""
+    """Replies are those of passes that begin afterwards. A pass that is divided begins so, too: its
+    later part would make the host wait for the tokens."""
     if int(second[-1]) >= torch.cuda.device_count():
         pytest.skip("needs two GPUs")
     monkeypatch.setattr(microbatch, "MIN_SPLIT_SEQUENCES", divided_from)
@@ -122,7 +123,7 @@ def test_passes_of_stages_begin_before_their_tokens_are_read(
         assert replies is not None
         found.append(replies)
     assert found[0] == found[1]
-    assert begun and set(begun) == {5}
+    assert set(begun) == (set() if divided_from == 2 else {5})
 
 
 @pytest.mark.parametrize("first", ["cpu", "cuda:0"])

@@ -9,11 +9,12 @@ import torch
 
 from exl_core.ops.backends.cuda import matmul
 from exl_core.ops.backends.cuda.library import Gpu
-from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
+from exl_core.ops.backends.cuda.quantized import CudaQuantLinear, plan_tiles
 from exl_core.ops.backends.cuda.recurrent import CudaRecurrentOps
 from exl_core.ops.backends.cuda.trellis import DECODE_ROWS, Trellis
 from exl_core.ops.recurrent import StateRows, StateScan
 from exl_core.ops.weights import Codebook, Formula, GroupedLayout, GroupRun, TrellisLayout
+from exl_core.parallel.slices import slice_rows
 
 SLOT_BYTES = 3 << 20
 
@@ -104,6 +105,37 @@ def test_trellis_inputs_have_one_form_in_the_batch_invariant_mode(
     found = [trellis.inputs_for(w, rows) for rows in range(1, max_rows + 1)]
     assert len({one.form for one in found}) == 1
     assert len({one.form_rows > DECODE_ROWS for one in found}) == 1
+
+
+INLINE_RUNS = 12  # of a matrix whose runs are kernel parameters (quant_work.cuh)
+
+
+@pytest.mark.parametrize("rank", range(2))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_heads_of_a_rank_have_few_runs_of_k_tiles(ranks: int, rank: int) -> None:
+    """With act-order a rank's heads have some rows of every group. The runs, from which kernels
+    compute places of k-tiles, agree with the table of k-tiles."""
+    rows, mix = 8192, (GroupRun(5, 3, 128), GroupRun(4, 55, 128), GroupRun(3, 6, 128))
+    features = torch.randperm(rows, generator=torch.Generator().manual_seed(ranks)).int()
+    whole = GroupedLayout(64, rows, mix, features, torch.float16, "middle")
+    count = rows // ranks
+    layout = slice_rows(whole, torch.arange(rank * count, (rank + 1) * count)).layout
+    assert isinstance(layout, GroupedLayout)
+    assert len(layout.runs) > INLINE_RUNS
+    plan = plan_tiles(layout.runs, 2, 0)
+    assert len(plan.runs) <= INLINE_RUNS
+    ends = [*plan.runs["first_k_tile"].tolist()[1:], len(plan.k_tiles)]
+    found = []
+    for run, end in zip(plan.runs, ends, strict=True):
+        group_blocks = 4 * (int(run["group_k_tiles"]) - 1) + int(run["last_blocks"])
+        for at in range(end - int(run["first_k_tile"])):
+            group, in_group = divmod(at, int(run["group_k_tiles"]))
+            block, bits = group * group_blocks + 4 * in_group, int(run["bits"])
+            is_last = in_group + 1 == run["group_k_tiles"]
+            offset = int(run["offset"]) + 64 * at + 128 * bits * block
+            blocks = int(run["last_blocks"]) if is_last else 4
+            found.append((offset, int(run["first_block"]) + block, bits, blocks))
+    assert found == plan.k_tiles[["offset", "first_block", "bits", "blocks"]].tolist()
 
 
 class Recurrent(CudaRecurrentOps):

@@ -76,7 +76,7 @@ def attend(
 ) -> Tensor:
     bound = bound_batch(table, batch, slots_of(batch), *rotation)
     scoring = Scoring(SCALE)
-    return table.attend_latent(*given, batch=bound, cache=cache, scoring=scoring)
+    return cast(Tensor, table.attend_latent(*given, batch=bound, cache=cache, scoring=scoring))
 
 
 def expanded(

@@ -78,6 +78,25 @@ FORMS = {
         [Shape(((8, 2, 128),), 0, "e4m3", torch.float32)],
         [Shape(((8, 1, 128), (8, 1, 64)), 0, "e4m3", torch.float32)],
     ),
+    "zeros": sizes(
+        [Shape(((4, 3, 128),), 0, "zeros"), Shape(((4, 12, 32),), 0, "zeros")],
+        [Shape(((8, 2, 128),), 0, "zeros"), Shape(((8, 8, 32),), 0, "zeros")],
+    ),
+    "minimums": sizes(
+        [Shape(((4, 2, 128),), 0, "minimums"), Shape(((5, 8, 32),), 0, "minimums")],
+        [
+            Shape(((5, 3, 128),), 0, "minimums", torch.float32),
+            Shape(((4, 12, 32),), 0, "minimums", torch.float32),
+        ],
+    ),
+    "tables": sizes(
+        [Shape(((4, 10, 32),), 0, "iq4_nl"), Shape(((4, 10, 32),), 0, "iq4_nl", torch.float32)],
+        [Shape(((4, 2, 128),), 0, "iq4_nl"), Shape(((8, 8, 32),), 0, "e4m3", torch.float32)],
+    ),
+    "widths": sizes(
+        [Shape(((2, 1, 128), (3, 5, 32)), 0), Shape(((6, 5, 32), (5, 1, 128)), 0)],
+        [Shape(((8, 1, 128), (2, 7, 32)), 0), Shape(((3, 1, 128), (6, 1, 128), (8, 3, 32)), 0)],
+    ),
 }
 
 
@@ -442,7 +461,7 @@ def test_many_experts(gpu_table: OpTable, rng: torch.Generator) -> None:
         assert_norm_within(got, experts.outputs(x, routed), BOUND)
 
 
-@pytest.mark.parametrize("form", ["4-bits", "layouts-of-each", "padded-and-permuted", "mxfp4"])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_row_has_the_same_bits_in_every_batch(
     gpu_table: OpTable, rng: torch.Generator, form: str
 ) -> None:

@@ -305,3 +305,39 @@ def test_rows_of_padding_are_zeros_and_change_nothing(
     bound = 2e-5 * expected.abs().max()  # one row per sequence is computed by another kernel
     assert (y[:count] - expected).abs().max() <= bound
     assert torch.allclose(padded, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_no_bit_depends_on_the_division_in_the_batch_invariant_mode(
+    invariant_table: OpTable, name: str
+) -> None:
+    run, shape, width = BIG[name]
+    lengths, rng = (150, 70), torch.Generator().manual_seed(8)
+    texts = [strided_rows(rng, count, width) for count in lengths]
+
+    def results(passes: list[tuple[int, int]]) -> list[Tensor]:
+        """Rows of both sequences and their states, after passes of so many rows of each."""
+        done, states = [0, 0], torch.zeros(3, *shape)
+        found: list[list[Tensor]] = [[], []]
+        for counts in passes:
+            ends = [at + count for at, count in zip(done, counts, strict=True)]
+            parts = [text[at:end] for text, at, end in zip(texts, done, ends, strict=True)]
+            rows = StateRows(
+                torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32),
+                torch.tensor(done, dtype=torch.int32),
+                torch.tensor([2, 0]),
+            )
+            y = run(invariant_table, torch.cat(parts), states, rows)
+            for seq, part in enumerate(torch.split(y, list(counts))):
+                found[seq].append(part)
+            done = ends
+        return [*(torch.cat(parts) for parts in found), states[[2, 0]]]
+
+    whole = results([(150, 0), (0, 70)])
+    for passes in (
+        [(64, 64), (64, 6), (22, 0)],
+        [(5, 0), (63, 3), (1, 1), (81, 66)],
+        [*[(1, 1)] * 60, (90, 10)],
+    ):
+        for one, other in zip(results(passes), whole, strict=True):
+            assert torch.equal(one, other)

@@ -103,6 +103,25 @@ def test_matrices_with_one_input_share_the_feature_order(imported: Imported) -> 
     assert not torch.equal(*orders)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_divided_layer_has_the_shapes_of_a_rank(imported: Imported, ranks: int) -> None:
+    script = imported("time_divided_linears")
+    layouts = script.divided_layouts(script.SIZES["1b"], ranks)
+    shapes = {
+        name: [(one.in_features, one.out_features) for one in found]
+        for name, found in layouts.items()
+    }
+    own, inner = 2048 // ranks, 8192 // ranks
+    assert shapes == {
+        "qkv": [(2048, own), (2048, own // 4), (2048, own // 4)],
+        "o": [(own, 2048)],
+        "o-spread": [(own, 2048)],
+        "gate_up": [(2048, inner)] * 2,
+        "down": [(inner, 2048)],
+    }
+    assert all(one.bits in (3, 4, 5) for one in layouts["down"][0].runs)
+
+
 @pytest.mark.parametrize("mix", ["7:1", "4", "4:x", "4:-1,3:1", ""])
 def test_a_malformed_mix_is_refused(imported: Imported, mix: str) -> None:
     with pytest.raises(ValueError):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat
+from exl_core.model.context import Context
 from exl_core.model.runner import make_batch, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
@@ -141,6 +142,21 @@ def mean_kl(expected: Tensor, found: Tensor) -> float:
     """Mean Kullback-Leibler divergence of the distributions of `found` from `expected`, nats."""
     p, q = expected.double().log_softmax(-1), found.double().log_softmax(-1)
     return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def assert_alike(
+    model: Transformer, prompt: Sequence[int], expected: Sequence[int], found: Sequence[int]
+) -> None:
+    """Greedy replies with the same tokens up to the first difference, where both tokens are almost
+    equally likely under the undivided model."""
+    pairs = enumerate(zip(expected, found, strict=False))
+    first = next((at for at, (one, other) in pairs if one != other), None)
+    if first is None:
+        assert len(expected) == len(found)
+        return
+    known = torch.tensor([[*prompt, *expected[:first]]])
+    logits = Context(model, known.shape[1]).forward(known)[0][-1].cpu()
+    assert logits[expected[first]] - logits[found[first]] < 0.02 * logits.std(), f"token {first}"
 
 
 def assert_logits_of_one_process(path: Path, options: LoadOptions) -> None:

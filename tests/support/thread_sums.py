@@ -81,7 +81,7 @@ class ThreadSums:
         assert part.shape == self._shape
         return self._exchange.sum(torch.where(is_own.bool()[:, None], part, 0.0))
 
-    def multiply(self, x: Inputs, w: PackedLinear) -> bool:
+    def multiply(self, x: Inputs, w: PackedLinear, *, defers: bool) -> bool:
         if not next(self._sends):
             return False
         plain = x.plain if isinstance(x, Prepared) else cast(Tensor, x)

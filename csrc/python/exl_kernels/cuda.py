@@ -21,12 +21,14 @@ from ctypes import (
     c_int,
     c_int32,
     c_int64,
+    c_uint32,
     c_void_p,
 )
 from functools import cache
 from pathlib import Path
 
-from exl_kernels.cuda_exchange import PartialCopies, PartialSums, Tokens
+from exl_kernels.cuda_exchange import PartialCopies, PartialSums, SharedSums, Tokens
+from exl_kernels.cuda_latent import HeadProducts
 from exl_kernels.cuda_recurrent import CausalConv, DeltaRule, GateHeads, StateScan
 from exl_kernels.cuda_trellis import (
     NearestRings,
@@ -36,7 +38,7 @@ from exl_kernels.cuda_trellis import (
     TrellisPrepare,
 )
 
-ABI = 16
+ABI = 17
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
 OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2, "small_middle": 3, "small_minimums": 4}
@@ -56,6 +58,8 @@ SCORES = {"softmax": 0, "sigmoid": 1}
 MAX_EXPERTS = 768
 EXPERT_SOURCES = {"codes": 0, "small_groups": 1, "dense": 2}
 MAX_ROW_EXPERTS = 32  # EXL_CUDA_MAX_ROW_EXPERTS
+# Counters of expert_row for the largest number of experts: EXL_CUDA_ROW_COUNTER_BYTES each.
+ROW_COUNTERS_BYTES = (MAX_ROW_EXPERTS + 1) * 256
 EXPERT_ITEM_ROWS = 128  # EXL_CUDA_EXPERT_ITEM_ROWS
 LOAD_BYTES = 16  # of ExlQuantLoad
 EXPERT_MATRIX_BYTES = 64  # of ExlExpertMatrix
@@ -259,6 +263,7 @@ class Route(Structure):
         ("x_stride", c_int64),
         ("weight", c_void_p),
         ("logit_bias", c_void_p),
+        ("shared_weight", c_void_p),
         ("logits", c_void_p),
         ("counters", c_void_p),
         ("bias", c_void_p),
@@ -279,6 +284,8 @@ class Route(Structure):
         ("eps", c_float),
         ("factor", c_float),
         ("norm_eps", c_float),
+        ("shared", c_int32),
+        ("logits_stride", c_int32),
     )
 
 
@@ -331,6 +338,8 @@ class ExpertLinear(Structure):
         ("x_dtype", c_int32),
         ("source", c_int32),
         ("is_early", c_int32),
+        ("only", c_uint32),
+        ("reserved", c_int32),
     )
 
 
@@ -374,6 +383,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "delta_rule": (POINTER(DeltaRule), _P),
     "state_scan": (POINTER(StateScan), _P),
     "prepare_sums": (POINTER(Prepare), POINTER(PartialSums), _P),
+    "prepare_shared_sums": (POINTER(Prepare), POINTER(SharedSums), _P),
     "quant_linear_sent": (POINTER(QuantLinear), POINTER(PartialCopies), _P),
     "exchange_empty": (_P, _L, _P),
     "exchange_tokens": (POINTER(Tokens), _P),
@@ -385,6 +395,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "shared_open": (_P, POINTER(_P)),
     "shared_close": (_P,),
     "gate_heads": (POINTER(GateHeads), _P),
+    "head_products": (POINTER(HeadProducts), _P),
 }
 # Operand types of the functions that return a size in bytes.
 _SIZES: dict[str, tuple[object, ...]] = {

@@ -17,11 +17,28 @@ class PartialSums(Structure):
         ("ended", c_void_p),
         ("ranks", c_int32),
         ("timeout_ms", c_int32),
+        ("early_rank", c_int32),
+    )
+
+
+class SharedSums(Structure):
+    _fields_ = (
+        ("parts", PartialSums),
+        ("wholes", c_void_p * (MAX_PEERS + 1)),
+        ("spent_whole", c_void_p),
+        ("own", c_int32),
+        ("row_shift", c_int32),
+        ("spent_shift", c_int32),
     )
 
 
 class PartialCopies(Structure):
-    _fields_ = (("to", c_void_p * MAX_PEERS), ("count", c_int32))
+    _fields_ = (
+        ("to", c_void_p * MAX_PEERS),
+        ("count", c_int32),
+        ("is_divided", c_int32),
+        ("row_shift", c_int32),
+    )
 
 
 class Tokens(Structure):

@@ -56,6 +56,8 @@ class DeltaRule(Structure):
         ("is_by_row", c_int32),
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
+        ("is_invariant", c_int32),
+        ("reserved", c_int32),
     )
 
 
@@ -79,6 +81,8 @@ class StateScan(Structure):
         ("largest_step", c_float),
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
+        ("is_invariant", c_int32),
+        ("reserved", c_int32),
     )
 
 

@@ -22,6 +22,7 @@ from exl_core.cache.store import KVStore
 from exl_core.errors import OutOfMemoryError
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.ops.backends.cuda.growing import GrowingBuffer, Memory, Range, promised_bytes
+from support.limited_follower import limit_mapping
 from support.profiles import examples
 
 GRANULE = 1 << 12
@@ -190,3 +191,17 @@ def test_the_pages_that_a_segment_writes() -> None:
     assert last(256, 1) == 89
     assert last(255, 2) == 90
     assert last(600, 168) == 88
+
+
+def test_the_limit_of_a_rank_in_a_test_holds_for_its_cache() -> None:
+    """A cache takes its memory from the driver, where a limit of torch has no effect."""
+
+    class Limited(StandIn):
+        pass
+
+    limit_mapping(Limited, 4 * GRANULE)
+    buffer = GrowingBuffer(Limited(), 10 * GRANULE, tail=1)
+    buffer.grow(3 * GRANULE)
+    with pytest.raises(OutOfMemoryError, match="too little memory"):
+        buffer.grow(4 * GRANULE)
+    assert buffer.grown == 3 * GRANULE

@@ -156,6 +156,7 @@ def check_logits(model: Transformer, kv_format: KVFormat) -> None:
             assert same_bits(one, other)
 
 
+FP16 = KVFormat.FP16
 GPU = "gpu"
 ISAS = available_isas()
 FAST_ISAS = ISAS[1:] or ISAS  # the first is scalar
@@ -195,11 +196,12 @@ def test_logits_do_not_depend_on_the_batch(
     check_logits(loaded(codec, isa, paths).model, kv_format)
 
 
+@pytest.mark.parametrize("place", [ISAS[-1], on_gpu(GPU)])
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_logits_of_hybrids_do_not_depend_on_the_batch(tmp_path: Path, family: str) -> None:
-    """On the CPU. On a GPU, chunks of the delta rule and of Mamba-2 begin where a pass does."""
-    path = save(HYBRIDS[family](), tmp_path)
-    check_logits(loaded(family, ISAS[-1], {family: path}).model, KVFormat.FP16)
+def test_logits_of_hybrids_do_not_depend_on_the_batch(
+    tmp_path: Path, family: str, place: str
+) -> None:
+    check_logits(loaded(family, place, {family: save(HYBRIDS[family](), tmp_path)}).model, FP16)
 
 
 def replies(

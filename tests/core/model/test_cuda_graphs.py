@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,14 @@ import torch
 from exl_core.cache.format import PAGE_SIZE, KVFormat
 from exl_core.model import cuda_graphs
 from exl_core.model.batch import Batch
-from exl_core.model.cuda_graphs import GraphInputs, Shape, capture, select_logits, shape_of
+from exl_core.model.cuda_graphs import (
+    COLLECTION_PAUSE,
+    GraphInputs,
+    Shape,
+    capture,
+    select_logits,
+    shape_of,
+)
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
@@ -146,15 +156,19 @@ def test_a_graph_is_captured_on_the_device_of_its_stage(monkeypatch: pytest.Monk
     """Torch's own stream for captures belongs to the device that had the first one."""
     streams: list[NoStream] = []
 
-    def begin(_: object, *, stream: NoStream, **options: object) -> None:
+    @contextmanager
+    def begin(_: object, *, stream: NoStream, **options: object) -> Iterator[None]:
         assert options["capture_error_mode"] == "thread_local"
+        assert not gc.isenabled()
         streams.append(stream)
+        yield
 
     monkeypatch.setattr(torch.cuda, "Stream", NoStream)
     monkeypatch.setattr(torch.cuda, "graph", begin)
     devices = [torch.device("cuda", index) for index in (0, 1, 0)]
     for device in devices:
-        capture(object(), device)  # type: ignore[arg-type]
+        with capture(object(), device):  # type: ignore[arg-type]
+            pass
     cuda_graphs._capture_stream.cache_clear()
     assert [stream.device for stream in streams] == devices
     assert streams[0] is streams[2]  # graphs that share memory share the stream
@@ -164,3 +178,30 @@ def test_a_graph_is_captured_on_the_device_of_its_stage(monkeypatch: pytest.Monk
 def test_passes_of_hybrids_can_be_captured(build: Callable[[], Any], tmp_path: Path) -> None:
     model = load_model(str(save(build(), tmp_path / "model"))).model
     assert model.can_capture
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_the_garbage_collector_waits_for_the_last_capture() -> None:
+    """It could delete another graph, which ends a process that captures."""
+    assert gc.isenabled()
+    lost = weakref.ref(Cycle())
+    with COLLECTION_PAUSE:
+        with COLLECTION_PAUSE:
+            kept = [[number] for number in range(100_000)]  # enough for a collection
+        assert not gc.isenabled()
+        kept += [[number] for number in range(100_000)]
+        assert lost() is not None
+    assert gc.isenabled()
+    gc.collect()
+    assert lost() is None
+    gc.disable()
+    try:
+        with COLLECTION_PAUSE:
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

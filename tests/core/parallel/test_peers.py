@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from exl_core.ops.backends.cuda.trellis import CudaTrellisInputs
 from exl_core.ops.open import get_table
 from exl_core.parallel.exchange import Exchange, NoExchange
 from exl_core.parallel.followers import END_S, Group
+from exl_core.parallel.model import PartialLinear, PeerOps, SummingOps
 from exl_core.parallel.peers import (
     MAX_RANKS,
     MAX_ROWS,
@@ -38,6 +40,7 @@ from exl_core.session.open import open_model
 from exl_core.session.weights import Loading
 from exl_kernels import cuda
 from support.thread_ranks import ThreadExchange, on_ranks
+from support.thread_sums import ThreadSums
 from support.tiny_models import save, tiny_llama
 
 WIDTH = 64
@@ -287,7 +290,7 @@ def test_inputs_of_every_form_are_multiplied_or_left_to_the_caller() -> None:
     sums._shape = 3, WIDTH
     matrix: Any = None
     inputs = CudaTrellisInputs(matrix, 3, 0, 3, torch.empty(0, dtype=torch.uint8))
-    assert not sums.multiply(inputs, matrix)
+    assert not sums.multiply(inputs, matrix, defers=True)
 
 
 def test_own_memory_is_freed_even_if_that_of_another_rank_cannot_be_closed(
@@ -306,3 +309,36 @@ def test_own_memory_is_freed_even_if_that_of_another_rank_cannot_be_closed(
     with pytest.raises(RuntimeError, match="cannot be closed"):
         cuda_peers._free(CPU, 1, [2, 3])
     assert sorted(called) == [("shared_close", 2), ("shared_close", 3), ("shared_free", 1)]
+
+
+class TwoKernels:
+    """Products of a dense matrix, whose op that adds rounds as another kernel would."""
+
+    def linear(self, x: Tensor, w: Tensor) -> Tensor:
+        return x @ w
+
+    def linear_add_(self, x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
+        return residual.add_((x @ w).half())
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_both_kinds_of_exchange_sum_the_same_products(count: int) -> None:
+    """Products that no kernel sends have the bits that the ranks sum through NCCL."""
+    generator = torch.Generator().manual_seed(count)
+    x, residual = (torch.randn(3, WIDTH, generator=generator) for _ in range(2))
+    weights = torch.randn(count, WIDTH, WIDTH, generator=generator)
+
+    def work(exchange: ThreadExchange) -> tuple[Tensor, Tensor]:
+        inner: Any = TwoKernels()
+        matrix: Any = weights[exchange.rank.index]
+        sums: Any = ThreadSums(exchange, WIDTH)
+        sums._sends = repeat(False)
+        w: Any = PartialLinear(matrix)
+        expected = SummingOps(inner, exchange).linear_add_(x, w, residual.clone())
+        sums.begin(len(x))
+        peers = PeerExchange(exchange, sums, FakeMemory(0))
+        found = PeerOps(inner, peers, is_plain=True).linear_add_(x, w, residual.clone())
+        return expected, found
+
+    for expected, found in on_ranks(count, work):
+        assert torch.equal(expected, found)

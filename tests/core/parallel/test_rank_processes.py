@@ -129,10 +129,12 @@ def test_greedy_text_of_quantized_weights(method: str, tmp_path: Path) -> None:
         assert replies(divided, 32) == replies(whole, 32)
 
 
-def test_each_rank_smooths_its_own_keys(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+def test_each_rank_smooths_its_own_keys(count: int, tmp_path: Path) -> None:
+    """There are two key heads: two of four ranks have copies of one, and divide its queries."""
     path = save(tiny_llama(head_dim=32), tmp_path / "model")
     whole = load_model(path, device="cpu", exact=True)
-    with loaded_ranks(path, exact=True) as divided:
+    with loaded_ranks(path, count, exact=True) as divided:
         expected, found = (logits_of(one.model, KVFormat.Q4) for one in (whole, divided))
         assert mean_kl(expected[1], found[1]) < 1e-5
 

@@ -61,6 +61,38 @@ def test_another_number_of_ranks_ends_the_processes_that_were_started_ahead(tiny
     divided.unload()
 
 
+@pytest.mark.parametrize("has_library", [False, True])
+def test_a_load_on_the_cpu_drops_a_connection_of_gpus(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, has_library: bool
+) -> None:
+    """Without NCCL the other rank is not told to connect. With it, its own attempt fails here."""
+    freed: list[int] = []
+
+    class Library:
+        def ncclCommAbort(self, handle: int) -> None:  # noqa: N802
+            freed.append(handle)
+
+    class Connected:
+        library, handle = Library(), 7
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(processes, "visible_gpus", lambda: 2)
+    if has_library:
+        monkeypatch.setattr(processes, "load", lambda **_: Library())
+        monkeypatch.setattr(processes, "new_id", lambda _: bytes(128))
+        monkeypatch.setattr(processes, "Communicator", Connected)
+    processes.start_ahead(2, may_use_gpu=True)
+    (connection,) = processes._connections
+    divided = load_model(tiny, device="cpu", threads=2, tensor_parallel=2)
+    assert connection.is_sent is has_library
+    assert not processes._connections
+    assert freed == ([7] if has_library else [])
+    assert Context(divided.model, 64).feed([[5, 6, 7]])[0].isfinite().all()
+    divided.unload()
+
+
 def test_no_process_starts_for_a_number_of_ranks_that_the_load_refuses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from exl_core.arch.spec import ModelConfig
-from exl_core.errors import RequestError, UnsupportedModelError
+from exl_core.errors import RequestError
 from exl_core.parallel.plan import Rank, parse_ranks
 from exl_core.session import ranks
 from exl_core.session.load import LoadOptions, load_model
@@ -70,23 +70,9 @@ def test_more_ranks_than_heads_or_than_the_model_has_are_not_chosen(config: Mode
     assert reason.startswith("the model has too few heads for so many ranks")
 
 
-def test_recurrent_layers_are_not_divided_among_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`auto` takes one process, and a number of ranks is refused before a process starts."""
+def test_recurrent_layers_are_divided_among_gpus(tmp_path: Path) -> None:
     model = save(tiny_lfm2(hidden_size=192, head_dim=32, block_multiple_of=32), tmp_path)
-    hybrid = open_model(model).config
-    count, reason = choice(hybrid, 40, [24, 24])
-    assert count == 1
-    assert reason.startswith("tensor parallel on GPUs does not divide recurrent layers yet")
-    started: list[object] = []
-    monkeypatch.setattr(ranks, "start_followers", lambda *operands: started.append(operands))
-    with (
-        pytest.raises(UnsupportedModelError, match="does not divide recurrent layers yet"),
-        ranks.started_followers(model, hybrid, "cuda", {"tensor_parallel": 2}),
-    ):
-        pass
-    assert not started
+    assert choice(open_model(model).config, 40, [24, 24])[0] == 2
 
 
 def test_copies_of_key_value_heads_count(config: ModelConfig) -> None:

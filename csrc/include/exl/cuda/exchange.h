@@ -16,6 +16,16 @@
 // rank sends exchange i + 2 after it has read exchange i + 1. The other ranks sent that one after they
 // had read exchange i, and emptied the stage of exchange i - 1, which is the stage of exchange i + 2.
 //
+// The end of a kernel that sends takes some microseconds: its stores to other GPUs are acknowledged,
+// and the next kernel is told. An early reader (`early_rank`) does not wait for that, as the values
+// themselves say that they have arrived. A sending kernel lets its reader start once all kernels
+// before it have ended, so that the reader may read their results and overwrite their inputs.
+//
+// With many rows and ranks, the ranks divide the sums: every rank sends each row to one rank, which
+// adds up the parts and sends the sum to all. That takes one more transfer, of fewer bytes in all: each
+// rank sends 2 (W - 1) / W times m * k values instead of W - 1 times for W ranks. The areas for sums
+// are emptied like the slots.
+//
 // A pass begins with the exchange of the embedding, which has a stage of its own, and ends with a sum
 // that exl_cuda_exchange_settle reads, so that all stages are empty. A rank sends its part of the
 // embedding after it has completed the pass before. So each pass may start with the first stage and
@@ -46,12 +56,29 @@ typedef struct {
     int32_t ranks;   // 0: nothing to read
     // A reader that has waited so long sets *ended, and its sums are void. 0: no limit.
     int32_t timeout_ms;
+    // -1: the reader begins once the kernel before it in the stream has ended. Otherwise that kernel
+    // sends the parts of this rank, the reader begins before, and its results are in other memory
+    // than the inputs of that kernel. exl_cuda_prepare_sums only.
+    int32_t early_rank;
 } ExlPartialSums;
+
+// Sums that the ranks divide. Rank r adds up the parts of rows r << row_shift and following ones, and
+// stores the sums in an area [m][k] of every rank.
+typedef struct {
+    ExlPartialSums parts;
+    float* wholes[EXL_CUDA_MAX_PEERS + 1];  // the areas, by rank
+    float* spent_whole;                     // the own one of the exchange before; null: it has none
+    int32_t own;                            // rank
+    int32_t row_shift;
+    int32_t spent_shift;  // row_shift of the exchange before; -1: it was not divided
+} ExlSharedSums;
 
 // Copies of partial sums in the buffers of other ranks.
 typedef struct {
     float* to[EXL_CUDA_MAX_PEERS];
     int32_t count;
+    int32_t is_divided;  // 1: rows r << row_shift and following ones go to copy r alone, or to y
+    int32_t row_shift;   // if there are not so many copies
 } ExlPartialCopies;
 
 // The tokens of a pass, which rank 0 sends to the others.
@@ -99,6 +126,11 @@ EXL_CUDA_API int exl_cuda_exchange_settle(
 // start at multiples of 16.
 EXL_CUDA_API int exl_cuda_prepare_sums(
     const ExlPrepare* args, const ExlPartialSums* sums, void* stream
+);
+
+// The same for sums that the ranks divide, and more than 8 rows. All ranks must run it at the same time.
+EXL_CUDA_API int exl_cuda_prepare_shared_sums(
+    const ExlPrepare* args, const ExlSharedSums* sums, void* stream
 );
 
 // exl_cuda_quant_linear with the store epilogue and a float32 y of partial sums. They are also sent

@@ -23,21 +23,26 @@ enum { EXL_SCORES_SOFTMAX = 0, EXL_SCORES_SIGMOID = 1 };  // same numbers as exl
 // logits [m, experts] float32 = x @ weight^T + logit_bias, and the choice from them. With x null,
 // `logits` are inputs. All sums have an order that depends on the sizes alone: no bit of a row's
 // results depends on the other rows. A logit that is NaN ranks last.
+//
+// Every row also has `shared` experts, whose numbers follow those of the others: they are the last
+// ones of its ids. Their weights are 1, or with `shared_weight` the sigmoid of its product with x,
+// which is one more logit of the row. [m, slots] is [m, top_k + shared].
 typedef struct {
-    const void* x;            // [m, d] float32 or float16, or null
-    int64_t x_stride;         // in elements
-    const void* weight;       // [experts, d] float16
-    const float* logit_bias;  // [experts], or null
-    float* logits;
-    uint32_t* counters;  // [m], zero, and left zero
-    const float* bias;   // [experts], added to the scores that choose; or null
+    const void* x;              // [m, d] float32 or float16, or null
+    int64_t x_stride;           // in elements
+    const void* weight;         // [experts, d] float16
+    const float* logit_bias;    // [experts], or null
+    const void* shared_weight;  // [d] float16, or null
+    float* logits;              // [m, experts], or with `shared_weight` [m, experts + 1]
+    uint32_t* counters;         // [m], zero, and left zero
+    const float* bias;          // [experts], added to the scores that choose; or null
     // RMS norm of x, float32 [d], or null. Then the logits are those of the normed rows, which
-    // `normed` [m, d] gets.
+    // `normed` [m, d] gets unless it is null.
     const float* norm;
     float* normed;
-    // [m, top_k], best first. Null: only the logits are computed, and exl_cuda_expert_row chooses.
+    // [m, slots], best first. Null: only the logits are computed, and exl_cuda_expert_row chooses.
     int32_t* ids;
-    float* weights;  // [m, top_k]
+    float* weights;  // [m, slots]
     int32_t x_dtype;
     int32_t m;
     int32_t d;
@@ -51,6 +56,8 @@ typedef struct {
     float eps;
     float factor;
     float norm_eps;
+    int32_t shared;
+    int32_t logits_stride;  // numbers from row to row of the logits; 0: there is nothing in between
 } ExlRoute;
 EXL_CUDA_API int exl_cuda_route(const ExlRoute* args, void* stream);
 
@@ -165,6 +172,10 @@ typedef struct {
     // Whether an earlier kernel than the previous one wrote items and pairs, so that the first
     // weights are loaded before the previous kernel has ended.
     int32_t is_early;
+    // bits | values << 8 | (kind >> 16) << 16 | k_tile_blocks << 24, where these are the same for all
+    // loads of all matrices; otherwise 0. exl_cuda_expert_row has smaller code for some of them.
+    uint32_t only;
+    int32_t reserved;
 } ExlExpertLinear;
 EXL_CUDA_API int exl_cuda_expert_linear(const ExlExpertLinear* args, void* stream);
 
@@ -186,7 +197,8 @@ EXL_CUDA_API int exl_cuda_expert_gather(
     const ExlExpertInputs* args, int64_t max_items, void* stream
 );
 
-#define EXL_CUDA_MAX_ROW_EXPERTS 32  // their sums fit into shared memory
+#define EXL_CUDA_MAX_ROW_EXPERTS 32     // their sums fit into shared memory
+#define EXL_CUDA_ROW_COUNTER_BYTES 256  // of each counter of exl_cuda_expert_row
 
 // exl_cuda_expert_linear for one row, with the same bits: `first` is gated or activated, `down` one of
 //
@@ -195,9 +207,10 @@ EXL_CUDA_API int exl_cuda_expert_gather(
 //
 // Either may be null; with both, `down` reads what `first` stores, and both are dense or both are
 // not. The experts are `ids` [top_k], at most EXL_CUDA_MAX_ROW_EXPERTS, with `weights`; with `route`
-// not null they are chosen from its logits instead. Without `first`, an earlier kernel than the
-// previous one wrote the ids, weights or logits. `counters` are zero, and left zero. Items and pairs
-// are not needed.
+// not null they are chosen from its logits instead, and top_k is its number of slots. Without `first`,
+// an earlier kernel than the previous one wrote the ids, weights or logits. `counters`, of
+// (top_k + 1) * EXL_CUDA_ROW_COUNTER_BYTES bytes, are zero, and left zero. Items and pairs are not
+// needed.
 EXL_CUDA_API int exl_cuda_expert_row(
     const ExlExpertLinear* first, const ExlExpertLinear* down, const ExlRoute* route,
     const int32_t* ids, const float* weights, int32_t top_k, uint32_t* counters, void* stream

@@ -5,7 +5,7 @@
 // `states`, which the function updates in place. Rows, past lengths and slots are on the device, and
 // the host reads none of them: passes can be captured in graphs. The results of a row depend on
 // neither the other sequences nor `rows`. They depend on the division of a sequence into calls by
-// rounding only.
+// rounding only, and with `is_invariant` not at all.
 #pragma once
 
 #include "exl/cuda.h"
@@ -65,6 +65,8 @@ typedef struct {
     int32_t is_by_row;  // each row of the state decays by itself
     void* workspace;    // exl_cuda_recurrence_workspace; null: every sequence token by token
     int64_t workspace_bytes;
+    int32_t is_invariant;  // every sequence token by token, with the same bits in any division
+    int32_t reserved;
 } ExlDeltaRule;
 EXL_CUDA_API int exl_cuda_delta_rule(const ExlDeltaRule* args, void* stream);
 
@@ -88,6 +90,8 @@ typedef struct {
     float largest_step;
     void* workspace;  // as above
     int64_t workspace_bytes;
+    int32_t is_invariant;  // every sequence token by token, with the same bits in any division
+    int32_t reserved;
 } ExlStateScan;
 EXL_CUDA_API int exl_cuda_state_scan(const ExlStateScan* args, void* stream);
 

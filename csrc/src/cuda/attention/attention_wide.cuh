@@ -123,14 +123,16 @@ __device__ __forceinline__ uint4 eight_halves(const WideRaw& raw) {
 }
 
 // All threads copy `keys` rows from `first_key` on, as float16 rows. Rows outside of
-// [begin_key, end_key) and elements past d become zeros.
-template <int type, int keys, int width>
+// [begin_key, end_key) and elements past d become zeros. `has_room`: for more loads in flight, so
+// that a tile takes fewer rounds of them.
+template <int type, int keys, int width, bool has_room>
 __device__ __forceinline__ void copy_wide_tile(
     uint8_t* to, const AttentionParams& params, const uint8_t* cache, const int32_t* pages,
     int kv_head, int first_key, int begin_key, int end_key
 ) {
     constexpr int kParts = width / 8;
-    constexpr int kBatch = width == kSharedRow ? 3 : 4;  // loads in flight per thread
+    constexpr bool has_many = has_room && width == kSharedRow && keys % 32 == 0;
+    constexpr int kBatch = has_many ? 9 : width == kSharedRow ? 3 : 4;  // in flight per thread
     constexpr int kStride = 2 * width + 16;
     static_assert(keys * kParts % (kWideThreads * kBatch) == 0);
 #pragma unroll 1
@@ -142,9 +144,12 @@ __device__ __forceinline__ void copy_wide_tile(
             const int i = first + j * kWideThreads + static_cast<int>(threadIdx.x);
             const int key = first_key + i / kParts, element = i % kParts * 8;
             seen[j] = key >= begin_key && key < end_key && element < params.d;
-            if (!seen[j]) continue;
-            const int64_t row = cache_row(params, pages, kv_head, key);
-            raw[j] = load_eight<type>(cache + row * row_bytes(type, params.d), element, params.d);
+            // Others load what is there: no load waits for a branch of its own.
+            const int there = min(max(key, begin_key), end_key - 1);
+            const int64_t row = cache_row(params, pages, kv_head, there);
+            raw[j] = load_eight<type>(
+                cache + row * row_bytes(type, params.d), element < params.d ? element : 0, params.d
+            );
         }
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
@@ -385,12 +390,12 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const AttentionPa
     float sums[tiles][8][4] = {};
     for (int tile = work.begin; tile < work.end; ++tile) {
         const int first_key = tile * keys;
-        copy_wide_tile<key_type, keys, width>(
+        copy_wide_tile<key_type, keys, width, tiles == 1>(
             key_rows, params, params.key_cache, pages, kv_head, first_key, work.begin_key,
             work.end_key
         );
         if constexpr (!Shape::kIsShared) {
-            copy_wide_tile<value_type, keys, width>(
+            copy_wide_tile<value_type, keys, width, tiles == 1>(
                 value_rows, params, params.value_cache, pages, kv_head, first_key, work.begin_key,
                 work.end_key
             );

@@ -1,9 +1,10 @@
 // Heads multiplied by an activation of their gates, with an RMSNorm before or after it.
 //
 // Contract   exl/cuda/gate_heads.h.
-// Mapping    A warp has one head of one row, or a block of 8 warps where heads are long. Elements are
-//            read twice, the second time from the L1 cache. The result is stored as a tensor, or in
-//            the places of the next linear's prepared inputs, whose rows of padding become zeros.
+// Mapping    A warp has one head of one row, or a block of 8 warps where heads are long. Elements stay
+//            in registers, or are read twice where a thread has more than kHeld, the second time from
+//            the L1 cache. The result is stored as a tensor, or in the places of the next linear's
+//            prepared inputs, whose rows of padding become zeros.
 // Floor      Operands once at memory bandwidth. With few rows, launch latency.
 #include "cuda/common/rows.cuh"
 #include "cuda/linear/prepared.cuh"
@@ -27,25 +28,48 @@ struct GateOperand {
     }
 };
 
+// `place`: of the column, in the next linear's prepared inputs if these are stored.
 __device__ __forceinline__ void store_gated(
-    const ExlGateHeads& args, int64_t row, int column, float value
+    const ExlGateHeads& args, int64_t row, int place, float value
 ) {
     if (args.inverse_permutation != nullptr) {
-        const int place = args.inverse_permutation[column], of = static_cast<int>(row);
+        const int of = static_cast<int>(row);
         const int index = args.m > EXL_CUDA_TILE_ROWS ? prepared_by_rows_at(args.m, of, place)
                                                       : prepared_at(args.m, of, place);
         static_cast<__half*>(args.out)[index] = from_float<__half>(value);
     } else if (args.out_dtype == kF16) {
-        static_cast<__half*>(args.out)[row * args.out_stride + column] = from_float<__half>(value);
+        static_cast<__half*>(args.out)[row * args.out_stride + place] = from_float<__half>(value);
     } else {
-        static_cast<float*>(args.out)[row * args.out_stride + column] = value;
+        static_cast<float*>(args.out)[row * args.out_stride + place] = value;
     }
 }
 
+// Elements of a head that a thread has at most, where it keeps them in registers.
+constexpr int kHeld = 8;
+
+// Rows that are stored: of prepared inputs also those of padding, which are zeros.
+__device__ __forceinline__ int stored_rows(const ExlGateHeads& args) {
+    if (args.inverse_permutation == nullptr || args.m == 1) return args.m;
+    return args.m <= EXL_CUDA_TILE_ROWS ? EXL_CUDA_TILE_ROWS : padded_rows(args.m);
+}
+
+__device__ __forceinline__ float gated_value(const ExlGateHeads& args, float value, float gate) {
+    const float sigmoid = 1.0f / (1.0f + __expf(-gate));
+    return value * (args.is_sigmoid ? sigmoid : gate * sigmoid);
+}
+
 template <int threads>
+__device__ __forceinline__ float sum_of_head(float x, float* partial) {
+    return threads == kWarp ? warp_sum(x) : block_sum<kBlockThreads / kWarp>(x, partial);
+}
+
+// `is_held`: heads of up to kHeld elements per thread, all of which are loaded at once. What no
+// kernel has written is loaded before the wait for the previous one.
+template <int threads, bool is_held>
 __global__ void __launch_bounds__(kBlockThreads) gate_heads_kernel(ExlGateHeads args) {
     __shared__ float partial[kBlockThreads / kWarp];
     constexpr int kHeads = kBlockThreads / threads;  // of a block
+    constexpr int kCount = is_held ? kHeld : 1;
     let_next_begin();
     const int thread = threadIdx.x % threads, heads = args.k / args.head_dim;
     const int64_t index = static_cast<int64_t>(blockIdx.x) * kHeads + threadIdx.x / threads;
@@ -53,37 +77,81 @@ __global__ void __launch_bounds__(kBlockThreads) gate_heads_kernel(ExlGateHeads 
     const int first = static_cast<int>(index % heads) * args.head_dim;
     const GateOperand x = {args.x, args.x_stride, args.x_dtype == kF16};
     const GateOperand gate = {args.gate, args.gate_stride, args.gate_dtype == kF16};
-    const auto gated = [&](int column) {
-        const float g = gate.at(row, args.is_row_gate ? 0 : column), value = x.at(row, column);
-        const float sigmoid = 1.0f / (1.0f + __expf(-g));
-        return value * (args.is_sigmoid ? sigmoid : g * sigmoid);
-    };
-    wait_for_inputs();
     const bool is_row = row < args.m;
-    float factor = 1.0f;
-    if (args.norm != nullptr) {
-        float squares = 0.0f;
-        for (int i = thread; is_row && i < args.head_dim; i += threads) {
-            const float value = args.is_gate_first ? gated(first + i) : x.at(row, first + i);
+    const auto gain_of = [&](int i) {
+        if (args.norm == nullptr) return 1.0f;
+        return args.norm[args.norm_size == args.k ? first + i : i];
+    };
+    float gains[kCount], values[kCount], gates[kCount];
+    int places[kCount];
+    if constexpr (is_held) {
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+            const int i = min(thread + j * threads, args.head_dim - 1);
+            gains[j] = gain_of(i);
+            const bool is_prepared = args.inverse_permutation != nullptr;
+            places[j] = is_prepared ? args.inverse_permutation[first + i] : first + i;
+        }
+    }
+    wait_for_inputs();
+    float squares = 0.0f;
+    if constexpr (is_held) {
+        const int64_t from = is_row ? row : 0;
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+            const int i = min(thread + j * threads, args.head_dim - 1);
+            values[j] = x.at(from, first + i);
+            gates[j] = gate.at(from, args.is_row_gate ? 0 : first + i);
+        }
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+            const float product = gated_value(args, values[j], gates[j]);
+            const float value = args.is_gate_first ? product : values[j];
+            if (thread + j * threads < args.head_dim) squares += value * value;
+            values[j] = product;
+        }
+    } else if (args.norm != nullptr && is_row) {
+        for (int i = thread; i < args.head_dim; i += threads) {
+            float value = x.at(row, first + i);
+            if (args.is_gate_first) {
+                value = gated_value(args, value, gate.at(row, args.is_row_gate ? 0 : first + i));
+            }
             squares += value * value;
         }
-        const float sum = threads == kWarp ? warp_sum(squares)
-                                           : block_sum<kBlockThreads / kWarp>(squares, partial);
+    }
+    float factor = 1.0f;
+    if (args.norm != nullptr) {
+        const float sum = sum_of_head<threads>(squares, partial);
         factor = rsqrtf(sum / args.head_dim + args.eps);
     }
-    const int rows = args.inverse_permutation == nullptr || args.m == 1 ? args.m
-                     : args.m <= EXL_CUDA_TILE_ROWS                     ? EXL_CUDA_TILE_ROWS
-                                                                        : padded_rows(args.m);
-    if (row >= rows) return;
-    for (int i = thread; i < args.head_dim; i += threads) {
-        const int column = first + i;
-        float value = 0.0f;
-        if (is_row) {
-            value = gated(column) * factor;
-            if (args.norm != nullptr) value *= args.norm[args.norm_size == args.k ? column : i];
+    if (row >= stored_rows(args)) return;
+    if constexpr (is_held) {
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+            if (thread + j * threads >= args.head_dim) continue;
+            store_gated(args, row, places[j], is_row ? values[j] * factor * gains[j] : 0.0f);
         }
-        store_gated(args, row, column, value);
+    } else {
+        for (int i = thread; i < args.head_dim; i += threads) {
+            float value = 0.0f;
+            if (is_row) {
+                const float g = gate.at(row, args.is_row_gate ? 0 : first + i);
+                value = gated_value(args, x.at(row, first + i), g) * factor * gain_of(i);
+            }
+            const bool is_prepared = args.inverse_permutation != nullptr;
+            const int place = is_prepared ? args.inverse_permutation[first + i] : first + i;
+            store_gated(args, row, place, value);
+        }
     }
+}
+
+template <int threads>
+cudaError_t launch_gate_heads(const ExlGateHeads& args, int64_t blocks, void* stream) {
+    const auto kernel = args.head_dim <= kHeld * threads ? gate_heads_kernel<threads, true>
+                                                         : gate_heads_kernel<threads, false>;
+    return launch(
+        kernel, dim3(static_cast<unsigned>(blocks)), dim3(kBlockThreads), 0, stream, args
+    );
 }
 
 }  // namespace exl::cuda
@@ -104,11 +172,8 @@ extern "C" int exl_cuda_gate_heads(const ExlGateHeads* args, void* stream) {
     const int64_t heads = args->k / args->head_dim;
     const int64_t rows = is_prepared && args->m > 1 ? 8 * exl_cuda_row_tiles(args->m) : args->m;
     if (args->head_dim >= kLongHead) {
-        const dim3 grid(static_cast<unsigned>(rows * heads));
-        return launch(
-            gate_heads_kernel<kBlockThreads>, grid, dim3(kBlockThreads), 0, stream, *args
-        );
+        return launch_gate_heads<kBlockThreads>(*args, rows * heads, stream);
     }
-    const dim3 grid(static_cast<unsigned>(ceil_div(rows * heads, kBlockThreads / kWarp)));
-    return launch(gate_heads_kernel<kWarp>, grid, dim3(kBlockThreads), 0, stream, *args);
+    const int64_t blocks = ceil_div(rows * heads, kBlockThreads / kWarp);
+    return launch_gate_heads<kWarp>(*args, blocks, stream);
 }

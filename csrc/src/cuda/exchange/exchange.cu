@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(kThreads) send_kernel(
     const float* part, int64_t part_stride, const int32_t* is_own, int k, float* to,
     const ExlPartialCopies copies, int64_t stride
 ) {
-    let_next_begin();
     wait_for_inputs();
+    let_next_begin();  // not earlier: the reader of sums does not wait for this kernel
     const int i = 4 * static_cast<int>(blockIdx.y * kThreads + threadIdx.x);
     if (i >= k) return;
     const int64_t row = blockIdx.x;

@@ -12,6 +12,18 @@ namespace exl::cuda {
 
 #ifdef __CUDACC__
 
+// `let_next_begin` if `is_now`. The condition is a predicate and no branch: kernels at their limit of
+// registers would lose some.
+__device__ __forceinline__ void let_next_begin_if(bool is_now) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n .reg .pred now;\n setp.ne.s32 now, %0, 0;\n @now "
+        "griddepcontrol.launch_dependents;\n}" ::"r"(static_cast<int>(is_now))
+        : "memory"
+    );
+#endif
+}
+
 // The bits of x for a buffer.
 __device__ __forceinline__ uint32_t sent_bits(float x) {
     const uint32_t bits = __float_as_uint(x);
@@ -67,6 +79,20 @@ inline __device__ __noinline__ bool gives_up(
     if (now - since < static_cast<uint64_t>(timeout_ms) * 1000000u) return false;
     *has_ended = 1;
     return true;
+}
+
+// Waits with one thread until a value has arrived. The other threads would take issue slots and
+// bandwidth of the L2 cache from the kernel that sends.
+__device__ __forceinline__ void await_first(const ExlPartialSums& sums, const float* value) {
+    if (threadIdx.x == 0) {
+        uint32_t spins = 0;
+        uint64_t since = 0;
+        while (load_part(value) == EXL_CUDA_UNSENT &&
+               !gives_up(sums.ended, sums.timeout_ms, ++spins, since)) {
+            __nanosleep(50);
+        }
+    }
+    __syncthreads();
 }
 
 // values[n] += the parts of all ranks of `kVectors` vectors of 4 * kQuads values. The first vector
@@ -130,17 +156,21 @@ __device__ __forceinline__ void add_parts(
     }
 }
 
-// Empties a row of the spent stage. `count` threads share the work, and this one is `index`.
+// Empties k values. `count` threads share the work, and this one is `index`.
+__device__ __forceinline__ void empty_values(float* values, int k, int index, int count) {
+    constexpr uint32_t kUnsent = EXL_CUDA_UNSENT;
+    for (int i = 4 * index; i < k; i += 4 * count) {
+        store_parts(values + i, make_uint4(kUnsent, kUnsent, kUnsent, kUnsent));
+    }
+}
+
+// Empties a row of the spent stage, likewise.
 __device__ __forceinline__ void empty_row(
     const ExlPartialSums& sums, int64_t rank_stride, int64_t row, int k, int index, int count
 ) {
-    constexpr uint32_t kUnsent = EXL_CUDA_UNSENT;
 #pragma unroll 1
     for (int rank = 0; rank < sums.ranks; ++rank) {
-        float* const to = sums.spent + rank * rank_stride + row;
-        for (int i = 4 * index; i < k; i += 4 * count) {
-            store_parts(to + i, make_uint4(kUnsent, kUnsent, kUnsent, kUnsent));
-        }
+        empty_values(sums.spent + rank * rank_stride + row, k, index, count);
     }
 }
 

@@ -12,7 +12,9 @@
 //            squares of their distances from the mean.
 // Exchange   With partial sums of several GPUs, every block waits for all of a row, because it reads
 //            all of it. The first block of a row stores the sums, and all of them empty the stage
-//            that the previous exchange has used.
+//            that the previous exchange has used. An early reader waits for the end of the sending
+//            kernel at its own end only, so that kernels end in order. Of divided sums, the blocks
+//            of a rank's rows first add up and send one slice of their row each.
 // Overlap    Permutations and norm weights are loaded before the wait for the previous kernel: they
 //            come from memory.
 // Floor      With few rows: a launch, one read from the L2 cache and one barrier. In a CUDA graph,
@@ -38,6 +40,54 @@ struct Slices {
 
 // In place of ExlPartialSums: x is complete.
 struct NoSums {};
+
+__device__ __forceinline__ const ExlPartialSums& parts_of(const ExlPartialSums& sums) {
+    return sums;
+}
+__device__ __forceinline__ const ExlPartialSums& parts_of(const ExlSharedSums& sums) {
+    return sums.parts;
+}
+
+// Adds the parts of all ranks to a row of x, for all ranks. This thread has vectors of four values at
+// `index`, `index` + `count` and so on.
+__device__ __forceinline__ void share_row(
+    const ExlSharedSums& sums, const float* x, int64_t rank_stride, int64_t row, int k, int index,
+    int count
+) {
+    for (int i = 4 * index; i < k; i += 4 * count) {
+        const float4 states = *reinterpret_cast<const float4*>(x + i);
+        float values[1][4] = {{states.x, states.y, states.z, states.w}};
+        add_parts<1, 1>(sums.parts, rank_stride, row, i, 0, k, values, true, nullptr);
+        const uint4 quad = make_uint4(
+            sent_bits(values[0][0]), sent_bits(values[0][1]), sent_bits(values[0][2]),
+            sent_bits(values[0][3])
+        );
+        for (int rank = 0; rank < sums.parts.ranks; ++rank) {
+            store_parts(sums.wholes[rank] + row + i, quad);
+        }
+    }
+}
+
+// The values at `from`, once they have arrived.
+__device__ __forceinline__ void await_values(
+    const ExlPartialSums& sums, const float* from, float (&values)[kVector]
+) {
+    uint4 quads[kVector / 4];
+    uint32_t spins = 0;
+    uint64_t since = 0;
+    do {
+#pragma unroll
+        for (int q = 0; q < kVector / 4; ++q) quads[q] = load_parts(from + 4 * q);
+    } while (max(largest(quads[0]), largest(quads[1])) == EXL_CUDA_UNSENT &&
+             !gives_up(sums.ended, sums.timeout_ms, ++spins, since));
+#pragma unroll
+    for (int q = 0; q < kVector / 4; ++q) {
+        values[4 * q] = __uint_as_float(quads[q].x);
+        values[4 * q + 1] = __uint_as_float(quads[q].y);
+        values[4 * q + 2] = __uint_as_float(quads[q].z);
+        values[4 * q + 3] = __uint_as_float(quads[q].w);
+    }
+}
 
 // Values of two adjacent positions of a form, from input features `features` (-1: padding).
 template <class T>
@@ -89,8 +139,11 @@ __device__ __forceinline__ void normalize(
 // The row is kept in shared memory as T: float with a norm, otherwise unchanged as float16. For an
 // RMSNorm it is multiplied by the norm's weights, and values that are read from there by the factor
 // of the row. A LayerNorm is computed in shared memory.
+//
+// Two thread blocks fit on a multiprocessor if `Sums` are shared ones, for `prepare` below.
 template <class X, class T, bool is_aligned, int threads, bool is_layer_norm, class Sums>
-__global__ void __launch_bounds__(threads) prepare_kernel(
+__global__ void
+__launch_bounds__(threads, std::is_same_v<Sums, ExlSharedSums> ? 2 : 1) prepare_kernel(
     const ExlPrepare args, const Slices slices, const bool may_be_small_batch, const Sums all_sums
 ) {
     extern __shared__ uint4 shared[];
@@ -99,6 +152,7 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
     constexpr int kStride = threads * kVector;  // values that a block reads per load
     constexpr bool has_norm = sizeof(T) == sizeof(float);
     constexpr bool has_sums = !std::is_same_v<Sums, NoSums>;
+    constexpr bool has_wholes = std::is_same_v<Sums, ExlSharedSums>;
     // Loads per thread before the first is used. With sums there are as many for each rank.
     constexpr int kInFlight = has_sums ? 1 : has_norm ? 2 : 4;
     T* row = reinterpret_cast<T*>(shared);
@@ -144,17 +198,49 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
     // A first iteration with `is_real` false is the warm-up pass.
 #pragma unroll 1
     for (bool is_real = !warms_up;; is_real = true) {
-        if (is_real) {
-            wait_for_inputs();
-            end = args.k;
-        }
-        if (is_padding && to.plain) return;
         [[maybe_unused]] const int64_t sums_row = static_cast<int64_t>(batch_row) * args.k;
         [[maybe_unused]] const int64_t rank_stride = static_cast<int64_t>(args.m) * args.k;
+        if (is_real) {
+            if constexpr (has_sums) {
+                const int early = parts_of(all_sums).early_rank;
+                if (early < 0) {
+                    wait_for_inputs();
+                } else if (gridDim.x > kWarmUpRows && !is_padding) {
+                    const float* first = parts_of(all_sums).parts + early * rank_stride;
+                    if constexpr (has_wholes) {
+                        const bool is_own = batch_row >> all_sums.row_shift == all_sums.own;
+                        if (!is_own) first = all_sums.wholes[all_sums.own];
+                    }
+                    await_first(parts_of(all_sums), first + sums_row);
+                }
+            } else {
+                wait_for_inputs();
+            }
+            end = args.k;
+        }
+        if (is_padding && to.plain) {
+            if constexpr (has_sums) wait_for_inputs();
+            return;
+        }
         if constexpr (has_sums) {
-            const int index = blockIdx.y * threads + threadIdx.x;
-            if (is_real && !is_padding) {
-                empty_row(all_sums, rank_stride, sums_row, args.k, index, gridDim.y * threads);
+            const int index = blockIdx.y * threads + threadIdx.x, count = gridDim.y * threads;
+            bool has_spent = is_real && !is_padding;
+            if constexpr (has_wholes) {
+                const int shift = all_sums.spent_shift;
+                if (has_spent && all_sums.spent_whole != nullptr) {
+                    empty_values(all_sums.spent_whole + sums_row, args.k, index, count);
+                }
+                has_spent &= shift < 0 || batch_row >> shift == all_sums.own;
+            }
+            if (has_spent) {
+                empty_row(parts_of(all_sums), rank_stride, sums_row, args.k, index, count);
+            }
+            if constexpr (has_wholes) {
+                if (is_real && !is_padding && batch_row >> all_sums.row_shift == all_sums.own) {
+                    const float* states =
+                        static_cast<const float*>(args.x) + batch_row * args.x_stride;
+                    share_row(all_sums, states, rank_stride, sums_row, args.k, index, count);
+                }
             }
         }
         const X* x = is_real ? static_cast<const X*>(args.x) + batch_row * args.x_stride
@@ -167,21 +253,32 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
 #pragma unroll
             for (int n = 0; n < kInFlight; ++n) {
                 const int i = start + n * kStride;
-                if (i < end) vectors[n] = load_vector(x + i, args.k - i, is_aligned);
+                if (!has_wholes && i < end) vectors[n] = load_vector(x + i, args.k - i, is_aligned);
             }
             if constexpr (has_sums) {
                 float sums[kInFlight][kVector];
 #pragma unroll
-                for (int n = 0; n < kInFlight; ++n) vectors[n].to_floats(sums[n]);
-                add_parts<kInFlight, kVector / 4>(
-                    all_sums, rank_stride, sums_row, start, kStride, end, sums, is_real, args.norm
-                );
+                for (int n = 0; n < kInFlight; ++n) {
+                    if constexpr (has_wholes) {
+                        const float* from = all_sums.wholes[all_sums.own] + sums_row + start;
+                        await_values(all_sums.parts, from, sums[n]);
+                    } else {
+                        vectors[n].to_floats(sums[n]);
+                    }
+                }
+                if constexpr (!has_wholes) {
+                    add_parts<kInFlight, kVector / 4>(
+                        all_sums, rank_stride, sums_row, start, kStride, end, sums, is_real,
+                        args.norm
+                    );
+                }
 #pragma unroll
                 for (int n = 0; n < kInFlight; ++n) {
                     const int i = start + n * kStride;
                     store_vector(reinterpret_cast<X*>(vectors[n].raw), kVector, true, sums[n]);
                     if (is_real && blockIdx.y == 0 && i < end) {
-                        store_vector(all_sums.sum + sums_row + i, kVector, true, sums[n]);
+                        float* const sum = parts_of(all_sums).sum + sums_row;
+                        store_vector(sum + i, kVector, true, sums[n]);
                     }
                 }
             }
@@ -211,7 +308,7 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
             }
             if constexpr (!is_layer_norm) load_weights(start + kInFlight * kStride);
         }
-        if (!has_norm && to.plain) return;
+        if (!has_norm && to.plain) return;  // never with sums
         float factor = 1.0f;
         if constexpr (is_layer_norm) {
             normalize<threads, is_aligned>(args, row, sum, partial, is_padding ? 0 : end);
@@ -229,6 +326,7 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
                 for (int j = 0; j < kVector; ++j) values[j] *= factor;
                 store_vector(plain + i, args.k - i, is_aligned, values);
             }
+            if constexpr (has_sums) wait_for_inputs();
             return;
         }
         while (position < count) {
@@ -242,7 +340,10 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
             position += step;
             if (position < count) features = features_at(to, position, args.k);
         }
-        if (is_real) return;
+        if (is_real) {
+            if constexpr (has_sums) wait_for_inputs();
+            return;
+        }
     }
 }
 
@@ -263,6 +364,12 @@ static cudaError_t prepare(
             total += std::clamp(wanted, 1, most);
         }
         slices.end[form] = total;
+    }
+    // The blocks of a row wait for those of other rows, so that all must run at once. Two of 512
+    // threads fit on a multiprocessor.
+    static_assert(!std::is_same_v<Sums, ExlSharedSums> || threads <= 512, "blocks that wait");
+    if (std::is_same_v<Sums, ExlSharedSums> && rows * total > 2 * info.multiprocessors) {
+        return cudaErrorInvalidValue;
     }
     bool needs_row = args.norm != nullptr;
     for (int form = 0; form < args.count; ++form) needs_row |= !args.to[form].plain;
@@ -336,6 +443,20 @@ int exl_cuda_prepare(const ExlPrepare* args, void* stream) {
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
     const auto run = args->x_dtype == kF32 ? prepare<float> : prepare<__half>;
     return run(*args, info, rows, stream);
+}
+
+int exl_cuda_prepare_shared_sums(const ExlPrepare* args, const ExlSharedSums* sums, void* stream) {
+    const int rows = rows_of(*args);
+    const int ranks = sums->parts.ranks;
+    const bool fits = rows > kWarmUpRows && args->x_dtype == kF32 && args->norm != nullptr &&
+                      ranks >= 1 && ranks <= EXL_CUDA_MAX_PEERS + 1 && args->k % kVector == 0;
+    if (!fits) return cudaErrorInvalidValue;
+    DeviceInfo info;
+    if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
+    if (args->is_layer_norm) {
+        return prepare<float, float, kNormThreads, true>(*args, info, rows, stream, *sums);
+    }
+    return prepare<float, float, kNormThreads, false>(*args, info, rows, stream, *sums);
 }
 
 int exl_cuda_prepare_sums(const ExlPrepare* args, const ExlPartialSums* sums, void* stream) {

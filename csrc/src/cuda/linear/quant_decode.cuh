@@ -32,11 +32,16 @@ __host__ __device__ constexpr int mantissa_shift(int form, int quarter) {
 }
 
 // Power of two by which fragments are divided, apart from the mantissa shift: subnormal numbers for
-// integers, E4M3 numbers as float16.
-__host__ __device__ constexpr int fragment_exponent(int form) { return form == kE4m3 ? 8 : 24; }
+// integers, E4M3 numbers as float16, and E2M1 numbers as float16, which MXFP4 counts in halves.
+__host__ __device__ constexpr int fragment_exponent(int form) {
+    return form == kE4m3 ? 8 : form == kMxfp4 ? 15 : 24;
+}
+
+// Whether fragments are codes less an offset. Otherwise they are the numbers themselves.
+__host__ __device__ constexpr bool has_offsets(int form) { return form != kE4m3 && form != kMxfp4; }
 
 // Factor 2^(24 - shift) that turns sums of products with subnormal codes of these columns into sums
-// of products with the codes. 2^8 for E4M3 numbers.
+// of products with the codes. 2^8 for E4M3 numbers, 2^15 for MXFP4.
 __host__ __device__ constexpr float subnormal_factor(int form, int quarter) {
     return static_cast<float>(1 << (fragment_exponent(form) - mantissa_shift(form, quarter)));
 }
@@ -51,6 +56,7 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t c
 template <int kForm>
 struct BlockCodes {
     static constexpr int kBits = width_of(kForm);
+    static constexpr bool kHasOffsets = has_offsets(kForm);
     uint32_t words[kBits];
 
     __device__ __forceinline__ void load(const uint8_t* block, int lane) {
@@ -102,6 +108,7 @@ struct BlockCodes {
 // 4 q + j for q = 0 .. 3, whose first codes are in its low half.
 template <int form>
 struct TableCodes {
+    static constexpr bool kHasOffsets = true;
     uint32_t values[4][2];  // [word][code of the pair], one byte per q
 
     __device__ __forceinline__ void load(const uint8_t* block, int lane) {
@@ -130,8 +137,39 @@ struct TableCodes {
 };
 template <>
 struct BlockCodes<kIq4> : TableCodes<kIq4> {};
+
+// E2M1 codes: their bits are the sign, the low exponent bits and the high mantissa bit of a float16
+// number that is 2^-14 times the number. Numbers below 1 are subnormal in both formats. Each byte of
+// `high` and `low` is the upper byte of such a number: of the high or low half-byte of a code byte.
 template <>
-struct BlockCodes<kMxfp4> : TableCodes<kMxfp4> {};
+struct BlockCodes<kMxfp4> {
+    static constexpr bool kHasOffsets = false;
+    uint32_t high[4], low[4];
+
+    __device__ __forceinline__ void load(const uint8_t* block, int lane) {
+        uint32_t words[4];
+        load_words<4>(words, block, lane);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            high[j] = and_or(words[j], 0x80808080u, words[j] >> 3 & 0x0e0e0e0eu);
+            low[j] = and_or(words[j] << 4, 0x80808080u, words[j] << 1 & 0x0e0e0e0eu);
+        }
+    }
+    template <int kPair>
+    __device__ __forceinline__ uint32_t pair() const {
+        constexpr int kQuarter = kPair / 4;
+        const uint32_t bytes = (kQuarter % 2 ? high : low)[kPair % 4];
+        return __byte_perm(bytes, 0, kQuarter < 2 ? 0x2404 : 0x3414);
+    }
+    template <int kColumns, int kStep>
+    __device__ __forceinline__ void fragment(uint32_t (&a)[4]) const {
+        constexpr int kFirst = 8 * kColumns + 2 * kStep;
+        a[0] = pair<kFirst>();
+        a[1] = pair<kFirst + 4>();
+        a[2] = pair<kFirst + 1>();
+        a[3] = pair<kFirst + 5>();
+    }
+};
 
 }  // namespace exl::cuda
 

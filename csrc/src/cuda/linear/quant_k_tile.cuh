@@ -6,7 +6,8 @@
 //
 // With small groups, the same for each half block (SmallGroupSums).
 //
-// Tensor cores compute both sums. The A operand of sum(x) is a matrix of ones.
+// Tensor cores compute both sums. The A operand of sum(x) is a matrix of ones. Numbers without an
+// offset need the first sum only.
 #pragma once
 
 #include <type_traits>
@@ -108,58 +109,37 @@ struct KTileFactors {
     }
 };
 
-// Sums over one k-tile before scaling: of code * x as subnormal numbers, and of x.
-template <class Shape>
-struct KTileSums {
-    float codes[Shape::kRowTiles][2][4] = {};
-    float inputs[Shape::kRowTiles][4] = {};
+// Kinds of factors: LoadRun::factor_kind.
+constexpr int kPlainFactors = EXL_OFFSET_MIDDLE, kFloatFactors = 8 | EXL_OFFSET_MIDDLE;
 
-    template <int kStep, class Codes>
-    __device__ __forceinline__ void add_step(
-        const Codes& block, const InputFragments<Shape::kRowTiles>& rows
-    ) {
-        constexpr uint32_t kOnes = 0x3c003c00;
-        const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
-        uint32_t a_low[4], a_high[4];
-        block.template fragment<0, kStep>(a_low);
-        block.template fragment<1, kStep>(a_high);
+// KTileFactors::load for factors that are known to be of kind `kKind`. Those of a k-tile that does
+// not exist are zero.
+template <int kKind>
+__device__ __forceinline__ void load_factors_of(
+    KTileFactors& to, const uint8_t* k_tile, int middle, bool exists, int lane
+) {
+    constexpr bool kHasFloats = kKind & 8;
+    constexpr int kOffsets = kKind & 7;
+    load_factors(to.scales, k_tile, kHasFloats, lane / 4);
+    const uint8_t* const from = k_tile + (kHasFloats ? 128 : 64);
+    if constexpr (kOffsets == EXL_OFFSET_MINIMUMS) {
+        load_factors(to.offsets, from, kHasFloats, lane / 4);
+    }
+    uint32_t zeros = 0;
+    if constexpr (kOffsets == EXL_OFFSET_ZEROS) {
+        zeros = reinterpret_cast<const uint32_t*>(from)[lane / 4];
+    }
 #pragma unroll
-        for (int i = 0; i < Shape::kRowTiles; ++i) {
-            const uint4& x = rows.row_tiles[i];
-            const uint32_t b0 = kStep ? x.z : x.x, b1 = kStep ? x.w : x.y;
-            mma_16816(codes[i][0], a_low, b0, b1);
-            mma_16816(codes[i][1], a_high, b0, b1);
-            mma_16816(inputs[i], ones, b0, b1);
+    for (int q = 0; q < 4; ++q) {
+        if (!exists) to.scales[q] = 0.0f;
+        if constexpr (kOffsets == EXL_OFFSET_MINIMUMS) {
+            if (!exists) to.offsets[q] = 0.0f;
+        } else {
+            const int zero = kOffsets == EXL_OFFSET_ZEROS ? zeros >> 8 * q & 255 : middle;
+            to.offsets[q] = -to.scales[q] * static_cast<float>(zero);
         }
     }
-    template <class Codes>
-    __device__ __forceinline__ void add(
-        const Codes& block, const InputFragments<Shape::kRowTiles>& rows
-    ) {
-        add_step<0>(block, rows);
-        add_step<1>(block, rows);
-    }
-
-    template <int kForm>
-    __device__ __forceinline__ void scale_into(
-        PanelSums<Shape>& total, const KTileFactors& factors
-    ) {
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            const float scale = factors.scales[q] * subnormal_factor(kForm, q);
-#pragma unroll
-            for (int i = 0; i < Shape::kRowTiles; ++i) {
-#pragma unroll
-                for (int c = 0; c < Shape::kLaneRows; ++c) {
-                    float& to = total[i][q][c];
-                    to = fmaf(scale, codes[i][q / 2][2 * (q % 2) + c], to);
-                    to = fmaf(factors.offsets[q], inputs[i][c], to);
-                }
-            }
-        }
-        *this = {};
-    }
-};
+}
 
 // c [16, 8] float32 = a [16, 16] * b [16, 8]: `mma_16816` with a sum that begins at zero.
 __device__ __forceinline__ void mma_16816_from_zero(
@@ -177,6 +157,68 @@ __device__ __forceinline__ void mma_16816_from_zero(
     mma_16816(c, a, b0, b1);
 #endif
 }
+
+// Sums over one k-tile before scaling: of code * x as subnormal numbers, and of x.
+template <class Shape>
+struct KTileSums {
+    float codes[Shape::kRowTiles][2][4] = {};
+    float inputs[Shape::kRowTiles][4] = {};
+
+    // kStarts: the sums are zero.
+    template <int kStep, bool kStarts = false, class Codes>
+    __device__ __forceinline__ void add_step(
+        const Codes& block, const InputFragments<Shape::kRowTiles>& rows
+    ) {
+        constexpr uint32_t kOnes = 0x3c003c00;
+        const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
+        uint32_t a_low[4], a_high[4];
+        block.template fragment<0, kStep>(a_low);
+        block.template fragment<1, kStep>(a_high);
+#pragma unroll
+        for (int i = 0; i < Shape::kRowTiles; ++i) {
+            const uint4& x = rows.row_tiles[i];
+            const uint32_t b0 = kStep ? x.z : x.x, b1 = kStep ? x.w : x.y;
+            if constexpr (kStarts) {
+                mma_16816_from_zero(codes[i][0], a_low, b0, b1);
+                mma_16816_from_zero(codes[i][1], a_high, b0, b1);
+                if constexpr (Codes::kHasOffsets) mma_16816_from_zero(inputs[i], ones, b0, b1);
+            } else {
+                mma_16816(codes[i][0], a_low, b0, b1);
+                mma_16816(codes[i][1], a_high, b0, b1);
+                if constexpr (Codes::kHasOffsets) mma_16816(inputs[i], ones, b0, b1);
+            }
+        }
+    }
+    template <bool kStarts = false, class Codes>
+    __device__ __forceinline__ void add(
+        const Codes& block, const InputFragments<Shape::kRowTiles>& rows
+    ) {
+        add_step<0, kStarts>(block, rows);
+        add_step<1>(block, rows);
+    }
+
+    template <int kForm>
+    __device__ __forceinline__ void scale_into(
+        PanelSums<Shape>& total, const KTileFactors& factors
+    ) {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            const float scale = factors.scales[q] * subnormal_factor(kForm, q);
+#pragma unroll
+            for (int i = 0; i < Shape::kRowTiles; ++i) {
+#pragma unroll
+                for (int c = 0; c < Shape::kLaneRows; ++c) {
+                    float& to = total[i][q][c];
+                    to = fmaf(scale, codes[i][q / 2][2 * (q % 2) + c], to);
+                    if constexpr (has_offsets(kForm)) {
+                        to = fmaf(factors.offsets[q], inputs[i][c], to);
+                    }
+                }
+            }
+        }
+        *this = {};
+    }
+};
 
 // Sums over one k-tile of small groups before the factors are applied. Each k16 step is a group:
 //

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
     auto* states = reinterpret_cast<PipelineState*>(sums + kBuffers<Shape>);
     const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
 
-    let_next_begin();
+    let_next_begin_if(args.copies.count == 0);
     WeightPipeline pipeline(
         args, states + warp, shared + warp * args.num_stages * args.stage_bytes, warp, lane
     );
@@ -63,6 +63,9 @@ __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
     const int element = (blockIdx.x & (args.splits() - 1)) * kThreads + threadIdx.x;
     OutputElement<Shape> output(args, tile, element);
     wait_for_inputs();
+    // The reader of sums does not wait for this kernel (exl_cuda_prepare_sums). All kernels before
+    // this one have ended here.
+    let_next_begin_if(args.copies.count > 0);
 
     const InputReader inputs(args, lane);
     LoadRun run = pipeline.front();
@@ -264,6 +267,7 @@ static cudaError_t quant_linear(
             first += rows - std::min(rows, kChunkRows);
             continue;
         }
+        if (copies.is_divided) return cudaErrorInvalidValue;
         const int chunk_tiles = exl_cuda_row_tiles(rows);
         args.block_halves = std::max(rows, least_rows) == 1 ? 32 : chunk_tiles * 8 * 32;
         // A launch has 32 rows at most, and fewer on devices with little shared memory.

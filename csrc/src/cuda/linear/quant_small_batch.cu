@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(
     auto& state = *reinterpret_cast<SmallBatchState*>(shared + args.pipeline_bytes);
     const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
 
-    let_next_begin();
+    let_next_begin_if(args.copies.count == 0);
     state.init_barriers(args.slices(), args.received_bytes<kRows>());
     __syncthreads();
     if (args.is_split()) cluster_arrive();
@@ -419,6 +419,7 @@ cudaError_t quant_small_batch(
     args.y = static_cast<uint8_t*>(call.y) + first * call.y_stride * (call.y_dtype == kF16 ? 2 : 4);
     args.y_stride = call.y_stride;
     args.copies = copies;
+    args.row_shift = copies.is_divided ? copies.row_shift : -1;
     args.inverse_permutation = call.inverse_permutation;
     args.y_dtype = call.y_dtype;
     args.gate = call.gate;

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cuda/common/hopper.cuh"
+#include "cuda/exchange/partial_sums.cuh"
 #include "cuda/linear/quant_decode.cuh"
 #include "cuda/linear/quant_small_batch_work.cuh"
 
@@ -78,6 +79,9 @@ class SmallBatchProducer {
         if (open_k_range()) issue(false);
         wait_for_inputs();
         if (issued_ > 0) copy_first_inputs();
+        // The reader of sums does not wait for this kernel (exl_cuda_prepare_sums). All kernels
+        // before this one have ended here.
+        let_next_begin_if(args_.copies.count > 0);
         while (open_k_range()) {
             wait_for_space();
             issue(true);

@@ -138,9 +138,12 @@ __device__ __forceinline__ void send_square(
     auto* const own = static_cast<float*>(args.y) + at;
     if (column + 4 <= part.n && args.y_stride % 4 == 0 && part.first_column % 4 == 0) {
         const uint4 quad = make_uint4(bits[0], bits[1], bits[2], bits[3]);
+        int i = 0, end = args.copies.count + 1;
+        if (args.row_shift >= 0) i = row >> args.row_shift, end = i + 1;
 #pragma unroll 1
-        for (int i = 0; i < args.copies.count; ++i) store_parts(args.copies.to[i] + at, quad);
-        store_parts(own, quad);
+        for (; i < end; ++i) {
+            store_parts(i < args.copies.count ? args.copies.to[i] + at : own, quad);
+        }
         return;
     }
 #pragma unroll

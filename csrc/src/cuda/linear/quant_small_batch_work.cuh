@@ -70,6 +70,7 @@ struct SmallBatchArgs {
     const int32_t* inverse_permutation;  // not null: y is prepared inputs of a linear
     int64_t y_stride;
     ExlPartialCopies copies;  // of y, which is float32 then
+    int32_t row_shift;        // of the copies, if they are divided by rows; otherwise -1
     int32_t num_groups;
     int32_t m;  // rows of a chunk
     uint32_t num_chunks;

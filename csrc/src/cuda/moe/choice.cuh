@@ -26,6 +26,18 @@ cudaError_t prefer_shared_memory(void (*kernel)(Params...)) {
     );
 }
 
+// Experts of a row, those that it chooses and those that all rows share.
+__host__ __device__ inline int slots_of(const ExlRoute& route) {
+    return route.top_k + route.shared;
+}
+__host__ __device__ inline int logits_of(const ExlRoute& route) {
+    return route.experts + (route.shared_weight != nullptr);
+}
+__host__ __device__ inline float* logits_at(const ExlRoute& route, int64_t row) {
+    const int stride = route.logits_stride == 0 ? logits_of(route) : route.logits_stride;
+    return route.logits + row * stride;
+}
+
 #ifdef __CUDACC__
 
 // Largest or smallest x of the warp, returned to every lane.
@@ -222,6 +234,19 @@ __device__ __forceinline__ void choose_experts(
         weights[slot] = scratch.scores[ids[slot]] / divisor * args.factor;
     }
     __syncwarp();
+}
+
+// Writes the ids and weights of the shared experts of a row, its last slots. For one warp.
+__device__ __forceinline__ void add_shared_experts(
+    const ExlRoute& args, const float* logits, int32_t* ids, float* weights, int lane
+) {
+    if (lane >= args.shared) return;
+    float weight = 1.0f;
+    if (args.shared_weight != nullptr) {
+        weight = 1.0f / (1.0f + expf(-__ldcg(logits + args.experts)));
+    }
+    ids[args.top_k + lane] = args.experts + lane;
+    weights[args.top_k + lane] = weight;
 }
 
 #endif  // __CUDACC__

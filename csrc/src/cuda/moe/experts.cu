@@ -42,10 +42,11 @@ __device__ __forceinline__ void multiply_item(
     const LaneRows<Shape> rows(call, item, call.x[work.part], lane);
     if (call.is_early) wait_for_inputs();
     PanelSums<Shape> total = {};
+    const auto prepare = [] {};
     if constexpr (Shape::kIsDense) {
-        sum_dense<Shape>(total, args, w, work.panel, first, last, rows, lane);
+        sum_dense<Shape>(total, args, w, work.panel, first, last, rows, lane, prepare);
     } else {
-        sum_loads<Shape>(total, args, w, ring, bytes, first, last, rows, lane);
+        sum_loads<Shape>(total, args, w, ring, bytes, first, last, rows, lane, prepare);
     }
     __syncthreads();  // the sums overwrite the stages
     auto* const sums = reinterpret_cast<float*>(shared);

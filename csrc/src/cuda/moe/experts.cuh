@@ -1,5 +1,5 @@
 // Products of rows with the matrix of one expert, for the kernels of `experts.cu` and `one_row.cu`:
-// a warp's ring of loads, its sums over the loads of a column panel, and the stores of a tile.
+// a warp's sums over the loads of a column panel, and the stores of a tile.
 // Dense matrices need no ring: a lane loads A fragments from global memory.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 #include "cuda/elementwise/gate.cuh"
 #include "cuda/linear/quant_k_tile.cuh"
-#include "exl/cuda/moe.h"
+#include "cuda/moe/loads.cuh"
 
 namespace exl::cuda {
 
@@ -17,7 +17,6 @@ constexpr int kPitch =
     36;  // floats from one row of sums to the next: stores without bank conflicts
 // Two thread blocks fit on a multiprocessor of 9.0, which has 228 KiB and reserves 1 KiB per block.
 constexpr int kMaxSharedBytes = 113 << 10;
-constexpr int kMaxRingStages = 6;
 
 struct ExpertArgs {
     ExlExpertLinear call;
@@ -32,14 +31,17 @@ struct ExpertArgs {
     __host__ __device__ int part_bits() const { return unit_bits - is_gated(); }
 };
 
-struct WarpBarriers {
-    uint64_t stages[kMaxRingStages];
-};
+// ExlExpertLinear::only of loads with factors of some kind (LoadRun::factor_kind).
+constexpr uint32_t only_loads(int bits, int values, int kind, int k_tile_blocks) {
+    return bits | values << 8 | kind << 16 | k_tile_blocks << 24;
+}
 
-// RowShape of the products with matrices that store their weights as `source` says.
-template <int num_row_tiles, bool is_one_row, int source>
+// RowShape of the products with matrices that store their weights as `source` says. With `only` not 0,
+// all loads have that in common, and there is no code for others.
+template <int num_row_tiles, bool is_one_row, int source, uint32_t only = 0>
 struct ExpertShape : RowShape<num_row_tiles, is_one_row, source == EXL_EXPERTS_SMALL_GROUPS> {
     static constexpr bool kIsDense = source == EXL_EXPERTS_DENSE;
+    static constexpr uint32_t kOnly = only;
     // One row is in shared memory. Its loop over blocks is not unrolled: the code would be fetched
     // once, which takes longer than executing it.
     static constexpr bool kPrefetchesInputs = !is_one_row && num_row_tiles == 1;
@@ -74,108 +76,6 @@ __device__ __forceinline__ ExlExpertMatrix matrix_of(
     if (call.loads != nullptr) w.loads = call.loads, w.num_loads = call.num_loads;
     return w;
 }
-
-// ---- loads -------------------------------------------------------------------------------------
-
-// Entry of the table of loads (ExlQuantLoad), in registers.
-struct Load {
-    uint32_t offset, position, shape;
-
-    __device__ __forceinline__ static Load at(const ExlQuantLoad* loads, int index) {
-        const uint4 words = __ldg(reinterpret_cast<const uint4*>(loads + index));
-        return {words.x, words.y, words.z};
-    }
-    __device__ __forceinline__ int first_block() const { return position & 0xffff; }
-    __device__ __forceinline__ int bytes() const { return position >> 16; }
-    __device__ __forceinline__ int bits() const { return shape & 0xff; }
-    __device__ __forceinline__ int k_tile_blocks() const { return shape >> 16 & 0xff; }
-    __device__ __forceinline__ int blocks() const { return shape >> 24; }
-};
-
-// Ring of stages in shared memory, for one warp. Devices before 9.0 copy 16 bytes per lane, and
-// wait for all copies in flight.
-class Ring {
-  public:
-    __device__ __forceinline__ Ring(
-        uint8_t* buffers, WarpBarriers* barriers, int num_stages, int stage_bytes, int lane
-    )
-        : buffers_(buffers),
-          barriers_(barriers),
-          num_stages_(num_stages),
-          stage_bytes_(stage_bytes),
-          lane_(lane) {
-#if __CUDA_ARCH__ >= 900
-        if (lane < num_stages) {
-            asm volatile(
-                "mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&barriers->stages[lane]))
-                : "memory"
-            );
-        }
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-        __syncwarp();
-    }
-    __device__ __forceinline__ const uint8_t* data() const {
-        return buffers_ + stage_ * stage_bytes_;
-    }
-    // Starts the copy of a load to a stage whose bytes have all been read. All lanes call it.
-    __device__ __forceinline__ void issue(int stage, const uint8_t* source, int bytes) {
-#if __CUDA_ARCH__ >= 900
-        if (lane_ == 0) issue_alone(stage, source, bytes);
-#else
-        for (int byte = 16 * lane_; byte < bytes; byte += 16 * kWarp) {
-            copy_async_16(buffers_ + stage * stage_bytes_ + byte, source + byte);
-        }
-        commit_copies();
-#endif
-    }
-#if __CUDA_ARCH__ >= 900
-    // The same by one lane.
-    __device__ __forceinline__ void issue_alone(int stage, const uint8_t* source, int bytes) {
-        const uint32_t barrier = shared_address(&barriers_->stages[stage]);
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                     : "memory");
-        copy_weights(shared_address(buffers_ + stage * stage_bytes_), source, bytes, barrier);
-    }
-#endif
-    // Waits until the bytes of the current stage have arrived.
-    __device__ __forceinline__ void wait() const {
-#if __CUDA_ARCH__ >= 900
-        const uint32_t barrier = shared_address(&barriers_->stages[stage_]);
-        uint32_t is_done = 0;
-        while (!is_done) {
-            asm volatile(
-                "{\n .reg .pred done;\n"
-                " mbarrier.try_wait.parity.shared.b64 done, [%1], %2;\n"
-                " selp.u32 %0, 1, 0, done;\n}"
-                : "=r"(is_done)
-                : "r"(barrier), "r"(phase_)
-                : "memory"
-            );
-        }
-#else
-        wait_copies<0>();
-        __syncwarp();
-#endif
-    }
-    __device__ __forceinline__ int stage() const { return stage_; }
-    // Stage of the n-th load from now on.
-    __device__ __forceinline__ int stage_after(int n) const {
-        return stage_ + n < num_stages_ ? stage_ + n : stage_ + n - num_stages_;
-    }
-    __device__ __forceinline__ void advance() {
-        const bool wraps = ++stage_ == num_stages_;
-        if (wraps) stage_ = 0;
-        phase_ ^= wraps;
-    }
-
-  private:
-    uint8_t* buffers_;
-    WarpBarriers* barriers_;
-    int num_stages_, stage_bytes_, lane_;
-    int stage_ = 0;
-    uint32_t phase_ = 0;
-};
 
 // ---- products ----------------------------------------------------------------------------------
 
@@ -261,6 +161,59 @@ __device__ __forceinline__ void add_load(
     }
 }
 
+// Whether `add_whole_load` has code for codes of some form with factors of some kind.
+__host__ __device__ constexpr bool has_whole_loads(int form, int kind) {
+    if (form == kMxfp4) return kind == kFloatFactors;
+    if (form == kIq4 || form == kE4m3) return kind == kPlainFactors || kind == kFloatFactors;
+    if (kind == EXL_OFFSET_ZEROS) return form == 4 || form == 8;
+    const bool has_minimums = (kind & 7) == EXL_OFFSET_MINIMUMS;
+    return kind == kPlainFactors || (has_minimums && (form == 4 || form == 5));
+}
+
+// The same for a load of one k-tile of four blocks, or of up to four k-tiles of one block. Its code
+// has no branches, so that the latencies of several blocks overlap. With k-tiles of one block, those
+// that the load does not have are the last one again, times zero.
+template <int kForm, int kKind, int kTileBlocks, class Shape, class Rows>
+__device__ __forceinline__ void add_whole_load(
+    PanelSums<Shape>& total, LoadInputs<Shape>& inputs, const Load& own, const Load& next,
+    int header_bytes, const uint8_t* bytes, const Rows& rows, int lane
+) {
+    constexpr int kBlockBytes = 128 * width_of(kForm);
+    const int last = kTileBlocks == 1 ? own.blocks() - 1 : kStageBlocks - 1;
+    InputFragments<Shape::kRowTiles> local[kStageBlocks];
+    if constexpr (!Shape::kPrefetchesInputs) {
+#pragma unroll
+        for (int i = 0; i < kStageBlocks; ++i) {
+            rows.load(local[i], own.first_block() + min(i, last));
+        }
+    }
+#pragma unroll
+    for (int first = 0; first < kStageBlocks; first += kTileBlocks) {
+        const uint8_t* const k_tile =
+            bytes + (kTileBlocks == 1 ? min(first, last) * (header_bytes + kBlockBytes) : 0);
+        KTileFactors factors;
+        load_factors_of<kKind>(factors, k_tile, middle_of(kForm), first <= last, lane);
+        KTileSums<Shape> sums;
+#pragma unroll
+        for (int j = 0; j < kTileBlocks; ++j) {
+            const int i = first + j;
+            auto& x =
+                Shape::kPrefetchesInputs ? inputs[Shape::kPrefetchesInputs ? i : 0] : local[i];
+            BlockCodes<kForm> codes;
+            codes.load(k_tile + header_bytes + j * kBlockBytes, lane);
+            if (j == 0) {
+                sums.template add<true>(codes, x);
+            } else {
+                sums.add(codes, x);
+            }
+            if (Shape::kPrefetchesInputs && i < next.blocks()) {
+                rows.load(x, next.first_block() + i);
+            }
+        }
+        sums.template scale_into<kForm>(total, factors);
+    }
+}
+
 // The same for a load of small groups, which is one k-tile.
 template <int kForm, class Shape, class Rows>
 __device__ __forceinline__ void add_small_load(
@@ -308,17 +261,53 @@ __device__ __forceinline__ void fill_ring(
 #endif
 }
 
-// Sum over the loads first .. last - 1 of a column panel, after `fill_ring`.
-template <class Shape, class Rows>
+// Adds a load of codes of form `kForm`, with the fastest code that knows it.
+template <int kForm, class Shape, class Rows>
+__device__ __forceinline__ void add_any_load(
+    PanelSums<Shape>& total, LoadInputs<Shape>& inputs, const Load& own, const Load& next,
+    const ExlExpertMatrix& w, const uint8_t* bytes, const Rows& rows, int lane
+) {
+    const auto add_whole = [&](auto kind, auto k_tile_blocks) {
+        add_whole_load<kForm, decltype(kind)::value, decltype(k_tile_blocks)::value, Shape>(
+            total, inputs, own, next, w.header_bytes, bytes, rows, lane
+        );
+    };
+    // Returns whether the load has factors of this kind, and is added.
+    const auto try_kind = [&](auto kind) {
+        constexpr uint32_t kKind = decltype(kind)::value;
+        if constexpr (Shape::kRowTiles == 1 && has_whole_loads(kForm, kKind)) {
+            if ((w.kind >> 16 & 15) != kKind) return false;
+            if (own.k_tile_blocks() == 1) {
+                add_whole(kind, std::integral_constant<int, 1>());
+                return true;
+            }
+            if (own.k_tile_blocks() == kStageBlocks) {
+                add_whole(kind, std::integral_constant<int, kStageBlocks>());
+                return true;
+            }
+        }
+        return false;
+    };
+    if (try_kind(std::integral_constant<int, kPlainFactors>())) return;
+    if (try_kind(std::integral_constant<int, kFloatFactors>())) return;
+    if (try_kind(std::integral_constant<int, EXL_OFFSET_ZEROS>())) return;
+    if (try_kind(std::integral_constant<int, EXL_OFFSET_MINIMUMS>())) return;
+    if (try_kind(std::integral_constant<int, 8 | EXL_OFFSET_MINIMUMS>())) return;
+    add_load<kForm, Shape>(total, inputs, own, next, w, bytes, rows, lane);
+}
+
+// Sum over the loads first .. last - 1 of a column panel, after `fill_ring`. Calls `prepare` before
+// the first one.
+template <class Shape, class Rows, class Prepare>
 __device__ __forceinline__ void sum_loads(
     PanelSums<Shape>& total, const ExpertArgs& args, const ExlExpertMatrix& w, Ring& ring,
-    const uint8_t* panel, int first, int last, const Rows& rows, int lane
+    const uint8_t* panel, int first, int last, const Rows& rows, int lane, const Prepare& prepare
 ) {
     const int values = w.kind >> 14 & 3;
     const bool is_small = Shape::kHasSmall && has_small_groups(w.kind >> 16 & 7);
     if (first >= last) return;
     Load own = Load::at(w.loads, first);
-    LoadInputs<Shape> inputs;
+    LoadInputs<Shape> inputs = {};
     if constexpr (Shape::kPrefetchesInputs) {
 #pragma unroll
         for (int i = 0; i < kStageBlocks; ++i) {
@@ -329,9 +318,10 @@ __device__ __forceinline__ void sum_loads(
     for (int i = first; i < last; ++i) {
         Load next = {};
         if (i + 1 < last) next = Load::at(w.loads, i + 1);
+        if (i == first) prepare();
         ring.wait();
         const auto add = [&](auto form) {
-            add_load<decltype(form)::value, Shape>(
+            add_any_load<decltype(form)::value, Shape>(
                 total, inputs, own, next, w, ring.data(), rows, lane
             );
         };
@@ -342,19 +332,27 @@ __device__ __forceinline__ void sum_loads(
                 );
             }
         };
-        switch (is_small ? small_form(own.bits()) : form_of(own.bits(), values)) {
-            case 2: add(std::integral_constant<int, 2>()); break;
-            case 3: add(std::integral_constant<int, 3>()); break;
-            case 4: add(std::integral_constant<int, 4>()); break;
-            case 5: add(std::integral_constant<int, 5>()); break;
-            case 6: add(std::integral_constant<int, 6>()); break;
-            case 8: add(std::integral_constant<int, 8>()); break;
-            case kE4m3: add(std::integral_constant<int, kE4m3>()); break;
-            case kIq4: add(std::integral_constant<int, kIq4>()); break;
-            case kMxfp4: add(std::integral_constant<int, kMxfp4>()); break;
-            case small_form(2): add_small(std::integral_constant<int, small_form(2)>()); break;
-            case small_form(3): add_small(std::integral_constant<int, small_form(3)>()); break;
-            case small_form(6): add_small(std::integral_constant<int, small_form(6)>()); break;
+        if constexpr (Shape::kOnly != 0) {
+            constexpr int kForm = form_of(Shape::kOnly & 255, Shape::kOnly >> 8 & 3);
+            constexpr int kKind = Shape::kOnly >> 16 & 15, kTileBlocks = Shape::kOnly >> 24;
+            add_whole_load<kForm, kKind, kTileBlocks, Shape>(
+                total, inputs, own, next, w.header_bytes, ring.data(), rows, lane
+            );
+        } else {
+            switch (is_small ? small_form(own.bits()) : form_of(own.bits(), values)) {
+                case 2: add(std::integral_constant<int, 2>()); break;
+                case 3: add(std::integral_constant<int, 3>()); break;
+                case 4: add(std::integral_constant<int, 4>()); break;
+                case 5: add(std::integral_constant<int, 5>()); break;
+                case 6: add(std::integral_constant<int, 6>()); break;
+                case 8: add(std::integral_constant<int, 8>()); break;
+                case kE4m3: add(std::integral_constant<int, kE4m3>()); break;
+                case kIq4: add(std::integral_constant<int, kIq4>()); break;
+                case kMxfp4: add(std::integral_constant<int, kMxfp4>()); break;
+                case small_form(2): add_small(std::integral_constant<int, small_form(2)>()); break;
+                case small_form(3): add_small(std::integral_constant<int, small_form(3)>()); break;
+                case small_form(6): add_small(std::integral_constant<int, small_form(6)>()); break;
+            }
         }
         __syncwarp();
         if (i + args.num_stages < last) {
@@ -402,11 +400,12 @@ struct DenseBlock {
     }
 };
 
-// Sum over the blocks first .. last - 1 of a column panel of a dense matrix.
-template <class Shape, class Rows>
+// Sum over the blocks first .. last - 1 of a column panel of a dense matrix. Calls `prepare` after
+// the first weights are requested.
+template <class Shape, class Rows, class Prepare>
 __device__ __forceinline__ void sum_dense(
     PanelSums<Shape>& total, const ExpertArgs& args, const ExlExpertMatrix& w, int panel, int first,
-    int last, const Rows& rows, int lane
+    int last, const Rows& rows, int lane, const Prepare& prepare
 ) {
     constexpr int kAtOnce = Shape::kRowTiles == 4 ? 2 : 4;  // blocks whose weights are in flight
     const __half* from[4];
@@ -423,6 +422,7 @@ __device__ __forceinline__ void sum_dense(
     for (int i = 0; i < kAtOnce; ++i) {
         if (first + i < last) blocks[i].load(from, first + i);
     }
+    prepare();
 #pragma unroll 1
     for (int block = first; block < last; block += kAtOnce) {
 #pragma unroll

@@ -7,14 +7,13 @@
 //            slices of pairs. The cluster's first block adds up the weighted outputs, in the order of
 //            the slots. In every block the first warp chooses the experts again.
 // Accuracy   The sums of `experts.cu` and of exl_cuda_expert_sum, in the same order: the same bits.
-// Order      The blocks of down start the copies of their weights, and then wait until a counter says
-//            that all tiles of gate and up are stored. Blocks start in the order of their numbers, so
-//            that all blocks that are waited for have started before.
+// Order      The blocks of down start the copies of their weights. A warp then waits until a counter
+//            says that all tiles of gate and up of its pair are stored. Blocks start in the order of
+//            their numbers, so that all blocks that are waited for have started before.
 // Overlap    Registers and shared memory are limited so that three thread blocks fit on a
 //            multiprocessor: those of down copy while those of gate and up multiply.
 // Floor      The bytes of top_k experts, at memory bandwidth. Latency dominates: the logits, the
-//            table of matrices, and the first loads are read one after another. Code is fetched
-//            before it is executed, and both parts share it.
+//            table of matrices, and the first loads are read one after another.
 #include "cuda/common/hopper.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/moe/choice.cuh"
@@ -24,13 +23,17 @@ namespace exl::cuda {
 
 namespace {
 
-template <int source>
-using Shape = ExpertShape<1, true, source>;
-
 constexpr int kThreads = kWarps * kWarp;
-constexpr int kClusterBlocks = 2;
+constexpr int kClusterBlocks = 2, kMaxClusterBlocks = 4;
 // Three thread blocks fit on a multiprocessor of 9.0.
 constexpr int kThirdOfShared = 75 << 10;
+
+// Thread blocks of a multiprocessor for which registers are limited. Dense matrices have four blocks
+// of weights in flight in registers; with three thread blocks there would be room for two.
+constexpr int blocks_per_multiprocessor(int source) { return source == EXL_EXPERTS_CODES ? 3 : 2; }
+
+// Counters that many warps read at the same time are in different slices of the L2 cache.
+constexpr int kCounterStep = EXL_CUDA_ROW_COUNTER_BYTES / sizeof(uint32_t);
 
 extern __shared__ __align__(128) uint8_t shared[];
 
@@ -40,8 +43,9 @@ struct RowArgs {
     ExpertArgs parts[2];  // gate and up; down
     const int32_t* ids;
     const float* weights;
-    uint32_t*
-        counters;  // [2] stored tiles, and blocks that have seen all of them; null: nobody waits
+    // Stored tiles of each pair, and panels of down that have seen all of them, kCounterStep numbers
+    // apart; null: no block waits.
+    uint32_t* counters;
     int32_t top_k;
     int32_t num_tiles;  // of a pair
     int32_t first_blocks;
@@ -70,14 +74,20 @@ struct RowExperts {
           weights(reinterpret_cast<float*>(ids + padded(top_k))),
           scratch(weights + padded(top_k), route.experts) {}
 
-    // Reads or chooses the first `count` ids and, with `has_weights`, all weights. For one warp.
+    // Reads or chooses the first `count` ids and, with `has_weights`, all weights. Without weights, a
+    // last id that is a shared expert is known without a choice, and the only one written. For one
+    // warp.
     __device__ __forceinline__ void load(
         const ExlRoute& route, const int32_t* from_ids, const float* from_weights, int count,
         bool has_weights, int lane
     ) {
-        if (route.logits != nullptr) {
-            float* const to = has_weights ? weights : nullptr;
-            choose_experts(route, route.logits, count, ids, to, scratch, lane);
+        if (route.logits != nullptr && has_weights) {
+            choose_experts(route, route.logits, route.top_k, ids, weights, scratch, lane);
+            add_shared_experts(route, route.logits, ids, weights, lane);
+        } else if (route.logits != nullptr && count <= route.top_k) {
+            choose_experts(route, route.logits, count, ids, nullptr, scratch, lane);
+        } else if (route.logits != nullptr) {
+            if (lane == 0) ids[count - 1] = route.experts + count - 1 - route.top_k;
         } else if (lane < count) {
             ids[lane] = __ldcg(from_ids + lane);
             if (has_weights) weights[lane] = __ldcg(from_weights + lane);
@@ -178,49 +188,66 @@ struct Unit {
     int first, last;  // loads
 };
 
-// Counts the tiles that are stored.
-__device__ __forceinline__ void add_stored_tile(uint32_t* counters) {
+// Counts a stored tile of a pair.
+__device__ __forceinline__ void add_stored_tile(uint32_t* counters, int pair) {
     __syncthreads();
     if (threadIdx.x != 0) return;
-    __threadfence();
-    atomicAdd(counters, 1);
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counters + pair * kCounterStep)
+                 : "memory");
 }
-// Waits until `count` tiles are stored. The last one of `blocks` thread blocks resets the counters.
+// Waits until `count` tiles of a pair are stored. For one warp.
 __device__ __forceinline__ void wait_for_tiles(
-    uint32_t* counters, uint32_t count, uint32_t blocks
+    const uint32_t* counters, int pair, uint32_t count, int lane
 ) {
-    if (threadIdx.x == 0) {
-        while (*static_cast<volatile uint32_t*>(counters) != count) {
-        }
-        __threadfence();
-        if (atomicInc(counters + 1, blocks - 1) == blocks - 1) *counters = 0;
+    if (lane == 0) {
+        uint32_t stored;
+        do {
+            asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+                         : "=r"(stored)
+                         : "l"(counters + pair * kCounterStep)
+                         : "memory");
+        } while (stored != count);
+        // Not a read that acquires in the loop: each of them would invalidate the L1 cache.
+        asm volatile("fence.acq_rel.gpu;" ::: "memory");
     }
-    __syncthreads();
+    __syncwarp();
 }
-
-// Stores the weighted sums of a panel, with one warp.
-__device__ __forceinline__ void store_panel(
-    const RowArgs& args, const RowExperts& experts, const UnitSums* sums, float before, int column,
-    int lane
-) {
-    const ExpertArgs& own = args.parts[1];
-    const int slices = kWarps >> own.unit_bits;
-    const UnitSums* const biases = sums + args.top_k * slices;
-    float y = 0.0f;
+// Called by one thread for each of `panels` panels that need not wait any more. The last one resets
+// the counters.
+__device__ __forceinline__ void end_waiting(uint32_t* counters, uint32_t panels, int top_k) {
+    if (atomicInc(counters + top_k * kCounterStep, panels - 1) != panels - 1) return;
 #pragma unroll 1
-    for (int pair = 0; pair < args.top_k; ++pair) {
-        float one = add_slices(sums[pair * slices].columns + lane, slices, 0, 32);
-        one += biases[pair].columns[lane];
-        y = fmaf(experts.weights[pair], one, y);
-    }
-    static_cast<float*>(own.call.y)[column] = before + y;
+    for (int pair = 0; pair < top_k; ++pair) counters[pair * kCounterStep] = 0;
 }
 
-template <class X, int source>
-__global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2) row_kernel(
+// Adds the slices and the bias of each pair, with all warps. The sums replace those of the first
+// slice.
+__device__ __forceinline__ void add_pairs(
+    UnitSums* sums, int top_k, int slices, int warp, int lane
+) {
+    const UnitSums* const biases = sums + top_k * slices;
+    for (int pair = warp; pair < top_k; pair += kWarps) {
+        float& to = sums[pair * slices].columns[lane];
+        to = add_slices(&to, slices, 0, 32) + biases[pair].columns[lane];
+    }
+}
+// Weighted sum of the pairs of a lane's column, in order.
+__device__ __forceinline__ float weighted_sum(
+    const UnitSums* sums, const float* weights, int top_k, int slices, int lane
+) {
+    float y = 0.0f;
+#pragma unroll 4
+    for (int pair = 0; pair < top_k; ++pair) {
+        y = fmaf(weights[pair], sums[pair * slices].columns[lane], y);
+    }
+    return y;
+}
+
+template <class X, int source, uint32_t only>
+__global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(source)) row_kernel(
     const __grid_constant__ RowArgs args, const __grid_constant__ ExlRoute route
 ) {
-    using Shape = Shape<source>;
+    using Shape = ExpertShape<1, true, source, only>;
     const Cluster cluster;
     const int block = static_cast<int>(blockIdx.x);
     const bool is_down = block >= args.first_blocks;
@@ -269,6 +296,7 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
         return unit;
     };
     Unit unit = {};
+    const int step = cluster.size * kWarps;
     if (first_unit < num_units) unit = start(first_unit);
     // Operands of the epilogues are read while the weights arrive.
     const int column = 32 * tile + lane;
@@ -284,29 +312,35 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
     if (args.is_early) wait_for_inputs();
     float before = 0.0f;
     if (stores && call.epilogue == EXL_EPILOGUE_ADD) before = static_cast<float*>(call.y)[column];
-    if (is_down && args.counters != nullptr) {
-        const int tiles = args.num_tiles * args.top_k;
-        wait_for_tiles(args.counters, tiles, gridDim.x - args.first_blocks);
-    }
 #pragma unroll 1
-    for (int number = first_unit; number < num_units; number += cluster.size * kWarps) {
+    for (int number = first_unit; number < num_units; number += step) {
         if (number != first_unit) unit = start(number);
         Blocks blocks = {};
         __half* inputs = rows + (has_two ? unit.work.part * call.k : 0);
         if (is_down) {
             inputs = rows + warp * own.warp_inputs;
             blocks = blocks_of<Shape::kIsDense>(unit.w, unit.first, unit.last);
+        }
+        const auto prepare = [&] {
+            if (!is_down) return;
+            if (args.counters != nullptr) {
+                wait_for_tiles(args.counters, unit.pair, args.num_tiles, lane);
+            }
             const int64_t row = static_cast<int64_t>(unit.pair / call.pairs_per_row);
             const auto* const x = static_cast<const __half*>(call.x[0]);
             copy_inputs(inputs, x + row * call.x_stride, blocks, lane);
-        }
+        };
         const SharedRow x(inputs, blocks.first, lane);
         PanelSums<Shape> total = {};
         if constexpr (Shape::kIsDense) {
-            sum_dense<Shape>(total, own, unit.w, unit.work.panel, unit.first, unit.last, x, lane);
+            sum_dense<Shape>(
+                total, own, unit.w, unit.work.panel, unit.first, unit.last, x, lane, prepare
+            );
         } else {
             const uint8_t* const bytes = unit.w.tiles + unit.work.panel * unit.w.panel_bytes;
-            sum_loads<Shape>(total, own, unit.w, ring, bytes, unit.first, unit.last, x, lane);
+            sum_loads<Shape>(
+                total, own, unit.w, ring, bytes, unit.first, unit.last, x, lane, prepare
+            );
         }
         float* const to = sums[number].columns;
         store_sums<Shape>(total, to, 1, lane);
@@ -316,24 +350,52 @@ __global__ void __launch_bounds__(kThreads, source == EXL_EXPERTS_CODES ? 3 : 2)
     }
     if (is_down) {
         cluster.sync();
-        if (stores) store_panel(args, experts, sums, before, column, lane);
+        if (cluster.rank != 0) return;
+        if (args.counters != nullptr && threadIdx.x == kThreads - 1) {
+            end_waiting(args.counters, (gridDim.x - args.first_blocks) / cluster.size, args.top_k);
+        }
+        add_pairs(sums, args.top_k, slices, warp, lane);
+        __syncthreads();
+        if (!stores) return;
+        const float y = weighted_sum(sums, experts.weights, args.top_k, slices, lane);
+        static_cast<float*>(call.y)[column] = before + y;
         return;
     }
     __syncthreads();
     if (!has_tile) return;
     store_tile(own, item, outputs, tile, sums->columns, 32);
-    if (args.counters != nullptr) add_stored_tile(args.counters);
+    if (args.counters != nullptr) add_stored_tile(args.counters, tile_pair);
 }
 
 // ---- host --------------------------------------------------------------------------------------
 
+// Common kinds of loads that have kernels of their own. The kernel of all kinds has 240 KB of code and
+// spills registers.
+constexpr uint32_t kGptq = only_loads(4, EXL_VALUES_INTEGERS, kPlainFactors, kStageBlocks);
+constexpr uint32_t kAwq = only_loads(4, EXL_VALUES_INTEGERS, EXL_OFFSET_ZEROS, kStageBlocks);
+constexpr uint32_t kQ40 = only_loads(4, EXL_VALUES_INTEGERS, kPlainFactors, 1);
+constexpr uint32_t kMxfp4Loads = only_loads(4, EXL_VALUES_MXFP4, kFloatFactors, 1);
+
 template <class X>
-auto kernel_for(int source) {
+auto kernel_for(int source, uint32_t only) {
     switch (source) {
-        case EXL_EXPERTS_DENSE: return row_kernel<X, EXL_EXPERTS_DENSE>;
-        case EXL_EXPERTS_SMALL_GROUPS: return row_kernel<X, EXL_EXPERTS_SMALL_GROUPS>;
-        default: return row_kernel<X, EXL_EXPERTS_CODES>;
+        case EXL_EXPERTS_DENSE: return row_kernel<X, EXL_EXPERTS_DENSE, 0>;
+        case EXL_EXPERTS_SMALL_GROUPS: return row_kernel<X, EXL_EXPERTS_SMALL_GROUPS, 0>;
     }
+    switch (only) {
+        case kGptq: return row_kernel<X, EXL_EXPERTS_CODES, kGptq>;
+        case kAwq: return row_kernel<X, EXL_EXPERTS_CODES, kAwq>;
+        case kQ40: return row_kernel<X, EXL_EXPERTS_CODES, kQ40>;
+        case kMxfp4Loads: return row_kernel<X, EXL_EXPERTS_CODES, kMxfp4Loads>;
+        default: return row_kernel<X, EXL_EXPERTS_CODES, 0>;
+    }
+}
+
+// ExlExpertLinear::only of all products together; 0 if they differ.
+uint32_t common_loads(const RowArgs& args, bool has_first, bool has_down) {
+    const uint32_t first = args.parts[0].call.only, down = args.parts[1].call.only;
+    if (has_first && has_down) return first == down ? first : 0;
+    return has_first ? first : down;
 }
 
 int max_warp_loads(const ExpertArgs& args) {
@@ -370,12 +432,31 @@ int common_source(const ExlExpertLinear* first, const ExlExpertLinear* down) {
     return std::max(first->source, down->source);
 }
 
+// Thread blocks of a cluster. With enough of them, each warp has one unit of down, so that all weights
+// are copied at once; but all thread blocks have to fit on the device together.
+int cluster_blocks(
+    const RowArgs& args, bool has_first, bool has_down, int source, const DeviceInfo& info
+) {
+    if (!has_down) return kClusterBlocks;
+    const ExpertArgs &first = args.parts[0], &down = args.parts[1];
+    const int64_t wanted = ceil_div(args.top_k * (kWarps >> down.unit_bits), kWarps);
+    int64_t blocks = ceil_div(down.call.n, 32) * wanted;
+    if (has_first) {
+        const int64_t tiles = ceil_div(ceil_div(first.call.n, 32), 1 << first.part_bits());
+        blocks += tiles * args.top_k + wanted;
+    }
+    const bool fits = blocks <= blocks_per_multiprocessor(source) * info.multiprocessors;
+    const bool is_cluster = wanted > kClusterBlocks && wanted <= kMaxClusterBlocks;
+    return is_cluster && fits ? static_cast<int>(wanted) : kClusterBlocks;
+}
+
 cudaError_t launch_row(
     RowArgs& args, bool has_first, bool has_down, int source, const ExlRoute& route,
     const DeviceInfo& info, void* stream
 ) {
     const int most = std::min(kMaxSharedBytes, info.shared_per_block), top_k = args.top_k;
-    const int cluster = info.capability == 90 ? kClusterBlocks : 1;
+    const int cluster =
+        info.capability == 90 ? cluster_blocks(args, has_first, has_down, source, info) : 1;
     int row_bytes = 0, num_sums = kWarps, blocks = 0;
     if (has_first) {
         const ExlExpertLinear& call = args.parts[0].call;
@@ -407,7 +488,9 @@ cudaError_t launch_row(
     args.rows_offset = args.sums_offset + sums_bytes;
     args.experts_offset = args.rows_offset + row_bytes;
     const bool is_float = has_first && args.parts[0].call.x_dtype == kF32;
-    const auto kernel = is_float ? kernel_for<float>(source) : kernel_for<__half>(source);
+    const uint32_t only = common_loads(args, has_first, has_down);
+    const auto kernel =
+        is_float ? kernel_for<float>(source, only) : kernel_for<__half>(source, only);
     if (cudaError_t error = prefer_shared_memory(kernel); error != cudaSuccess) return error;
     return launch_clusters(
         kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), cluster, ring_bytes + rest,
@@ -427,8 +510,9 @@ extern "C" int exl_cuda_expert_row(
     const bool has_first = first != nullptr, has_down = down != nullptr;
     const bool has_experts =
         route == nullptr ? ids != nullptr && (weights != nullptr || !has_down)
-                         : route->logits != nullptr && route->m == 1 && route->top_k == top_k &&
-                               top_k <= route->experts && route->experts <= EXL_CUDA_MAX_EXPERTS;
+                         : route->logits != nullptr && route->m == 1 && slots_of(*route) == top_k &&
+                               route->shared >= 0 && route->top_k <= route->experts &&
+                               route->experts <= EXL_CUDA_MAX_EXPERTS;
     const bool fits =
         (has_first || has_down) && has_experts && (!has_first || is_valid(*first, false)) &&
         (!has_down || is_valid(*down, true)) && top_k >= 1 && top_k <= EXL_CUDA_MAX_ROW_EXPERTS &&

@@ -31,11 +31,12 @@ extern __shared__ __align__(16) uint8_t shared[];
 __device__ __forceinline__ void choose(const ExlRoute& args, int64_t row) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const Scratch scratch(shared + warp * Scratch::bytes(args.experts), args.experts);
-    const int64_t first = row * args.top_k;
-    choose_experts(
-        args, args.logits + row * args.experts, args.top_k, args.ids + first, args.weights + first,
-        scratch, lane
-    );
+    const int64_t first = row * slots_of(args);
+    const float* const logits = logits_at(args, row);
+    int32_t* const ids = args.ids + first;
+    float* const weights = args.weights + first;
+    choose_experts(args, logits, args.top_k, ids, weights, scratch, lane);
+    add_shared_experts(args, logits, ids, weights, lane);
 }
 
 __global__ void __launch_bounds__(kThreads) choose_kernel(const ExlRoute args) {
@@ -132,10 +133,15 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const ExlRoute args
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int expert = blockIdx.x * kWarps + warp;
     const int first_row = blockIdx.y * kRows, count = min(kRows, args.m - first_row);
-    const bool has_expert = expert < args.experts;
+    const bool is_scored = expert < args.experts;  // otherwise the score of the shared experts
+    const bool has_expert = expert < logits_of(args);
     const int d = has_expert ? args.d : 0, own = kVector * lane;
     const __half* weight = static_cast<const __half*>(args.weight);
-    if (has_expert) weight += static_cast<int64_t>(expert) * args.d;
+    if (is_scored) {
+        weight += static_cast<int64_t>(expert) * args.d;
+    } else {
+        weight = static_cast<const __half*>(args.shared_weight);
+    }
     using Logits = LogitSums<X, kRows, kIsAligned>;
     Vector<__half> ahead[kInFlight];
     Vector<float> gains[Logits::kVectors];
@@ -156,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const ExlRoute args
     load_weights(own);
     for (int i = own + kInFlight * kStep; i < d; i += kStep) prefetch_to_l2(weight + i);
     const float logit_bias =
-        has_expert && args.logit_bias != nullptr ? args.logit_bias[expert] : 0.0f;
+        is_scored && args.logit_bias != nullptr ? args.logit_bias[expert] : 0.0f;
     wait_for_inputs();
     // Rows past the last one read the last one; their sums are dropped.
     const X* rows[kRows];
@@ -181,9 +187,9 @@ __global__ void __launch_bounds__(kThreads, 2) router_kernel(const ExlRoute args
     for (int r = 0; r < kRows; ++r) {
         const float logit = warp_sum(logits.sums[r]) * factors[r] + logit_bias;
         if (lane != 0 || !has_expert || r >= count) continue;
-        args.logits[static_cast<int64_t>(first_row + r) * args.experts + expert] = logit;
+        logits_at(args, first_row + r)[expert] = logit;
     }
-    if (args.norm != nullptr && warp == 0) {  // this warp has an expert
+    if (args.normed != nullptr && warp == 0) {  // this warp has an expert
         write_normed<X, kRows>(args, rows, factors, first_row, count, lane);
     }
     if (args.ids == nullptr) return;
@@ -227,13 +233,15 @@ auto kernel_for(int rows, bool is_aligned) {
 extern "C" int exl_cuda_route(const ExlRoute* args, void* stream) {
     using namespace exl::cuda;
     const ExlRoute& a = *args;
-    const bool fits = a.m >= 0 && a.experts >= 1 && a.experts <= EXL_CUDA_MAX_EXPERTS &&
-                      a.top_k >= 1 && a.top_k <= a.experts && a.groups >= 1 &&
-                      a.experts % a.groups == 0 && a.kept_groups >= 1 &&
-                      a.kept_groups <= a.groups && a.group_scores >= 1 &&
-                      (a.x == nullptr || (a.d >= 1 && (a.x_dtype == kF32 || a.x_dtype == kF16))) &&
-                      (a.norm == nullptr || (a.x != nullptr && a.normed != nullptr)) &&
-                      (a.ids != nullptr ? a.weights != nullptr : a.x != nullptr);
+    const bool fits =
+        a.m >= 0 && a.experts >= 1 && a.experts <= EXL_CUDA_MAX_EXPERTS && a.top_k >= 1 &&
+        a.top_k <= a.experts && a.groups >= 1 && a.experts % a.groups == 0 && a.kept_groups >= 1 &&
+        a.kept_groups <= a.groups && a.group_scores >= 1 &&
+        (a.x == nullptr || (a.d >= 1 && (a.x_dtype == kF32 || a.x_dtype == kF16))) &&
+        (a.norm == nullptr || a.x != nullptr) && (a.normed == nullptr || a.norm != nullptr) &&
+        (a.logits_stride == 0 || a.logits_stride >= logits_of(a)) &&
+        (a.ids != nullptr ? a.weights != nullptr : a.x != nullptr) && a.shared >= 0 &&
+        a.shared <= kWarp && (a.shared_weight == nullptr || a.shared > 0);
     if (!fits) return cudaErrorInvalidValue;
     if (a.m == 0) return cudaSuccess;
     const size_t scratch_bytes = a.ids == nullptr ? 0 : kWarps * Scratch::bytes(a.experts);
@@ -244,12 +252,13 @@ extern "C" int exl_cuda_route(const ExlRoute* args, void* stream) {
     const int64_t x_bytes = a.x_dtype == kF32 ? 4 : 2;
     const bool is_aligned = rows_are_aligned(a.x, a.d, a.x_stride, x_bytes) &&
                             rows_are_aligned(a.weight, a.d, a.d, 2) &&
+                            rows_are_aligned(a.shared_weight, a.d, 0, 2) &&
                             rows_are_aligned(a.norm, a.d, 0, 4);
     const int rows = chunk_rows(a.m, is_aligned);
     const int64_t chunks = ceil_div(a.m, rows);
     if (chunks > 65535) return cudaErrorInvalidValue;
     const dim3 grid(
-        static_cast<unsigned>(ceil_div(a.experts, kWarps)), static_cast<unsigned>(chunks)
+        static_cast<unsigned>(ceil_div(logits_of(a), kWarps)), static_cast<unsigned>(chunks)
     );
     const auto kernel = a.x_dtype == kF32 ? kernel_for<float>(rows, is_aligned)
                                           : kernel_for<__half>(rows, is_aligned);

@@ -66,7 +66,8 @@ cudaError_t run_recurrence(
     const ExlStateRows& rows = args.rows;
     const int64_t needed =
         chunk_space_bytes(info, rows.rows, rows.seqs, args.heads, args.key_heads, args.depth);
-    const bool is_chunked = needed > 0 && workspace != nullptr && rows.seqs > 0;
+    const bool is_chunked =
+        needed > 0 && workspace != nullptr && rows.seqs > 0 && !args.is_invariant;
     if (is_chunked && workspace_bytes < needed) return cudaErrorInvalidValue;
     args.longest = is_chunked ? kLeastChunkedRows - 1 : rows.rows;
     if (cudaError_t error = run_matrix_state<is_delta ? Rule::kDelta : Rule::kScan>(args, stream);

@@ -21,6 +21,7 @@ extern "C" int exl_cuda_delta_rule(const ExlDeltaRule* args, void* stream) {
     state.depth = args->key_dim;
     state.width = args->value_dim;
     state.is_tiled = args->is_tiled != 0;
+    state.is_invariant = args->is_invariant != 0;
     if (args->is_by_row) {
         state.longest = args->rows.rows;
         return exl::cuda::run_matrix_state<exl::cuda::Rule::kDeltaByRow>(state, stream);

@@ -285,11 +285,12 @@ cudaError_t launch_matrix_state(const MatrixState& args, void* stream) {
     );
 }
 
-// One token per group in decode. Otherwise four, or two where two tiles of four would not fit 48 KiB.
+// One token per group in decode, and in the batch-invariant mode, in which no group may depend on
+// where a pass begins. Otherwise four, or two where two tiles of four would not fit 48 KiB.
 template <Rule rule, int blocks>
 cudaError_t launch_matrix_state(const MatrixState& args, void* stream) {
     constexpr int kGroup = rule == Rule::kDeltaByRow ? (blocks > 4 ? 1 : 2) : blocks > 4 ? 2 : 4;
-    return args.rows.rows <= args.rows.seqs
+    return args.rows.rows <= args.rows.seqs || args.is_invariant
                ? launch_matrix_state<rule, blocks, 1>(args, stream)
                : launch_matrix_state<rule, blocks, kGroup>(args, stream);
 }

@@ -41,6 +41,7 @@ struct MatrixState {
     int heads, key_heads, depth, width;
     int longest;  // sequences with more rows are skipped: they have chunks
     bool is_tiled;
+    bool is_invariant;  // one token per group, whatever the number of rows
     float least_step, largest_step;
 };
 

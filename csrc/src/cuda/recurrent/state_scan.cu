@@ -22,5 +22,6 @@ extern "C" int exl_cuda_state_scan(const ExlStateScan* args, void* stream) {
     state.width = args->head_dim;
     state.least_step = args->least_step;
     state.largest_step = args->largest_step;
+    state.is_invariant = args->is_invariant != 0;
     return exl::cuda::run_recurrence<false>(state, args->workspace, args->workspace_bytes, stream);
 }

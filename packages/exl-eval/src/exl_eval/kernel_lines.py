@@ -115,12 +115,15 @@ def _attention_line(call: Call, this: Pass) -> Line:
 def _latent_line(call: Call, this: Pass) -> Line:
     """Latent attention in its absorbed form: products of each head with the cached rows, and with
     its own matrices before and after them."""
-    q, latent, key, up, _, cache, scoring = call.operands
-    moved = sum(map(_size, (q, latent, key, call.result))) + up.size_bytes
+    q, latent, key, up, _, cache, scoring, *_ = call.operands
+    is_tensor = isinstance(call.result, Tensor)
+    value = call.result.shape[1] if is_tensor else call.result.features
+    moved = sum(map(_size, (q, latent, key))) + up.size_bytes
+    moved += _size(call.result) if is_tensor else 2 * len(q) * value
     held, seen, cached = _cached(cache, scoring, this)
     rank, width = latent.shape[1], latent.shape[1] + key.shape[1]
     heads = up.keys.num_heads
-    inner = q.shape[1] - heads * key.shape[1] + call.result.shape[1]  # without RoPE, and of values
+    inner = q.shape[1] - heads * key.shape[1] + value  # without RoPE, and of values
     operations = 2 * this.batch * seen * heads * (width + rank) + 2 * len(q) * inner * rank
     shape = f"{heads} heads, rows of {width}, {held} keys"
     return Line(call.op, shape, moved + cached, operations)
@@ -139,7 +142,8 @@ def _cached(cache: CacheLayer, scoring: Scoring, this: Pass) -> tuple[int, int, 
 
 def _recurrent_line(call: Call, this: Pass) -> Line:
     """A recurrent op. The states of the sequences are read, unless they are new, and written."""
-    *operands, states, _ = call.operands
+    *operands, states, _ = call.operands[:5]
+    conv = call.operands[5] if len(call.operands) > 5 else None  # of the inputs, in the same kernel
     tensors = [one for one in operands if isinstance(one, Tensor)]
     moved = sum(map(_size, (*tensors, call.result)))
     moved += this.batch * _size(states[0]) * (2 if this.past_len else 1)
@@ -148,6 +152,10 @@ def _recurrent_line(call: Call, this: Pass) -> Line:
         taps = operands[1].weight
         moved, numbers, sizes = moved + _size(taps), taps.numel(), list(taps.shape)
     operations = STATE_OPERATIONS[call.op] * len(tensors[0]) * numbers
+    if conv is not None:
+        held, taps = conv.states[0], conv.taps.weight
+        moved += _size(taps) + this.batch * _size(held) * (2 if this.past_len else 1)
+        operations += STATE_OPERATIONS["causal_conv"] * len(tensors[0]) * taps.numel()
     return Line(call.op, " x ".join(map(str, sizes)), moved, operations)
 
 
@@ -165,8 +173,15 @@ def _expert_layer_line(call: Call, this: Pass) -> Line:  # noqa: ARG001 - as the
     router, norm = layer.router, layer.norm.weight
     moved = 2 * _size(x) + _size(norm) + router.size_bytes
     line = _line_of_experts(call.op, layer.experts, x, layer.routing.top_k, moved)
-    scored = 2 * len(x) * router.in_features * router.out_features
-    return replace(line, operations=line.operations + scored)
+    operations = line.operations + 2 * len(x) * router.in_features * router.out_features
+    if layer.joined is None:
+        return replace(line, operations=operations)
+    parts = layer.joined.shared / layer.experts.down.num_experts
+    sizes = (layer.experts.gate_up, layer.experts.down)
+    read = round(parts * sum(one.size_bytes for one in sizes))
+    each = sum(one.in_features * one.out_features for one in sizes)
+    operations += 2 * len(x) * layer.joined.shared * each
+    return replace(line, bytes=line.bytes + read, operations=operations)
 
 
 def _line_of_experts(op: str, experts: ExpertMlp, x: Tensor, top_k: int, moved: int) -> Line:

@@ -190,6 +190,10 @@ class _Source:
     def stack(experts: Sequence[PackedLinear]) -> PackedExperts:
         return StackedExperts.of(experts)
 
+    @staticmethod
+    def join_experts(*_: object, **__: object) -> None:
+        return None
+
 
 class _NoCache:
     """LayerCaches of one layer, with no pages."""

@@ -9,7 +9,7 @@ same bits if the op table is batch-invariant.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -58,6 +58,12 @@ class AdaptedOps(WrappedOps):
         to: PackedLinear | None = None,  # noqa: ARG002 - as above
     ) -> Inputs:
         return self.inner.gate_heads(x, gate, gating)
+
+    def attend_latent(self, *operands: Any, **named: Any) -> Inputs:
+        return self.inner.attend_latent(*operands, **{**named, "to": None})  # as above
+
+    def joins_experts(self, rows: int) -> bool:  # noqa: ARG002
+        return False  # an adapter may change the shared expert
 
     def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
         y = self.inner.linear(x, w)

@@ -369,13 +369,18 @@ def _moe(
     if "router_norm" in rows:
         factor = config.hidden_size**-0.5
         router_norm = RmsNorm(source.norm(rows["router_norm"]) * factor, config.state_eps)
+    experts = _experts(config, layer, source if host is None else host.packer)
+    scores = source.packed([rows["shared_router"]]) if "shared_router" in rows else None
+    joined = None
+    if shared is not None and host is None:
+        joined = source.join_experts(experts, shared.gate_up, shared.down, scores)
     return MoeWeights(
         norm=norm_of("mlp_norm"),
         router=source.packed([rows["router"]]),
         router_bias=vector("router_bias"),
-        experts=_experts(config, layer, source if host is None else host.packer),
+        experts=experts,
         shared=shared,
-        shared_router=source.packed([rows["shared_router"]]) if "shared_router" in rows else None,
+        shared_router=scores,
         post_norm=norm_of("mlp_post_norm"),
         router_norm=router_norm,
         expert_factors=vector("expert_factors"),
@@ -384,6 +389,7 @@ def _moe(
         latent_down=source.packed(matrices["latent_down"]) if "latent_down" in matrices else None,
         latent_up=source.packed(matrices["latent_up"]) if "latent_up" in matrices else None,
         host=None if host is None else host.host,
+        joined=joined,
     )
 
 

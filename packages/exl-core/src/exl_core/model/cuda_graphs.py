@@ -14,9 +14,12 @@ is captured when the bucket occurs for the third time.
 
 from __future__ import annotations
 
+import gc
+import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -315,16 +318,49 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's
 
 
-def capture(
-    graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any = None
-) -> torch.cuda.graph:
+class CollectionPause:
+    """Context without Python's garbage collector, which several threads may enter at once.
+
+    The collector may delete an unused graph, which frees memory of its device. A thread that
+    captures must not do that: the driver refuses, and torch then ends the process.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._has_disabled = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._entered += 1
+            if gc.isenabled():
+                self._has_disabled = True
+                gc.disable()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._entered -= 1
+            if self._entered == 0 and self._has_disabled:
+                self._has_disabled = False
+                gc.enable()
+
+
+COLLECTION_PAUSE = CollectionPause()
+
+
+@contextmanager
+def capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any = None) -> Iterator[None]:
     """Context that captures work on `device`. Other threads may call the driver meanwhile.
 
     Torch's own choice is one stream for the whole process, on the device of the first capture. Work
     on another device would run once and not be captured.
     """
     stream = _capture_stream(device)
-    return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+    with (
+        COLLECTION_PAUSE,
+        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+    ):
+        yield
 
 
 def shape_of(

@@ -42,19 +42,31 @@ SAMPLE_POSITION_RANGE = 2048
 positions, elements that rotate slowly would look as constant as those that do not rotate at all."""
 
 
-def fit_key_smoothing(queries: Tensor, keys: Tensor, *, is_shifted: bool) -> KeySmoothing:
+def power_of(queries: Tensor, kv_heads: int) -> Tensor:
+    """Mean square of each element of one text's queries [n, H, D], by the key head that they read:
+    float64 [K, D]."""
+    # The first token is left out: it is an attention sink, and its key is an outlier.
+    group, d = queries.shape[1] // kv_heads, queries.shape[2]
+    heads = queries[1:].double().view(-1, kv_heads, group, d)
+    return heads.square().mean((0, 2))
+
+
+def fit_key_smoothing(
+    queries: Tensor, keys: Tensor, *, is_shifted: bool, query_power: Tensor | None = None
+) -> KeySmoothing:
     """Fit to one text's queries [n, H, D] and keys [n, K, D], taken after RoPE.
 
     With `is_shifted`, the keys' mean is subtracted, which preserves the differences between a
-    query's scores. Without it, the scores themselves are preserved.
+    query's scores. Without it, the scores themselves are preserved. `query_power` [K, D] replaces
+    `power_of` these queries, where there are more queries than these.
     """
-    _, kv_heads, d = keys.shape
+    _, kv_heads, _ = keys.shape
     group = queries.shape[1] // kv_heads
-    # The first token is left out: it is an attention sink, and its key is an outlier.
-    keys, queries = keys[1:].double(), queries[1:].double().view(-1, kv_heads, group, d)
+    if query_power is None:
+        query_power = power_of(queries, kv_heads)
+    keys = keys[1:].double()  # without the first token, as `power_of`
     mean = keys.mean(0) if is_shifted else torch.zeros_like(keys[0])
     key_variance = (keys - mean).square().mean(0)  # [K, D]
-    query_power = queries.square().mean((0, 2))  # [K, D]
     tiny = torch.finfo(torch.float32).tiny
     divisor = ((key_variance + tiny) / (query_power + tiny)).pow(_EXPONENT / 2)
     divisor /= divisor.log().mean(-1, keepdim=True).exp()
@@ -74,13 +86,16 @@ class KeySmoothingOps(WrappedOps):
         ops: OpTable,
         angles: tuple[Tensor, Tensor] | None,
         found: Callable[[KeySmoothing], None],
+        whole_power: Callable[[Tensor], Tensor],
     ) -> None:
         """`angles`: cos and sin of the layer's RoPE for the rows of the pass; None: no RoPE.
-        `found` receives the fit."""
+        `found` receives the fit. `whole_power` gets `power_of` the queries of the pass, and returns
+        that of all queries that read the same keys."""
         super().__init__(inner)
         self._ops = ops
         self._angles = angles
         self._found = found
+        self._whole_power = whole_power
 
     def attend_(
         self,
@@ -105,7 +120,8 @@ class KeySmoothingOps(WrappedOps):
         # A shift of the keys adds the same number to all scores of a query. It may do so only if
         # nothing but the differences between them counts.
         is_shifted = not scoring.softcap and sinks is None
-        self._found(fit_key_smoothing(queries, keys, is_shifted=is_shifted))
+        power = self._whole_power(power_of(queries, num_kv))
+        self._found(fit_key_smoothing(queries, keys, is_shifted=is_shifted, query_power=power))
         return self.inner.attend_(
             qkv, batch, cache, scoring, norms=norms, smoothing=smoothing, sinks=sinks, out=out
         )

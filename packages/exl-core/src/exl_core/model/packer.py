@@ -25,7 +25,7 @@ from exl_core.formats.quantized import whole_columns
 from exl_core.formats.tensors import WeightTensors
 from exl_core.ops.latent import LatentUp
 from exl_core.ops.linear import PackedLinear
-from exl_core.ops.moe import PackedExperts
+from exl_core.ops.moe import ExpertMlp, JoinedExperts, PackedExperts
 from exl_core.ops.table import OpTable
 from exl_core.ops.weights import DenseLayout, fused_layout, moved_columns
 
@@ -133,6 +133,16 @@ class Packer:
     def stack(self, experts: Sequence[PackedLinear]) -> PackedExperts:
         """The matrices of a layer's experts as one operand."""
         return self._ops.stack(experts)
+
+    def join_experts(
+        self,
+        experts: ExpertMlp,
+        gate_up: PackedLinear,
+        down: PackedLinear,
+        scores: PackedLinear | None,
+    ) -> JoinedExperts | None:
+        """The experts and a shared expert as one operand, if the op table joins them."""
+        return self._ops.join_experts(experts, gate_up, down, scores)
 
     def latent_up(self, spec: MLA, rows: Sequence[ModuleRow]) -> LatentUp:
         """The matrices from latent vectors to keys and values, read in the calling thread."""

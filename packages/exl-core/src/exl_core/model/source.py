@@ -12,7 +12,7 @@ from exl_core.arch.layers import MLA
 from exl_core.arch.modules import ModuleRow
 from exl_core.ops.latent import LatentUp
 from exl_core.ops.linear import PackedLinear
-from exl_core.ops.moe import PackedExperts
+from exl_core.ops.moe import ExpertMlp, JoinedExperts, PackedExperts
 
 
 class WeightSource(Protocol):
@@ -35,6 +35,16 @@ class WeightSource(Protocol):
 
     def stack(self, experts: Sequence[PackedLinear]) -> PackedExperts:
         """The matrices of a layer's experts as one operand."""
+        ...
+
+    def join_experts(
+        self,
+        experts: ExpertMlp,
+        gate_up: PackedLinear,
+        down: PackedLinear,
+        scores: PackedLinear | None,
+    ) -> JoinedExperts | None:
+        """The experts and a shared expert as one operand, if the op table joins them."""
         ...
 
     def latent_up(self, spec: MLA, rows: Sequence[ModuleRow]) -> LatentUp:

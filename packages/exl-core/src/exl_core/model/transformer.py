@@ -403,7 +403,14 @@ class Transformer:
         if not isinstance(mixer, Attention):
             return ops
         angles = stage.angles(mixer.attend_rope, positions)
-        return KeySmoothingOps(ops, stage.ops, angles, partial(found.__setitem__, layer))
+        whole_power = partial(self._whole_power, layer)
+        return KeySmoothingOps(
+            ops, stage.ops, angles, partial(found.__setitem__, layer), whole_power
+        )
+
+    def _whole_power(self, layer: int, power: Tensor) -> Tensor:  # noqa: ARG002 - for ranks
+        """`power_of` all queries of a layer, from that of the queries computed here."""
+        return power
 
 
 def _unread_bytes(layer: LayerSpec, part: MlpWeights | MoeWeights | None, rows: int) -> float:

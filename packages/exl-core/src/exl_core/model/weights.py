@@ -19,7 +19,7 @@ from exl_core.ops.elementwise import Gating, LayerNorm, Norm, RmsNorm, XIelu
 from exl_core.ops.host_experts import HostExperts
 from exl_core.ops.latent import LatentUp
 from exl_core.ops.linear import PackedLinear
-from exl_core.ops.moe import ExpertMlp
+from exl_core.ops.moe import ExpertMlp, JoinedExperts
 from exl_core.ops.recurrent import DeltaRule, StateScan, Taps
 
 
@@ -203,7 +203,7 @@ class MoeWeights:
     passes, with at most a `post_norm`, and `shared_router` [1, hidden] scores its output.
     `latent_down` [latent, hidden] is before the experts, `latent_up` [hidden, latent] after them.
     `host` computes the experts, if they are in the host's memory and the layer is on another
-    device.
+    device. `joined` are the experts with the shared expert, where the op table joins them.
     """
 
     norm: Norm | None
@@ -220,6 +220,7 @@ class MoeWeights:
     latent_down: PackedLinear | None = None
     latent_up: PackedLinear | None = None
     host: HostExperts | None = None
+    joined: JoinedExperts | None = None
 
     @property
     def is_plain(self) -> bool:

@@ -19,6 +19,8 @@ from typing import Protocol
 from torch import Tensor
 
 from exl_core.ops.attention import AttentionBatch, CacheLayer, Scoring
+from exl_core.ops.elementwise import RmsNorm
+from exl_core.ops.linear import Inputs, PackedLinear
 
 
 class HeadMatrices(Protocol):
@@ -81,13 +83,18 @@ class LatentOps(Protocol):
         batch: AttentionBatch,
         cache: CacheLayer,
         scoring: Scoring,
-    ) -> Tensor:
+        norm: RmsNorm | None = None,
+        to: PackedLinear | None = None,
+    ) -> Inputs:
         """Latent attention between its projections: [rows, heads * v].
 
         q [rows, heads * (n + p)] strided rows: of each head the part without RoPE, then the other.
         latent [rows, r]; key [rows, p] strided rows, before RoPE. `cache` is shared
         (`CacheLayer.is_shared`), with one head of p + r elements. Writes the rows [key | latent] to
         the cache, and attends like `attend_`, with RoPE of the first elements of a row.
+
+        norm   of `latent`, which is as it is without one
+        to     the matrix that reads the result, which may then be in the form that its kernel reads
         """
         ...
 

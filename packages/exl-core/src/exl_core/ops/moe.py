@@ -88,14 +88,31 @@ class ExpertMlp:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class JoinedExperts:
+    """Experts that a router chooses from, and after them the `shared` parts of a shared expert,
+    each as wide as an expert. Every row passes these.
+
+    scores   [1, d]: a row's shared parts have the weight sigmoid(x @ scores); None: they have 1
+    """
+
+    experts: ExpertMlp
+    shared: int
+    scores: PackedLinear | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ExpertLayer:
-    """A norm, a router, its routing and bias, and the experts."""
+    """A norm, a router, its routing and bias, and the experts.
+
+    `joined` are the experts with a shared expert, which is then computed too.
+    """
 
     norm: RmsNorm
     router: PackedLinear
     routing: Routing
     bias: Tensor | None
     experts: ExpertMlp
+    joined: JoinedExperts | None = None
 
 
 class RoutedOps(Protocol):
@@ -123,7 +140,14 @@ class RoutedOps(Protocol):
 
     def add_experts_(self, x: Tensor, layer: ExpertLayer) -> Tensor:
         """x [m, d] float32 += expert_mlp(h, routed, experts), with h = rms_norm(x, norm) and
-        routed = route(h, router, routing, bias)."""
+        routed = route(h, router, routing, bias).
+
+        With `joined`, which `joins_experts` has to allow, its shared parts are added too.
+        """
+        ...
+
+    def joins_experts(self, rows: int) -> bool:
+        """Whether `add_experts_` computes a shared expert beside the others for so many rows."""
         ...
 
 
@@ -132,4 +156,15 @@ class MoeOps(RoutedOps, Protocol):
 
     def stack(self, experts: Sequence[PackedLinear]) -> PackedExperts:
         """The experts' matrices, of equal sizes, as one operand. They are not copied."""
+        ...
+
+    def join_experts(
+        self,
+        experts: ExpertMlp,
+        gate_up: PackedLinear,
+        down: PackedLinear,
+        scores: PackedLinear | None,
+    ) -> JoinedExperts | None:
+        """The experts and a shared expert as one operand, without copies. None if the table cannot
+        join them, or computes them faster one after the other."""
         ...

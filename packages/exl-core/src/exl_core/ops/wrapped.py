@@ -107,9 +107,16 @@ class WrappedOps:
         batch: AttentionBatch,
         cache: CacheLayer,
         scoring: Scoring,
-    ) -> Tensor:
+        norm: RmsNorm | None = None,
+        to: PackedLinear | None = None,
+    ) -> Inputs:
         return self.inner.attend_latent(
-            q, latent, key, up, batch=batch, cache=cache, scoring=scoring
+            *(q, latent, key, up),
+            batch=batch,
+            cache=cache,
+            scoring=scoring,
+            norm=norm,
+            to=None if to is None else unmarked(to),
         )
 
     def route(
@@ -122,6 +129,9 @@ class WrappedOps:
 
     def add_experts_(self, x: Tensor, layer: ExpertLayer) -> Tensor:
         return self.inner.add_experts_(x, layer)
+
+    def joins_experts(self, rows: int) -> bool:
+        return self.inner.joins_experts(rows)
 
     def causal_conv(self, x: Tensor, taps: Taps, states: Tensor, rows: StateRows) -> Tensor:
         return self.inner.causal_conv(x, taps, states, rows)

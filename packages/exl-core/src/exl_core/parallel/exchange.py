@@ -7,12 +7,10 @@ give neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from threading import Thread
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -22,7 +20,6 @@ from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, Store
 from exl_core.errors import RankError
 from exl_core.parallel.plan import Rank
 
-T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 EXCHANGE_TIMEOUT_S = 60
 """Longest wait for the other ranks in one exchange. A rank that does not answer at all is noticed
@@ -137,21 +134,6 @@ class GlooExchange:
         options.rootRank = 0
         wait_for(self._group.broadcast([values], options), self.rank.index)
         return values
-
-
-def in_background(work: Callable[[], T]) -> Future[T]:
-    """Runs `work` on a thread that the process does not wait for when it ends: a connection may
-    never be made."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
-            future.set_exception(error)
-
-    Thread(target=run, name="exl-connect", daemon=True).start()
-    return future
 
 
 def failed_exchange(rank: int, error: RuntimeError) -> RankError:

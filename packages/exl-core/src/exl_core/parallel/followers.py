@@ -28,9 +28,11 @@ from threading import Event, Lock, Thread
 from typing import TypeVar
 
 from exl_core.errors import RankError
-from exl_core.parallel.exchange import Exchange, GlooExchange, in_background
+from exl_core.parallel.background import in_background
+from exl_core.parallel.exchange import Exchange, GlooExchange
 from exl_core.parallel.follower import BEAT, DESERTED, DONE, FAILED, FAREWELL, LOADED
 from exl_core.parallel.liveness import BEAT_S, SILENCE_S, RankWatch, Watchdog
+from exl_core.parallel.nccl_library import Communicator
 from exl_core.parallel.plan import Rank
 from exl_core.parallel.processes import RankProcess, start
 from exl_core.parallel.wire import Header, Message, Operation, join_message
@@ -142,7 +144,9 @@ class Group:
         self.on_close: Callable[[float], None] | None = None
         """Frees what these exchanges hold. Gets the longest time to wait for it, in seconds."""
         self.nccl_id: Future[bytes] | None = None
-        """With it the ranks' GPUs connect; None: they have none."""
+        """With it the ranks' GPUs connect; None: they have none, or connect already."""
+        self.connection: Future[Communicator] | None = None
+        """Rank 0's GPU, if it has begun to connect with the others while they started."""
         self._connect = connect
         self._watchdog = watchdog
         self._failed = Event()

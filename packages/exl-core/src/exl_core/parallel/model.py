@@ -111,10 +111,17 @@ class SummingOps(ComposedExpertOps, WrappedOps):
             return self.inner.linear_add_(x, w, residual)
         if self._exchange.rank.index == 0:  # adds the residual stream, once
             return self._exchange.sum(self.inner.linear_add_(x, w.part, residual))
-        if isinstance(x, Tensor):
-            return self._exchange.sum(self.inner.linear(x, w.part))
-        zeros = torch.zeros_like(residual)
-        return self._exchange.sum(self.inner.linear_add_(x, w.part, zeros))
+        return self._exchange.sum(self._part(x, w, residual))
+
+    def _part(self, x: Inputs, w: PartialLinear, residual: Tensor) -> Tensor:
+        """The rank's part of a product that is added to `residual`, without the latter.
+
+        Rank 0 takes the op that adds, and the others that which does not. Products with dense
+        matrices may have other kernels for these, and so other bits.
+        """
+        if self._exchange.rank.index != 0 and isinstance(x, Tensor):
+            return self.inner.linear(x, w.part)
+        return self.inner.linear_add_(x, w.part, torch.zeros_like(residual))
 
     def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor:
         if not isinstance(norm, DividedNorm):
@@ -153,7 +160,7 @@ class PeerOps(SummingOps):
         self._peers.settle()
         if not isinstance(w, PartialLinear):
             return self.inner.linear(x, w)
-        if self._is_plain and self._peers.multiply(x, w.part):
+        if self._is_plain and self._peers.multiply(x, w.part, defers=False):
             return self._peers.await_sum(None, defers=False)
         return self._sum(self.inner.linear(x, w.part))
 
@@ -161,11 +168,10 @@ class PeerOps(SummingOps):
         if not isinstance(w, PartialLinear) or not self._peers.takes(residual):
             self._peers.settle()
             return super().linear_add_(x, w, residual)
-        if not (self._is_plain and self._peers.multiply(x, w.part)):
-            self._peers.settle()
-            zeros = torch.zeros_like(residual)
-            self._peers.send(self.inner.linear_add_(x, w.part, zeros))
         defers = self._is_plain and isinstance(w, DeferredLinear)
+        if not (self._is_plain and self._peers.multiply(x, w.part, defers=defers)):
+            self._peers.settle()
+            self._peers.send(self._part(x, w, residual))
         return self._peers.await_sum(residual, defers=defers)
 
     def norm_linear(
@@ -231,6 +237,7 @@ class RankTransformer(Transformer):
         super().__init__(share_config(config, rank), divided, ops, sample_ids)
         self._exchange = exchange
         self._shares = shares
+        self._whole_layers = config.layers
         self._peers = exchange if isinstance(exchange, PeerExchange) else None
         self._is_plain = False
         if self._is_divided:
@@ -269,6 +276,19 @@ class RankTransformer(Transformer):
         if not self._is_divided:
             return super().own_low_rank(target, down, up)
         return self._shares.low_rank(target, down, up)
+
+    def _whole_power(self, layer: int, power: Tensor) -> Tensor:
+        """With fewer key heads than ranks, several ranks divide the queries of one. They smooth
+        their copies of its keys alike."""
+        spec, rank = self._whole_layers[layer].mixer, self._exchange.rank
+        assert isinstance(spec, Attention), "the layer has keys"
+        if rank.count <= spec.num_kv_heads:
+            return power
+        own = head_share(spec, rank)
+        parts = power.new_zeros(spec.num_kv_heads, power.shape[1], dtype=torch.float32)
+        parts[own.kv.start] = power[0] * len(own.q)
+        group = spec.num_q_heads // spec.num_kv_heads
+        return self._exchange.sum(parts)[own.kv.start, None].double() / group
 
     def _summing(self, ops: LayerOps, _: int, __: BlockWeights) -> LayerOps:
         if self._peers is None or not self._peers.peers.is_active:

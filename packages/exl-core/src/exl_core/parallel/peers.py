@@ -125,6 +125,7 @@ def with_peers(
 
     def trial(addresses: Sequence[int]) -> tuple[PeerSums, str | None]:
         peers = table.peer_sums(rank.index, placed(addresses))
+        peers.is_alone = True
         return peers, tried(peers, exchange, width, device)
 
     def make() -> SharedMemory:

@@ -5,9 +5,10 @@ of all ranks' products is the whole product. A slice of a quantized matrix keeps
 and roundings of the file:
 
     stored rows   0 1 2 3 | 4 5 6 7 | 8 9         groups of 4, features in any order (act-order)
-    kept          . 1 2 .   4 5 6 7   . .    ->   groups of 2 and 4, features 0 .. 5 in their order
+    kept          . 1 2 .   4 5 6 7   . .    ->   groups of 4 and 2, features 0 .. 5 in their order
 
-A group that is cut keeps its scale in every slice that has rows of it. Local features are numbered
+A group that is cut keeps its scale in every slice that has rows of it. With act-order the groups of
+a slice are stored by width and size. Local features are numbered
 in ascending order of the model's features, so the columns of gate and up that belong to the rows of
 a slice of `down` are in file order.
 
@@ -25,6 +26,7 @@ from itertools import groupby
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from exl_core.errors import UnsupportedModelError
@@ -56,7 +58,7 @@ class RowSlice:
     """Rows of a matrix by the input features `features` (int64, ascending).
 
     layout  of the slice
-    rows    int64: stored rows that are kept, in stored order
+    rows    int64: stored row of the whole matrix of each stored row of the slice
     groups  int64: group of the whole matrix of each group of the slice
     """
 
@@ -137,10 +139,16 @@ def slice_rows(layout: WeightLayout, features: Tensor) -> RowSlice:
     local[features] = torch.arange(count)
     by_row = local if layout.features is None else local[layout.features.long()]
     rows = (by_row >= 0).nonzero().view(-1)
-    order = by_row[rows].int()
     sizes = _group_sizes(layout)
     group_of_row = torch.arange(len(sizes)).repeat_interleave(sizes)[rows]
     groups, kept = np.unique(group_of_row.numpy(), return_counts=True)
+    if layout.features is not None:
+        in_order = _by_size(layout, groups, kept)
+        groups, kept = groups[in_order], kept[in_order]
+        place = torch.empty(len(sizes), dtype=torch.int64)
+        place[torch.from_numpy(groups)] = torch.arange(len(groups))
+        rows = rows[place[group_of_row].argsort(stable=True)]
+    order = by_row[rows].int()
     widths = [run.bits for run in layout.runs for _ in range(run.groups)]
     alike = groupby(zip((widths[group] for group in groups.tolist()), kept.tolist(), strict=True))
     runs = tuple(GroupRun(width, len(list(same)), size) for (width, size), same in alike)
@@ -148,6 +156,19 @@ def slice_rows(layout: WeightLayout, features: Tensor) -> RowSlice:
     found = None if is_identity else order
     cut = replace(layout, in_features=count, runs=runs, features=found, factor_rows=0)
     return RowSlice(cut, features, rows, torch.from_numpy(groups))
+
+
+def _by_size(
+    layout: GroupedLayout, groups: NDArray[np.int64], kept: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Indices of the groups of a slice that place groups of one width with equally many rows next
+    to each other, the largest first. Kernels read such groups as one run.
+
+    With act-order the features of a rank's heads are spread over all groups, so that each is cut to
+    another number of rows.
+    """
+    run_of_group = np.repeat(np.arange(len(layout.runs)), [run.groups for run in layout.runs])
+    return np.lexsort((groups, -kept, run_of_group[groups]))
 
 
 class SlicedMatrix:

@@ -23,9 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from exl_core.errors import ExlError, RankError
+from exl_core.parallel.background import in_background
 from exl_core.parallel.follower import Follower, Reports, receive
+from exl_core.parallel.plan import Rank
+from exl_core.parallel.processes import CONNECT
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from types import FrameType
 
     from exl_core.model.adapters import Adapter
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
     from exl_core.parallel.hosts import HostTransformer
     from exl_core.parallel.model import RankTransformer
     from exl_core.parallel.nccl import Connecting
-    from exl_core.parallel.plan import Rank
+    from exl_core.parallel.nccl_library import Communicator
     from exl_core.session.load import LoadOptions
     from exl_core.session.open import ModelFiles
     from exl_core.settings import Launched
@@ -53,7 +57,7 @@ def main(arguments: list[str]) -> None:
     reports = Reports(Connection(reports_fd), leader=os.getppid())
     if may_use_gpu:
         _start_gpu(rank)
-    run(reports, lambda: _follow_on_host(messages, reports))
+    run(reports, lambda: _follow_on_host(messages, reports, rank))
 
 
 def run(reports: Reports, follow: Callable[[], None]) -> NoReturn:
@@ -71,13 +75,13 @@ def run(reports: Reports, follow: Callable[[], None]) -> NoReturn:
     os._exit(0)  # without waiting for threads of the exchange
 
 
-def _follow_on_host(messages: Connection, reports: Reports) -> None:
-    """A follower that rank 0 has started: its first message are its settings."""
-    settings = _Settings(messages, reports)
+def _follow_on_host(messages: Connection, reports: Reports, own_rank: int) -> None:
+    """A follower that rank 0 has started: its first message are its settings, or that its GPU may
+    connect meanwhile."""
+    settings = _Settings(messages, reports, own_rank)
     settings.start()
     from exl_core.parallel.exchange import GlooExchange
     from exl_core.parallel.peers import with_peers
-    from exl_core.parallel.plan import Rank
     from exl_core.session.hosts import load_part, open_table
     from exl_core.session.load import options_of
     from exl_core.session.open import open_model
@@ -89,7 +93,7 @@ def _follow_on_host(messages: Connection, reports: Reports) -> None:
     rank = Rank(found["rank"], found["options"]["tensor_parallel"])
     files = open_model(found["path"])
     ops = open_table(options, rank, options.threads or 1)  # rank 0 has chosen them
-    connecting = _connecting(messages, rank, ops)
+    connecting = _connecting(messages, rank, ops, settings.connection)
     part = load_part(files, options, rank, ops)
     gc.enable()
 
@@ -105,10 +109,13 @@ def _follow_on_host(messages: Connection, reports: Reports) -> None:
 
 class _Settings(threading.Thread):
     """Reads the settings, the first message, while the main thread imports torch: what concerns
-    rank 0 holds from then on."""
+    rank 0 holds from then on. `connection`: this rank's GPU, if it connects with the others
+    meanwhile."""
 
-    def __init__(self, messages: Connection, reports: Reports) -> None:
+    def __init__(self, messages: Connection, reports: Reports, rank: int) -> None:
         super().__init__(name="exl-settings", daemon=True)
+        self.connection: Future[Communicator] | None = None
+        self._rank = rank
         self._messages = messages
         self._reports = reports
         self._found: dict[str, Any] | None = None
@@ -122,9 +129,13 @@ class _Settings(threading.Thread):
 
     def run(self) -> None:
         try:
-            found = json.loads(self._messages.recv_bytes())
+            data = self._messages.recv_bytes()
+            if data[:1] == CONNECT:
+                self.connection = self._connect(data[1], data[2:])
+                data = self._messages.recv_bytes()
         except (EOFError, OSError):
             return
+        found = json.loads(data)
         if found["has_log"]:
             _log_to_stderr(found["rank"])
         reports = self._reports
@@ -136,6 +147,12 @@ class _Settings(threading.Thread):
         _LOG.debug("has its settings")
         self._found = found
 
+    def _connect(self, num_ranks: int, identity: bytes) -> Future[Communicator]:
+        from exl_core.parallel.nccl_library import Communicator, load
+
+        rank = Rank(self._rank, num_ranks)
+        return in_background(lambda: Communicator(load(is_first=True), identity, rank, self._rank))
+
 
 def _start_gpu(index: int) -> None:
     """Starts a GPU on a thread, while torch is imported. A failure is found when the GPU is
@@ -145,15 +162,20 @@ def _start_gpu(index: int) -> None:
     threading.Thread(target=start_driver, args=(index,), daemon=True).start()
 
 
-def _connecting(messages: Connection, rank: Rank, ops: OpTable) -> Connecting | None:
+def _connecting(
+    messages: Connection, rank: Rank, ops: OpTable, made: Future[Communicator] | None = None
+) -> Connecting | None:
     """Begins to connect a GPU with those of the other ranks, while weights are read; None on the
-    CPU. Rank 0 sends the id for it before any message."""
+    CPU. Rank 0 sends the id for it before any message, unless it connects already (`made`)."""
     if ops.device.type != "cuda":
         return None
-    from exl_core.parallel.nccl import ID_BYTES, Connecting
+    from exl_core.parallel.nccl import Connecting
+    from exl_core.parallel.nccl_library import ID_BYTES
 
-    identity = messages.recv_bytes(ID_BYTES)
-    return Connecting(lambda: identity, rank, ops.device, in_order=ops.is_batch_invariant)
+    identity = b"" if made is not None else messages.recv_bytes(ID_BYTES)
+    return Connecting(
+        lambda: identity, rank, ops.device, in_order=ops.is_batch_invariant, made=made
+    )
 
 
 def _log_to_stderr(rank: int) -> None:

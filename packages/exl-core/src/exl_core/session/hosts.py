@@ -44,7 +44,6 @@ from exl_core.session.load import (
 )
 from exl_core.session.open import ModelFiles, open_model
 from exl_core.session.ranks import (
-    check_mixers,
     check_ranks,
     connecting_leader,
     device_of,
@@ -149,7 +148,6 @@ def load_part(
     tensors: WeightTensors = whole
     own, shares = config, Shares(config, rank)
     if rank.count > 1:
-        check_mixers(config, ops.device.type)
         divided, own = sharded(whole, config, rank)
         tensors, shares = divided, divided.shares
     torch.set_num_threads(1 if ops.device.type == "cuda" else ops.threads)

@@ -20,14 +20,16 @@ import torch
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import free_memory_bytes
-from exl_core.errors import ExlError, RankError, RequestError, UnsupportedModelError
+from exl_core.errors import ExlError, RankError, RequestError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.ops.table import OpTable
+from exl_core.parallel.background import in_background
 from exl_core.parallel.checkpoint import ShardedCheckpoint
-from exl_core.parallel.exchange import Exchange, in_background
+from exl_core.parallel.exchange import Exchange
 from exl_core.parallel.followers import Followers, Group
 from exl_core.parallel.leader import LeadingTransformer
-from exl_core.parallel.nccl import Connecting, new_id
+from exl_core.parallel.nccl import Connecting
+from exl_core.parallel.nccl_library import free_when_made, new_id
 from exl_core.parallel.peers import Link, PeerExchange, with_peers
 from exl_core.parallel.plan import (
     AUTO,
@@ -39,7 +41,7 @@ from exl_core.parallel.plan import (
     parse_exchange,
     share_config,
 )
-from exl_core.parallel.processes import MODULE
+from exl_core.parallel.processes import MODULE, drop_ahead, take_connection
 from exl_core.session.open import ModelFiles
 from exl_core.session.placement import GPU_OVERHEAD, DeviceMemory, device_memory
 from exl_core.session.split import GB, LayerSizes
@@ -140,7 +142,6 @@ def _obstacle(
         if not has_access(one, other):
             return f"{gpus[one].device} has no access to the memory of {gpus[other].device}"
     try:
-        check_mixers(config, "cuda")
         share_config(config, Rank(0, len(used)))
     except ExlError as error:
         return str(error)
@@ -211,7 +212,6 @@ def started_followers(
     if num_ranks in (1, AUTO):
         yield None
         return
-    check_mixers(config, device)
     share_config(config, Rank(0, num_ranks))
     followers = start_followers(path, device, fields)
     try:
@@ -232,8 +232,15 @@ def start_followers(path: Path, device: str, fields: Mapping[str, Any]) -> Follo
 
     followers = Followers(fields["tensor_parallel"], MODULE, settings, may_use_gpu=is_on_gpus)
     _LOG.debug("the other ranks start")
-    if is_on_gpus:
+    if not is_on_gpus:
+        drop_ahead()  # a connection of GPUs
+        return followers
+    connection = take_connection()
+    if connection is None:
         send_nccl_id(followers)
+    else:
+        followers.connection = connection
+        followers.on_close = lambda _: free_when_made(connection)  # until an exchange owns it
     return followers
 
 
@@ -270,6 +277,8 @@ def load_leader(
         followers.check()  # a rank that has failed ends the load
         if followers.nccl_id is not None and followers.nccl_id.done():
             followers.nccl_id.result()  # a failure, which the others do not know about
+        if followers.connection is not None and followers.connection.done():
+            followers.connection.result()
         if loading.progress is not None:
             loading.progress(done_bytes, total_bytes)
 
@@ -298,22 +307,19 @@ def load_leader(
         raise
 
 
-def check_mixers(config: ModelConfig, device: str) -> None:
-    """UnsupportedModelError for recurrent layers on GPUs. Their division is tested on CPUs only."""
-    if device.startswith("cuda") and any(shape is not None for shape in config.state_shapes):
-        raise UnsupportedModelError(
-            "tensor parallel on GPUs does not divide recurrent layers yet",
-            expected="attention in every layer",
-            next_step="Divide the layers instead (--split), or run the ranks with --device cpu.",
-        )
-
-
 def connecting_leader(group: Group, rank: Rank, ops: OpTable) -> Connecting | None:
     """Begins to connect rank 0's GPU with the others' while weights are read; None on the CPU. The
     end of the group ends what waits in the exchange, and frees it."""
-    if group.nccl_id is None:
+    if group.nccl_id is None and group.connection is None:
         return None
-    connecting = Connecting(group.nccl_id.result, rank, ops.device, in_order=ops.is_batch_invariant)
+
+    def identity() -> bytes:
+        assert group.nccl_id is not None, "without a connection there is an id"
+        return group.nccl_id.result()
+
+    connecting = Connecting(
+        identity, rank, ops.device, in_order=ops.is_batch_invariant, made=group.connection
+    )
     group.on_failure, group.on_close = connecting.abort, connecting.abort
     return connecting
 

@@ -57,12 +57,14 @@ def latent_attention(
         q = q * factors[:, None]
     h = ops.attend_latent(
         q,
-        ops.rms_norm(latent, weights.kv_norm),
+        latent,
         key,
         weights.up,
         batch=state.rows[step.rows],
         cache=state.caches.layer(step.layer),
         scoring=step.scoring,
+        norm=weights.kv_norm,
+        to=weights.output if weights.post_norm is None else None,
     )  # [R, H * v]
     return add_latent(ops, x, h, block)  # [R, hidden]
 

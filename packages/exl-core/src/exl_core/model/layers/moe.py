@@ -97,6 +97,9 @@ def _plain_moe(
     """x [R, hidden] plus the outputs of the experts, and then those of the shared expert. All read
     norm(x)."""
     norm, router, bias = cast(RmsNorm, weights.norm), weights.router, weights.router_bias
+    if weights.joined is not None and ops.joins_experts(x.shape[0]):
+        layer = ExpertLayer(norm, router, step.routing, bias, weights.experts, weights.joined)
+        return ops.add_experts_(x, layer)
     if weights.host is None:
         inputs = _shared_inputs(step, ops, x, weights, state)  # before x is changed
         layer = ExpertLayer(norm, router, step.routing, bias, weights.experts)

@@ -20,7 +20,7 @@ from exl_core.ops.elementwise import (
     XIelu,
 )
 from exl_core.ops.linear import PackedLinear
-from exl_core.ops.moe import ExpertLayer, RoutedOps
+from exl_core.ops.moe import ExpertLayer, ExpertMlp, JoinedExperts, RoutedOps
 
 VECTORS = 64
 """Elements; a multiple of every vector width of torch's loops."""
@@ -82,7 +82,19 @@ class ComposedGateOps:
 
 
 class ComposedExpertOps:
-    """`RoutedOps.add_experts_` by other ops of the table."""
+    """`RoutedOps.add_experts_` by other ops of the table. A shared expert is not joined."""
+
+    @staticmethod
+    def join_experts(
+        experts: ExpertMlp,  # noqa: ARG004 - as below
+        gate_up: PackedLinear,  # noqa: ARG004
+        down: PackedLinear,  # noqa: ARG004
+        scores: PackedLinear | None,  # noqa: ARG004
+    ) -> JoinedExperts | None:
+        return None
+
+    def joins_experts(self, rows: int) -> bool:  # noqa: ARG002 - no number of rows is
+        return False
 
     def add_experts_(self: _Ops, x: Tensor, layer: ExpertLayer) -> Tensor:
         h = self.rms_norm(x, layer.norm)

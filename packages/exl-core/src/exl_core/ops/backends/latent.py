@@ -7,10 +7,13 @@ from typing import Protocol, cast
 from torch import Tensor
 
 from exl_core.ops.attention import AttendOps, AttentionBatch, CacheLayer, Scoring
+from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.latent import HeadOps, HeadUp, LatentUp
+from exl_core.ops.linear import PackedLinear
 
 
 class _Table(AttendOps, HeadOps, Protocol):
+    def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor: ...
     def activations(self, rows: int, columns: int) -> Tensor: ...
 
 
@@ -30,7 +33,10 @@ class AbsorbedLatentOps:
         batch: AttentionBatch,
         cache: CacheLayer,
         scoring: Scoring,
+        norm: RmsNorm | None = None,
+        to: PackedLinear | None = None,  # noqa: ARG002 - all matrices take tensors
     ) -> Tensor:
+        latent = latent if norm is None else self.rms_norm(latent, norm)
         return attend_absorbed(
             self, q, latent, key, cast(HeadUp, up), batch=batch, cache=cache, scoring=scoring
         )

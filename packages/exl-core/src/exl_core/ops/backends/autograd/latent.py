@@ -12,7 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from exl_core.ops.attention import AttentionBatch, CacheLayer, Scoring
 from exl_core.ops.backends.autograd.attention import WholeSequences, rotated
 from exl_core.ops.backends.autograd.linear import AutogradProductOps, RoleMatrices
+from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.latent import LatentUp
+from exl_core.ops.linear import PackedLinear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,8 +44,12 @@ class AutogradLatentOps:
         batch: AttentionBatch,
         cache: CacheLayer,  # noqa: ARG004 - there is none
         scoring: Scoring,
+        norm: RmsNorm | None = None,
+        to: PackedLinear | None = None,  # noqa: ARG004 - all matrices take tensors
     ) -> Tensor:
         """q [R, T, H * (n + p)], latent [R, T, r], key [R, T, p] -> [R, T, H * v]."""
+        if norm is not None:
+            latent = AutogradProductOps.rms_norm(latent, norm)
         own, angles = cast(RoleUp, up), cast(WholeSequences, batch)
         both = AutogradProductOps.linear(latent, own.matrix)  # [R, T, H * (n + v)]
         both = both.view(*both.shape[:2], -1, own.plain + own.value).transpose(1, 2)

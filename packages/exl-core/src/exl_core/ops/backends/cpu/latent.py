@@ -27,7 +27,9 @@ from exl_core.ops.backends.cpu.attention import CpuBatch
 from exl_core.ops.backends.cpu.linear import CpuHeads
 from exl_core.ops.backends.latent import AbsorbedLatentOps, attend_absorbed
 from exl_core.ops.cache_rows import decode_rows
+from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.latent import HeadOps, HeadUp, LatentUp
+from exl_core.ops.linear import PackedLinear
 
 LEAST_ROWS = 64
 """Rows of a prompt from which the expanded form is considered. With fewer there is little to
@@ -89,6 +91,7 @@ class Operands(NamedTuple):
 class _Table(AttentionOps, HeadOps, Protocol):
     @property
     def is_batch_invariant(self) -> bool: ...
+    def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor: ...
     def rope_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None: ...
     def activations(self, rows: int, columns: int) -> Tensor: ...
 
@@ -112,7 +115,10 @@ class CpuLatentOps(AbsorbedLatentOps):
         batch: AttentionBatch,
         cache: CacheLayer,
         scoring: Scoring,
+        norm: RmsNorm | None = None,
+        to: PackedLinear | None = None,  # noqa: ARG002 - all matrices take tensors
     ) -> Tensor:
+        latent = latent if norm is None else self.rms_norm(latent, norm)
         heads, of = cast(HeadUp, up), cast(CpuBatch, batch)
         num_heads, rotated = heads.keys.num_heads, key.shape[1]
         value = cast(CpuHeads, heads.values).heads[0].out_features

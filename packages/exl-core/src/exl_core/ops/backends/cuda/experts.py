@@ -91,6 +91,8 @@ class CudaExperts:
     has_inverses: bool  # no row of any matrix is padding
 
     halves: CudaExperts | None = None  # gate and up, if these are the halves of one matrix
+    is_joined: bool = False  # the last ones are parts of a shared expert
+    only: int = 0  # what all loads of all matrices have in common (ExlExpertLinear.only)
 
     @classmethod
     def of(cls, experts: Sequence[tuple[Part, ...]], gpu: Gpu) -> CudaExperts:
@@ -117,7 +119,7 @@ class CudaExperts:
                     table[expert, i] = _dense_entry(w, first)
                     num_loads, load_bytes = w.in_features // BLOCK_ROWS, 128
                     continue
-                loads = _loads_of(w.plan_key)
+                loads = loads_of(w.plan_key)
                 on_device = shared_table(
                     gpu.device, ("loads", w.plan_key), partial(loads.view, np.uint8)
                 )
@@ -125,6 +127,7 @@ class CudaExperts:
                 table[expert, i] = _entry(w, first, on_device, len(loads))
                 num_loads = max(num_loads, len(loads))
                 load_bytes = max(load_bytes, int(loads["bytes"].max()))
+        assert not (table["tiles"] % cuda.LOAD_BYTES).any(), "weights not aligned to 16 bytes"
         orders = [[_order(w) for w in parts] for parts in experts]
         return cls(
             matrices=tuple(experts),
@@ -142,6 +145,7 @@ class CudaExperts:
             has_inverses=all(
                 isinstance(w, CudaLinear) or w.inverse_permutation is not None for w in each
             ),
+            only=_only(each),
         )
 
     @property
@@ -207,6 +211,27 @@ def _source(matrices: Sequence[Part]) -> Source:
     return "small_groups" if any(w.layout.factor_rows for w in quantized) else "codes"
 
 
+def _only(matrices: Sequence[Part]) -> int:
+    """`ExlExpertLinear.only` of these matrices."""
+    found = {_only_of(w.plan_key, _kind(w)) for w in matrices if isinstance(w, CudaQuantLinear)}
+    return found.pop() if len(found) == 1 else 0
+
+
+@lru_cache(maxsize=64)
+def _only_of(plan_key: tuple[Any, ...], kind: int) -> int:
+    loads = loads_of(plan_key)
+    bits, blocks = (np.unique(loads[name]) for name in ("bits", "k_tile_blocks"))
+    if len(bits) > 1 or len(blocks) > 1:
+        return 0
+    return int(bits[0]) | (kind >> 14 & 3) << 8 | kind >> 16 << 16 | int(blocks[0]) << 24
+
+
+def _kind(w: CudaQuantLinear) -> int:
+    """`ExlExpertMatrix.kind`."""
+    has_floats = w.matrix.scale_dtype == TYPES[torch.float32]
+    return int(w.matrix.values) << 14 | int(w.matrix.offset_kind) << 16 | int(has_floats) << 19
+
+
 def _order(w: Part) -> Tensor | None:
     """The order of the rows of a matrix; None if it is that of the features."""
     return None if isinstance(w, CudaLinear) else w.permutation
@@ -221,8 +246,8 @@ def _is_plain(w: Part) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _loads_of(plan_key: tuple[Any, ...]) -> NDArray[np.void]:
-    """`plan_key`: of a `CudaQuantLinear`."""
+def loads_of(plan_key: tuple[Any, ...]) -> NDArray[np.void]:
+    """Loads of a column panel. `plan_key`: of a `CudaQuantLinear`."""
     if plan_key[0] == "small":
         return plan_loads(plan_small_groups(*plan_key[1:]))
     return plan_loads(plan_tiles(*plan_key))
@@ -273,7 +298,7 @@ def _entry(w: CudaQuantLinear, first_column: int, loads: Tensor, num_loads: int)
         0 if w.bias is None else w.bias[first_column:].data_ptr(),
         matrix.panel_bytes,
         num_loads,
-        matrix.values << 14 | matrix.offset_kind << 16 | int(has_floats) << 19,
+        _kind(w),
         w.num_blocks,
         PANEL_COLUMNS * (scale_bytes + offset_bytes[matrix.offset_kind]),
     )

@@ -1,4 +1,5 @@
-"""Latent attention on the GPU: products of each head by torch, attention by our kernels or torch's.
+"""Latent attention on the GPU: attention by our kernels or torch's, products of each head by torch,
+or for few rows by a kernel that also copies what is not multiplied.
 
 Sequences with many rows take the expanded form, in which torch's attention runs over keys and
 values of all heads. They are computed from the cached rows, so that a prompt in chunks attends to
@@ -21,12 +22,20 @@ from exl_core.ops.backends.cuda.attention import (
     flash_attention,
 )
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.matmul import CudaInputs, Linears
 from exl_core.ops.backends.latent import AbsorbedLatentOps, attend_absorbed
+from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.latent import DenseHeads, HeadMatrices, HeadOps, HeadUp, LatentUp
+from exl_core.ops.linear import Inputs, PackedLinear
+from exl_kernels import cuda, cuda_latent
 
 FIXED_ROWS = 64
 """Rows of torch's products in the batch-invariant mode. The order in which it sums depends on the
 number of rows."""
+
+FEW_ROWS = 32
+"""Most rows of which the kernel computes the products of each head: it reads the matrices once for
+every 8 rows, and a launch of it is shorter than those of torch."""
 
 EXPANDED_BYTES = 256 * 1024 * 1024
 """Memory for keys and values of a part of the heads, which are expanded and attended together."""
@@ -75,7 +84,9 @@ class Operands(NamedTuple):
 class _Table(AttendOps, HeadOps, Protocol):
     _gpu: Gpu
     _attention: Attention
+    _linears: Linears
 
+    def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor: ...
     def activations(self, rows: int, columns: int) -> Tensor: ...
 
 
@@ -98,7 +109,7 @@ class CudaLatentOps(AbsorbedLatentOps):
             y = torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)  # [m, H, n]
         return y if out is None else out.copy_(y)
 
-    def attend_latent(
+    def attend_latent(  # type: ignore[override] # results may be prepared
         self: _Table,
         q: Tensor,
         latent: Tensor,
@@ -108,8 +119,16 @@ class CudaLatentOps(AbsorbedLatentOps):
         batch: AttentionBatch,
         cache: CacheLayer,
         scoring: Scoring,
-    ) -> Tensor:
+        norm: RmsNorm | None = None,
+        to: PackedLinear | None = None,
+    ) -> Inputs:
         heads, bound = cast(HeadUp, up), cast(CudaBatch, batch)
+        if not self._gpu.is_invariant and _takes_few(q, latent, heads):
+            few = _Few(self, heads, norm)
+            qkv = few.queries(q, latent, key)
+            mixed = cast(Tensor, self.attend_(qkv, batch, cache, scoring))  # [R, H * (p + r)]
+            return few.results(mixed, None if to is None else self._linears.inputs_for(to, len(q)))
+        latent = latent if norm is None else self.rms_norm(latent, norm)
         num_heads, rotated = heads.keys.num_heads, key.shape[1]
         value = cast(DenseHeads, heads.values).weight.shape[1]
         plain = q.shape[1] // num_heads - rotated
@@ -141,6 +160,84 @@ class CudaLatentOps(AbsorbedLatentOps):
             some = queries[segment.first - first : segment.last - first]
             _attend_expanded(some, held[:, 0], operands, results)
         return out
+
+
+def _takes_few(q: Tensor, latent: Tensor, up: HeadUp) -> bool:
+    """Whether the kernel of few rows computes the products of each head."""
+    sizes = [cast(DenseHeads, w).weight.shape for w in (up.keys, up.values)]
+    fits = all(n % 4 == 0 and k <= cuda_latent.MAX_HEAD_K for _, n, k in sizes)
+    return len(q) <= FEW_ROWS and latent.shape[1] <= cuda_latent.MAX_NORMED and fits
+
+
+class _Few(NamedTuple):
+    """The absorbed form of few rows: what comes before attention and after it, in a launch each."""
+
+    table: _Table
+    up: HeadUp
+    norm: RmsNorm | None  # of the latent vectors
+
+    def queries(self, q: Tensor, latent: Tensor, key: Tensor) -> Tensor:
+        """Queries, and the row that the cache gets, [R, (H + 1) * (p + r)], before RoPE."""
+        rows, heads, rotated = len(q), self.up.keys.num_heads, key.shape[1]
+        width, q = rotated + latent.shape[1], q.view(rows, heads, -1)  # [R, H, n + p]
+        plain = q.shape[2] - rotated
+        qkv = self.table.activations(rows, (heads + 1) * width)
+        parts = qkv.view(rows, heads + 1, width)
+        args = _products(q[..., :plain], self.up.keys, parts[:, :heads, rotated:])
+        args.copies[0] = _copy(q[..., plain:], parts[:, :heads, :rotated])
+        args.copies[1] = _copy(key[:, None], parts[:, heads:, :rotated])
+        args.copies[2] = _copy(latent[:, None], parts[:, heads:, rotated:], self.norm)
+        self.table._gpu.call("head_products", args)
+        return qkv
+
+    def results(self, mixed: Tensor, to: object) -> Inputs:
+        """Values of each head [R, H * v], for sums of latent vectors in mixed [R, H * (p + r)];
+        where possible as the prepared inputs `to`."""
+        gpu, rows, heads = self.table._gpu, len(mixed), self.up.values.num_heads
+        value, rank = cast(DenseHeads, self.up.values).weight.shape[1:]
+        out = gpu.empty(rows, heads, value, dtype=torch.float16)
+        args = _products(mixed.view(rows, heads, -1)[..., -rank:], self.up.values, out)
+        if isinstance(to, CudaInputs):
+            args.y, args.inverse_permutation = to.memory.data_ptr(), to.inverse_permutation
+            to.is_by_rows = rows > cuda.TILE_ROWS
+        gpu.call("head_products", args)
+        return to if isinstance(to, CudaInputs) else out.flatten(1)
+
+
+def _products(x: Tensor, w: HeadMatrices, y: Tensor) -> cuda_latent.HeadProducts:
+    """y [m, H, n] float16 = x [m, H, k], each head times its matrix, without copies."""
+    weight = cast(DenseHeads, w).weight.transpose(1, 2)  # [H, k, n], contiguous
+    return cuda_latent.HeadProducts(
+        x=x.data_ptr(),
+        row_stride=x.stride(0),
+        head_stride=x.stride(1),
+        weight=weight.data_ptr(),
+        y=y.data_ptr(),
+        y_row_stride=y.stride(0),
+        y_head_stride=y.stride(1),
+        dtype=TYPES[x.dtype],
+        m=len(x),
+        heads=x.shape[1],
+        k=x.shape[2],
+        n=y.shape[2],
+    )
+
+
+def _copy(source: Tensor, to: Tensor, norm: RmsNorm | None = None) -> cuda_latent.HeadCopy:
+    """A copy of [m, heads, width] to float16, of one head after a norm if there is one."""
+    return cuda_latent.HeadCopy(
+        norm=None if norm is None else norm.weight.data_ptr(),
+        eps=0.0 if norm is None else norm.eps,
+        source=source.data_ptr(),
+        row_stride=source.stride(0),
+        head_stride=source.stride(1),
+        to=to.data_ptr(),
+        to_row_stride=to.stride(0),
+        to_head_stride=to.stride(1),
+        dtype=TYPES[source.dtype],
+        heads=source.shape[1],
+        width=source.shape[2],
+    )
 
 
 def _is_expanded(batch: CudaBatch, sizes: Sizes, scoring: Scoring) -> bool:

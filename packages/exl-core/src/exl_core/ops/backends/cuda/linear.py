@@ -44,7 +44,8 @@ class CudaLinearOps:
                 cast(CudaTrellis, w).fill(first_column, columns)
 
     def join(self, parts: Sequence[PackedLinear]) -> PackedLinear:
-        return CudaJoined(tuple(part for w in parts for part in parts_of(w)))
+        each = [part for w in parts for part in parts_of(w)]
+        return CudaJoined(tuple(self._linears.few_parts(each)))
 
     def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
         out = self._gpu.empty(x.shape[0], w.out_features)

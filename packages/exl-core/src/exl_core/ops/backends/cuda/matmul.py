@@ -22,17 +22,22 @@ from typing import Literal, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm
 
 from exl_core.errors import BackendError
-from exl_core.ops.backends.cuda.dense import add_fixed_product, add_product
+from exl_core.ops.backends.cuda.dense import (
+    add_fixed_product,
+    add_product,
+    are_few,
+    multiply_few,
+)
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.norms import after_layer_norm, prepare_args
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
 from exl_core.ops.backends.cuda.slices import Slices
 from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, Trellis, is_pair
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
-from exl_core.ops.elementwise import GateKind, LayerNorm, Norm, RmsNorm
+from exl_core.ops.elementwise import GateKind, Norm
 from exl_core.ops.linear import DenseLinear, JoinedSizes, PackedLinear
 from exl_core.ops.weights import (
     DenseColumns,
@@ -42,7 +47,7 @@ from exl_core.ops.weights import (
     WeightLayout,
 )
 from exl_kernels import cuda
-from exl_kernels.cuda_exchange import PartialSums
+from exl_kernels.cuda_exchange import PartialSums, SharedSums
 
 MAX_DIRECT_ROWS = 96
 """Largest number of rows for which kernels read the codes directly. The kernels' limit is 128."""
@@ -105,7 +110,7 @@ class PendingRows(NamedTuple):
     """States x plus `sums`, partial sums of all ranks, as inputs of a product after a norm."""
 
     x: Tensor
-    sums: PartialSums
+    sums: PartialSums | SharedSums
 
     @property
     def shape(self) -> torch.Size:
@@ -136,6 +141,18 @@ class Linears:
                 if on_host:
                     raise OpInputError("new_linear: no embedding has trellis codes")
                 return self._trellis.new(layout)
+
+    def few_parts(self, parts: Sequence[Part]) -> list[Part]:
+        """The parts, of which neighbors are merged if one launch would not take all of them."""
+        groups = [list(group) for _, group in groupby(parts, type)]
+        for group in groups:
+            quantized = all_quantized(group)
+            if quantized is not None and len(group) > cuda.MAX_PARTS:
+                merged = CudaQuantLinear.merged(quantized)
+                if merged is not None:
+                    self._max_n = max(self._max_n, merged.out_features)
+                    group[:] = [merged]
+        return [part for group in groups for part in group]
 
     def _new_dense(self, layout: DenseLayout, on_host: bool) -> CudaLinear:
         """Weights in float16, whatever the layout's dtype.
@@ -204,7 +221,7 @@ class Linears:
             return
         parts = parts_of(w)
         if _are_trellis(parts):
-            x, factors = _after_layer_norm(x, norm)
+            x, factors = after_layer_norm(x, norm)
             self._trellis.multiply(x, parts, out, norm=factors, is_added=is_added)
             return
         most = self._max_direct_rows(parts)
@@ -256,13 +273,17 @@ class Linears:
                 self._multiply_mixed(x, same, columns, norm, is_added)
             return
         quantized = tuple(part for part in parts if isinstance(part, CudaQuantLinear))
-        inputs, halves = self._prepared(x, norm, quantized, has_halves=len(quantized) < len(parts))
+        dense = tuple(part for part in parts if isinstance(part, CudaLinear))
+        is_few = are_few(x, dense, norm, out) and not (is_added or self._gpu.is_invariant)
+        inputs, halves = self._prepared(x, norm, quantized, has_halves=bool(dense) and not is_few)
         epilogue = cuda.ADD if is_added else cuda.STORE
         for group, columns in groups:
             if isinstance(group[0], CudaQuantLinear):
                 codes = cast(tuple[CudaQuantLinear, ...], group)
                 args = self._new_arguments(codes, columns, epilogue)
                 self._launch_codes(args, codes, inputs)
+            elif is_few:
+                multiply_few(self._gpu, x, norm, _split(group, columns))
             else:
                 self._multiply_dense(cast(Tensor, halves), group, columns, is_added)
 
@@ -280,7 +301,7 @@ class Linears:
             return
         parts = parts_of(w)
         if _are_trellis(parts) and is_pair(parts) and not isinstance(out, CudaInputs):
-            x, factors = _after_layer_norm(x, norm)
+            x, factors = after_layer_norm(x, norm)
             self._trellis.multiply_gated(x, parts, out, factors, kind)
             return
         quantized = all_quantized(parts)
@@ -412,14 +433,15 @@ class Linears:
                 held = inputs[permutation] = gpu.empty(size, dtype=torch.float16)
                 targets.append(cuda.Prepared(permutation, held.data_ptr(), part.num_blocks, 0))
         for first in range(0, len(targets), cuda.MAX_PARTS):
-            prepare = _prepare(x.x if isinstance(x, PendingRows) else x, norm)
+            prepare = prepare_args(x.x if isinstance(x, PendingRows) else x, norm)
             prepare.least_rows = least_rows
             for i, target in enumerate(targets[first : first + cuda.MAX_PARTS]):
                 prepare.to[i] = target
                 prepare.count = i + 1
             if isinstance(x, PendingRows):
                 assert len(targets) <= cuda.MAX_PARTS, "the sums are read once"
-                gpu.call("prepare_sums", prepare, x.sums)
+                is_shared = isinstance(x.sums, SharedSums)
+                gpu.call("prepare_shared_sums" if is_shared else "prepare_sums", prepare, x.sums)
             else:
                 gpu.call("prepare", prepare)
         return inputs, halves
@@ -428,7 +450,7 @@ class Linears:
         if isinstance(to, CudaTrellisInputs):
             self._trellis.prepare(x, None, [to])
             return
-        prepare = _prepare(x, None)
+        prepare = prepare_args(x, None)
         to.is_by_rows = False
         prepare.to[0] = to.target
         prepare.count = 1
@@ -515,7 +537,7 @@ class Linears:
         if norm is None and x.dtype is torch.float16:
             return x
         out = self._gpu.empty(*x.shape, dtype=torch.float16)
-        prepare = _prepare(x, norm)
+        prepare = prepare_args(x, norm)
         prepare.to[0] = cuda.Prepared(None, out.data_ptr(), 0, 1)
         prepare.count = 1
         self._gpu.call("prepare", prepare)
@@ -575,24 +597,3 @@ def _are_trellis(parts: tuple[Part, ...]) -> TypeGuard[tuple[CudaTrellis, ...]]:
 def all_quantized(parts: Sequence[Part]) -> tuple[CudaQuantLinear, ...] | None:
     found = tuple(part for part in parts if isinstance(part, CudaQuantLinear))
     return found if len(found) == len(parts) else None
-
-
-def _after_layer_norm(x: Tensor, norm: Norm | None) -> tuple[Tensor, RmsNorm | None]:
-    """Inputs and norm for kernels that know RMSNorm only: a LayerNorm is computed here."""
-    if not isinstance(norm, LayerNorm):
-        return x, norm
-    return layer_norm(x.float(), x.shape[1:], norm.weight, norm.bias, norm.eps), None
-
-
-def _prepare(x: Tensor, norm: Norm | None) -> cuda.Prepare:
-    """Arguments of `exl_cuda_prepare` with its inputs and without outputs."""
-    rows, columns = x.shape
-    args = cuda.Prepare(
-        x=x.data_ptr(), x_stride=x.stride(0), x_dtype=TYPES[x.dtype], m=rows, k=columns
-    )
-    if norm is not None:
-        args.norm, args.eps = norm.weight.data_ptr(), norm.eps
-    if norm is not None and not isinstance(norm, RmsNorm):
-        args.is_layer_norm = 1
-        args.norm_bias = None if norm.bias is None else norm.bias.data_ptr()
-    return args

@@ -9,6 +9,7 @@ are dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -18,6 +19,7 @@ from exl_core.ops.backends.composed import ComposedExpertOps
 from exl_core.ops.backends.cuda import trellis_experts
 from exl_core.ops.backends.cuda.elementwise import CudaElementwiseOps
 from exl_core.ops.backends.cuda.experts import CudaExperts, grouped
+from exl_core.ops.backends.cuda.joined_experts import Pair, join
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.linear import CudaLinearOps
 from exl_core.ops.backends.cuda.matmul import CudaJoined, CudaLinear, PlainKind, parts_of
@@ -25,7 +27,14 @@ from exl_core.ops.backends.cuda.trellis_experts import CudaTrellisExperts
 from exl_core.ops.backends.routing import StackedExperts, choose
 from exl_core.ops.elementwise import XIelu
 from exl_core.ops.linear import PackedLinear
-from exl_core.ops.moe import ExpertLayer, ExpertMlp, PackedExperts, Routed, Routing
+from exl_core.ops.moe import (
+    ExpertLayer,
+    ExpertMlp,
+    JoinedExperts,
+    PackedExperts,
+    Routed,
+    Routing,
+)
 from exl_kernels import cuda
 
 MAX_ROUTER_ROWS = 64
@@ -66,33 +75,45 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         if w.out_features > cuda.MAX_EXPERTS:
             return choose(self.linear(x, w), routing, bias)
         if self._can_fuse_router(x, w):
-            logits = self._gpu.empty(len(x), w.out_features)
-            args, routed = self._new_route(logits, routing, bias)
-            self._call_router(args, x, cast(CudaLinear, w))
-            return routed
-        logits = self.linear(x, w)
-        args, routed = self._new_route(logits, routing, bias)
+            call = self._new_route(len(x), w, routing, bias)
+            self._call_router(call, x, cast(CudaLinear, w))
+            return call.routed
+        call = self._new_route(len(x), w, routing, bias, logits=self.linear(x, w))
         if len(x):
-            self._gpu.call("route", args)
-        return routed
+            self._gpu.call("route", call.args)
+        return call.routed
 
     def _can_fuse_router(self, x: Tensor, w: PackedLinear) -> bool:
         is_known = isinstance(w, CudaLinear) and w.out_features <= cuda.MAX_EXPERTS
         return is_known and (len(x) <= MAX_ROUTER_ROWS or self._gpu.is_invariant)
 
     def _new_route(
-        self, logits: Tensor, routing: Routing, bias: Tensor | None
-    ) -> tuple[cuda.Route, Routed]:
-        rows, experts = logits.shape
-        ids = self._gpu.empty(rows, routing.top_k, dtype=torch.int32)
-        weights = self._gpu.empty(rows, routing.top_k)
+        self,
+        rows: int,
+        w: PackedLinear,
+        routing: Routing,
+        bias: Tensor | None,
+        *,
+        joined: JoinedExperts | None = None,
+        logits: Tensor | None = None,
+    ) -> _RouterCall:
+        """Arguments of `exl_cuda_route`, and the memory that it writes."""
+        shared = 0 if joined is None else joined.shared
+        scores = None if joined is None else cast(CudaLinear | None, joined.scores)
+        if logits is None:
+            logits = self._gpu.empty(rows, w.out_features + (scores is not None))
+        slots = routing.top_k + shared
+        ids = self._gpu.empty(rows, slots, dtype=torch.int32)
+        weights = self._gpu.empty(rows, slots)
         args = cuda.Route(
+            shared_weight=None if scores is None else scores.weight.data_ptr(),
+            shared=shared,
             logits=logits.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
             ids=ids.data_ptr(),
             weights=weights.data_ptr(),
             m=rows,
-            experts=experts,
+            experts=w.out_features,
             top_k=routing.top_k,
             scores=cuda.SCORES[routing.scores],
             groups=routing.groups,
@@ -102,10 +123,11 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
             eps=routing.eps,
             factor=routing.factor,
         )
-        return args, Routed(ids, weights)
+        return _RouterCall(args, Routed(ids, weights), logits)
 
-    def _call_router(self, args: cuda.Route, x: Tensor, w: CudaLinear) -> None:
+    def _call_router(self, call: _RouterCall, x: Tensor, w: CudaLinear) -> None:
         """Computes the logits and the choice by one kernel."""
+        args = call.args
         args.x, args.x_stride, args.x_dtype = x.data_ptr(), x.stride(0), TYPES[x.dtype]
         args.weight, args.d = w.weight.data_ptr(), x.shape[1]
         args.logit_bias = None if w.bias is None else w.bias.data_ptr()
@@ -123,24 +145,45 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         return y
 
     def add_experts_(self, x: Tensor, layer: ExpertLayer) -> Tensor:
+        joined = layer.joined
         if not self._can_fuse_router(x, layer.router):
             return ComposedExpertOps.add_experts_(self, x, layer)
+        experts = layer.experts if joined is None else joined.experts
         h = self._gpu.empty(*x.shape)
-        logits = self._gpu.empty(len(x), layer.router.out_features)
-        args, routed = self._new_route(logits, layer.routing, layer.bias)
+        call = self._new_route(len(x), layer.router, layer.routing, layer.bias, joined=joined)
+        args, routed = call.args, call.routed
         args.norm, args.norm_eps = layer.norm.weight.data_ptr(), layer.norm.eps
         args.normed = h.data_ptr()
-        matrices = _indexed(layer.experts)
+        matrices = _indexed(experts)
         if len(x) == 1 and matrices is not None and _choose_themselves(routed, matrices):
             args.ids = args.weights = None
-            self._call_router(args, x, cast(CudaLinear, layer.router))
-            self._experts_of_one_row(
-                h, routed, matrices, layer.experts, x, is_added=True, route=args
-            )
+            self._call_router(call, x, cast(CudaLinear, layer.router))
+            self._experts_of_one_row(h, routed, matrices, experts, x, is_added=True, route=args)
             return x
-        self._call_router(args, x, cast(CudaLinear, layer.router))
-        self._write_experts(h, routed, layer.experts, x, is_added=True)
+        self._call_router(call, x, cast(CudaLinear, layer.router))
+        self._write_experts(h, routed, experts, x, is_added=True)
         return x
+
+    def join_experts(
+        self,
+        experts: ExpertMlp,
+        gate_up: PackedLinear,
+        down: PackedLinear,
+        scores: PackedLinear | None,
+    ) -> JoinedExperts | None:
+        is_known = scores is None or (isinstance(scores, CudaLinear) and scores.bias is None)
+        pair = experts.gate_up, experts.down
+        is_known = is_known and _indexed(experts) is not None and not self._gpu.is_invariant
+        if not is_known or not all(isinstance(one, CudaExperts) for one in pair):
+            return None
+        found = join(cast(Pair, pair), parts_of(gate_up), parts_of(down), self._gpu)
+        if found is None:
+            return None
+        wide, narrow, count = found
+        return JoinedExperts(replace(experts, gate_up=wide, down=narrow), count, scores)
+
+    def joins_experts(self, rows: int) -> bool:
+        return rows <= MAX_ROUTER_ROWS
 
     def _write_experts(
         self, x: Tensor, routed: Routed, experts: ExpertMlp, y: Tensor, *, is_added: bool
@@ -175,6 +218,7 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         return (
             routed.ids.numel() >= MANY_ROWS * gate_up.num_experts
             and not gpu.is_invariant
+            and not down.is_joined  # its kernel takes whole matrices
             and torch.cuda.get_device_capability(gpu.device)[0] == 9
             and gate_up.k_tiles is not None
             and gate_up.has_common_order
@@ -234,7 +278,8 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         _store_inner(args, experts, down)
         gpu.call("expert_linear", args)
         outputs = gpu.empty(rows * top_k, down.out_features)
-        args = items.product(down, self._inner_inputs(inner, routed.ids, down), outputs)
+        inputs = self._inner_inputs(inner, routed.ids, down)  # kept until the launch
+        args = items.product(down, inputs, outputs)
         args.is_early = True
         gpu.call("expert_linear", args)
         self._sum_experts(outputs, routed.weights, y, is_added=is_added)
@@ -271,12 +316,13 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         is_one_call = down.has_inverses and (gate_up.source == "dense") == (down.source == "dense")
         if not is_one_call:
             gpu.call("expert_row", first, None, *chosen)
-        last = _product(down, self._inner_inputs(inner, routed.ids, down), y)
+        inputs = self._inner_inputs(inner, routed.ids, down)  # kept until the launch
+        last = _product(down, inputs, y)
         last.epilogue = cuda.ADD if is_added else cuda.STORE
         gpu.call("expert_row", first if is_one_call else None, last, *chosen)
 
     def _row_counters(self) -> Tensor:
-        return self._gpu.buffer("expert_row", 8)
+        return self._gpu.buffer("expert_row", cuda.ROW_COUNTERS_BYTES)
 
     def _new_inner(self, pairs: int, down: CudaExperts) -> Tensor:
         """Memory for the inputs of `down`: in the order of its rows, unless some are padding."""
@@ -332,6 +378,15 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
             # An output of infinity times a weight of zero would be NaN.
             y += torch.where(weight == 0, 0.0, self.linear(h, narrow) * weight)
         return y
+
+
+class _RouterCall(NamedTuple):
+    """Arguments of `exl_cuda_route`, and the memory that they point to. It has to be kept until the
+    last kernel that gets the arguments is launched: torch gives freed memory to the next tensor."""
+
+    args: cuda.Route
+    routed: Routed
+    logits: Tensor
 
 
 class _Inputs(NamedTuple):
@@ -404,6 +459,7 @@ def _product(experts: CudaExperts, x: _Inputs, y: Tensor) -> cuda.ExpertLinear:
         k=first.shape[1],
         x_dtype=TYPES[first.dtype],
         source=cuda.EXPERT_SOURCES[experts.source],
+        only=experts.only,
     )
     args.x[0], args.x[1] = first.data_ptr(), x.forms[-1].data_ptr()
     return args

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cuda.matmul import (
@@ -13,7 +14,8 @@ from exl_core.ops.backends.cuda.matmul import (
     all_quantized,
     parts_of,
 )
-from exl_core.ops.elementwise import Norm
+from exl_core.ops.backends.cuda.norms import prepare_args
+from exl_core.ops.elementwise import Norm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_kernels import cuda
 from exl_kernels.cuda_exchange import PartialCopies
@@ -43,8 +45,8 @@ class PeerLinears(Linears):
 
     def multiply_sent(
         self, x: Tensor | CudaInputs, w: PackedLinear, to: SentTo, norm: Norm | None = None
-    ) -> None:
-        """Sends norm(x) @ w; x @ w without a norm."""
+    ) -> Tensor:
+        """Sends norm(x) @ w; x @ w without a norm. Returns memory that the kernel reads."""
         parts = (x.w,) if isinstance(x, CudaInputs) else all_quantized(parts_of(w))
         assert parts is not None, "`can_send` has checked it"
         rows = x.rows if isinstance(x, CudaInputs) else x.shape[0]
@@ -56,6 +58,7 @@ class PeerLinears(Linears):
             (memory,) = inputs.values()
         args.inputs[0] = memory.data_ptr()
         self._gpu.call("quant_linear_sent", args, to.copies)
+        return memory
 
     def can_read_pending(self, w: PackedLinear, rows: int, epilogue: int) -> bool:
         """Whether `multiply_pending` takes these operands."""
@@ -83,3 +86,14 @@ class PeerLinears(Linears):
         parts = all_quantized(parts_of(w))
         assert parts is not None, "`can_read_pending` has checked it"
         self._multiply_codes(x, parts, out, norm=norm, epilogue=epilogue, gate=gate)
+
+    def settle_divided(self, x: PendingRows) -> None:
+        """Writes sums that the ranks divide, for readers that are no products. The kernel that
+        reads them computes a norm, which is not used."""
+        rows, width = x.shape
+        norm = RmsNorm(torch.ones(width, device=self._gpu.device), 1e-5)
+        halves = self._gpu.empty(rows, width, dtype=torch.float16)
+        prepare = prepare_args(x.x, norm)
+        prepare.to[0] = cuda.Prepared(None, halves.data_ptr(), 0, 1)
+        prepare.count = 1
+        self._gpu.call("prepare_shared_sums", prepare, x.sums)

@@ -24,9 +24,13 @@ from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, XIelu
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_kernels import cuda, cuda_exchange
-from exl_kernels.cuda_exchange import STAGES, PartialCopies, PartialSums, Tokens
+from exl_kernels.cuda_exchange import STAGES, PartialCopies, PartialSums, SharedSums, Tokens
 
 _VALUE_BYTES = 4
+
+MIN_DIVIDED_ROWS = 64
+"""Fewest rows of a sum, counted once for each other rank, that the ranks divide. Then every rank
+adds up some of the rows and sends their sums: one more transfer, but fewer bytes in all."""
 
 
 class SharedMemory:
@@ -71,6 +75,7 @@ class _Pending(NamedTuple):
     x: Tensor | None
     target: Tensor  # [m, k], receives x plus the sum
     stage: int
+    is_divided: bool = False
 
 
 class PeerBuffers(NamedTuple):
@@ -95,8 +100,12 @@ class PeerBuffers(NamedTuple):
         slots = stage * ranks * self.rows + slot * rows
         return self.addresses[rank] + slots * self.width * _VALUE_BYTES
 
+    def whole_at(self, rank: int, stage: int) -> int:
+        """A complete sum [rows, width] in the buffer of `rank`."""
+        return self.sums_at(rank, STAGES + 1, 0, 0) + stage * self.rows * self.width * _VALUE_BYTES
+
     def tokens_at(self, rank: int) -> int:
-        return self.sums_at(rank, STAGES + 1, 0, 0)
+        return self.whole_at(rank, STAGES)
 
     def logits_at(self, rank: int) -> int:
         return self.tokens_at(rank) + self.rows * _VALUE_BYTES
@@ -124,7 +133,19 @@ class PeerSums:
         self._count = 0
         self._pending: _Pending | None = None
         self._num_logits = 0  # rows of logits that the pass has exchanged
+        # Inputs of the latest kernel that sends. It may still read them while the kernel that reads
+        # the sums writes its results, which get other memory therefore.
+        self._read_by_sender: Tensor | None = None
         self._unread: int | None = None  # stage that a product has read, and nobody has emptied
+        self._is_divided = [False] * STAGES  # the latest sum of each stage
+        # Blocks of `prepare_shared_sums`, at least one for each row and form of the inputs, wait
+        # for each other, so that all must run at once: two on a multiprocessor.
+        device = torch.cuda.get_device_properties(gpu.device)
+        can_divide = (device.major, device.minor) == (9, 0)
+        self._most_divided = 2 * device.multi_processor_count // cuda.MAX_PARTS if can_divide else 0
+        self.is_alone = False
+        """Whether this GPU runs no kernels of other ranks. Then products read sums before the
+        kernel that sends this rank's part has ended."""
         self.timeout_ms = 0
         """Longest wait for another rank; 0: until `abort`."""
         self._gpu.call("exchange_empty", buffers.addresses[rank], buffers.size_bytes)
@@ -133,6 +154,7 @@ class PeerSums:
         """Starts a pass over states [rows, width]. Its first exchange is `embed`."""
         self._shape, self._count, self._pending = (rows, self._buffers.width), 0, None
         self._num_logits = 0
+        self._is_divided = [False] * STAGES
 
     def end(self) -> None:
         """Ends the pass: `takes` is False until the next one."""
@@ -141,6 +163,7 @@ class PeerSums:
             rows, width = self._active
             size = len(self._buffers.addresses) * rows * width * _VALUE_BYTES
             self._gpu.call("exchange_empty", self._stage_at(self._unread), size)
+            self._empty_whole(self._unread)
             self._unread = None
         self._shape = None
 
@@ -205,8 +228,9 @@ class PeerSums:
         self.settle()
         return target
 
-    def multiply(self, x: Inputs, w: PackedLinear) -> bool:
-        """Sends x @ w. False if no kernel can: then the caller multiplies and calls `send`."""
+    def multiply(self, x: Inputs, w: PackedLinear, *, defers: bool) -> bool:
+        """Sends x @ w. False if no kernel can: then the caller multiplies and calls `send`.
+        `defers` is that of the `await_sum` that follows."""
         rows, width = self._active
         if not isinstance(x, Tensor | CudaInputs):  # prepared for trellis codes
             return False
@@ -215,14 +239,20 @@ class PeerSums:
             return False
         if not self._linears.can_send(x, w, rows):
             return False
-        own, copies = self._slots(self._count % STAGES)
-        self._linears.multiply_sent(x, w, SentTo(own, width, copies))
+        stage = self._count % STAGES
+        own, copies = self._slots(stage)
+        self._is_divided[stage] = defers and self._divides
+        if self._is_divided[stage]:
+            own, copies = self._owners(stage)
+        self._read_by_sender = self._linears.multiply_sent(x, w, SentTo(own, width, copies))
         return True
 
     def send(self, part: Tensor) -> None:
         """Sends a partial sum [m, k]."""
         own, copies = self._slots(self._count % STAGES)
+        self._is_divided[self._count % STAGES] = False
         self._send(part, own, copies, None)
+        self._read_by_sender = part
 
     def await_sum(self, x: Tensor | None, *, defers: bool) -> Tensor:
         """x plus the sum of what all ranks have sent last; the sum alone without x.
@@ -232,7 +262,8 @@ class PeerSums:
         """
         in_place = x is not None and not defers and x.is_contiguous()
         target = x if in_place and x is not None else self._gpu.empty(*self._active)
-        self._pending = _Pending(x, target, self._count % STAGES)
+        stage = self._count % STAGES
+        self._pending = _Pending(x, target, stage, self._is_divided[stage])
         self._count += 1
         if not defers:
             self.settle()
@@ -242,6 +273,11 @@ class PeerSums:
         """Writes the pending sum, if there is one."""
         if self._pending is None:
             return
+        if self._pending.is_divided:  # no product can read them
+            self._linears.settle_divided(self._rows())
+            return
+        if self._pending.stage != STAGES:
+            self._empty_whole((self._pending.stage - 1) % STAGES)
         x, sums = self._pending.x, self._taken()
         rows, width = self._active
         source = (None, 0) if x is None else (x.data_ptr(), x.stride(0))
@@ -325,6 +361,7 @@ class PeerSums:
             ended=self._ended.data_ptr(),
             ranks=len(self._buffers.addresses),
             timeout_ms=self.timeout_ms,
+            early_rank=-1,
         )
 
     def _send(self, part: Tensor, own: int, copies: PartialCopies, is_own: int | None) -> None:
@@ -338,14 +375,61 @@ class PeerSums:
         return self._linears.can_read_pending(w, self._active[0], epilogue)
 
     def _rows(self) -> PendingRows:
-        assert self._pending is not None and self._pending.x is not None, "`_reads` has checked it"
-        x, self._unread = self._pending.x, self._pending.stage
-        return PendingRows(x, self._taken())
+        assert self._pending is not None, "the callers have checked it"
+        x, _, stage, is_divided = self._pending
+        assert x is not None, "`_reads` has checked it, and divided sums are added to states"
+        self._unread, before = stage, (stage - 1) % STAGES
+        parts = self._taken()
+        parts.early_rank = self._rank if self.is_alone else -1
+        if not is_divided:
+            self._empty_whole(before)
+            return PendingRows(x, parts)
+        sums = SharedSums(parts=parts, own=self._rank, row_shift=self._row_shift)
+        for rank in range(len(self._buffers.addresses)):
+            sums.wholes[rank] = self._buffers.whole_at(rank, stage)
+        sums.spent_shift = self._row_shift if self._is_divided[before] else -1
+        if self._is_divided[before]:
+            sums.spent_whole = self._buffers.whole_at(self._rank, before)
+        self._is_divided[before] = False
+        return PendingRows(x, sums)
+
+    @property
+    def _divides(self) -> bool:
+        """Whether the ranks divide the sums of this pass."""
+        others, rows = len(self._others), self._active[0]
+        is_large = others > 1 and rows * others >= MIN_DIVIDED_ROWS
+        return self.is_alone and is_large and -(-rows // 8) * 8 <= self._most_divided
+
+    @property
+    def _row_shift(self) -> int:
+        """log2 of the number of rows that a rank adds up."""
+        return (-(-self._active[0] // len(self._buffers.addresses)) - 1).bit_length()
+
+    def _owners(self, stage: int) -> tuple[int, PartialCopies]:
+        """This rank's slots in the buffers of all ranks, the last one apart, of which each gets
+        its rows."""
+        rows, _ = self._active
+        *first, last = (
+            self._buffers.sums_at(rank, stage, self._rank, rows)
+            for rank in range(len(self._buffers.addresses))
+        )
+        copies = PartialCopies(count=len(first), is_divided=1, row_shift=self._row_shift)
+        for i, address in enumerate(first):
+            copies.to[i] = address
+        return last, copies
+
+    def _empty_whole(self, stage: int) -> None:
+        """Empties a complete sum in this rank's buffer, if there is one."""
+        if self._is_divided[stage]:
+            rows, width = self._active
+            address = self._buffers.whole_at(self._rank, stage)
+            self._gpu.call("exchange_empty", address, rows * width * _VALUE_BYTES)
+            self._is_divided[stage] = False
 
     def _taken(self) -> PartialSums:
         """Operands that read the pending sum, which is not pending from then on."""
         assert self._pending is not None, "the callers have checked it"
-        (_, target, stage), self._pending = self._pending, None
+        (_, target, stage, _), self._pending = self._pending, None
         sums = self._waiting
         sums.parts, sums.sum = self._stage_at(stage), target.data_ptr()
         if stage != STAGES:

@@ -8,7 +8,9 @@ k-tiles and runs from the `GroupedLayout`, once per layout.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import lru_cache, partial
 from threading import Lock
 from typing import NamedTuple
@@ -111,14 +113,17 @@ def plan_small_groups(bits: int, rows: int, factor_bytes: int) -> TilePlan:
 def plan_tiles(runs: tuple[GroupRun, ...], scale_bytes: int, offset_bytes: int) -> TilePlan:
     """Computes a plan. Matrices with the same runs share it, as most of a model's do.
 
+    Groups that are padded to the same number of blocks become one run of k-tiles. Kernels take few
+    runs as parameters, and read a longer table from memory.
+
     `scale_bytes` and `offset_bytes` are the sizes of one scale and of one offset.
     """
     header_bytes = PANEL_COLUMNS * (scale_bytes + offset_bytes)
     k_tiles, rows, bits = [], [], []
-    run_table = np.zeros(len(runs), _RUN)
+    found: list[tuple[int, ...]] = []  # entries of the table of runs
     k_tile = block = group = row = bit = 0
     panel_bytes = cuda.PANEL_HEAD
-    for i, run in enumerate(runs):
+    for run in runs:
         blocks = -(-run.rows // BLOCK_ROWS)
         in_group = np.arange(0, blocks, K_TILE_BLOCKS)
         part = np.zeros((run.groups, len(in_group)), _K_TILE)
@@ -131,10 +136,9 @@ def plan_tiles(runs: tuple[GroupRun, ...], scale_bytes: int, offset_bytes: int) 
             + part["blocks"].astype(np.int64) * (PANEL_COLUMNS * BLOCK_ROWS * run.bits // 8)
         ).ravel()
         part["offset"] = (panel_bytes + np.cumsum(sizes) - sizes).reshape(part.shape)
-        run_table["first_k_tile"][i] = k_tile
-        run_table["offset"][i], run_table["first_block"][i] = panel_bytes, block
-        run_table["bits"][i], run_table["group_k_tiles"][i] = run.bits, len(in_group)
-        run_table["last_blocks"][i] = blocks - in_group[-1]
+        shape = len(in_group), run.bits, blocks - in_group[-1], 0
+        if not found or found[-1][3:] != shape:
+            found.append((k_tile, panel_bytes, block, *shape))
         k_tiles.append(part.ravel())
         k_tile += part.size
 
@@ -154,7 +158,7 @@ def plan_tiles(runs: tuple[GroupRun, ...], scale_bytes: int, offset_bytes: int) 
     stored_rows = np.concatenate(rows)
     return TilePlan(
         np.concatenate(k_tiles),
-        run_table,
+        np.array(found, _RUN),
         stored_rows,
         np.concatenate(bits).astype(np.int64),
         panel_bytes,
@@ -247,6 +251,44 @@ class CudaQuantLinear(LayoutSizes[GroupedLayout]):
     def size_bytes(self) -> int:
         """Size without the tables that other matrices may share."""
         return self._tiles.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def part(self, like: CudaQuantLinear, offset: int, *, first_column: int = 0) -> CudaQuantLinear:
+        """Columns or rows of this matrix as a matrix with the sizes, layout and order of `like`.
+
+        The memory is shared; `size_bytes` is that of the whole.
+
+        offset         bytes from the start of a panel of this matrix to one of the part
+        first_column   of the part, for the bias
+        """
+        found, columns = copy(self), like.out_features
+        found.layout, found.plan_key, found.num_blocks = like.layout, like.plan_key, like.num_blocks
+        found.permutation = like.permutation
+        found.inverse_permutation = like.inverse_permutation
+        found.bias = None if self.bias is None else self.bias[first_column : first_column + columns]
+        own, matrix = self.matrix, cuda.QuantMatrix.from_buffer_copy(like.matrix)
+        matrix.tiles, matrix.panel_bytes = own.tiles + offset, own.panel_bytes
+        matrix.bias = None if found.bias is None else found.bias.data_ptr()
+        matrix.scale_dtype, matrix.values = own.scale_dtype, own.values
+        matrix.offset_kind = own.offset_kind
+        found.matrix = matrix
+        return found
+
+    @classmethod
+    def merged(cls, parts: Sequence[CudaQuantLinear]) -> CudaQuantLinear | None:
+        """One matrix with the outputs of all parts, whose memory it copies; None if their layouts
+        differ or a part ends within a panel."""
+        first = parts[0]
+        keys = {(one.plan_key, one.layout.formula, one.permutation.data_ptr()) for one in parts}
+        is_whole = all(one.out_features % PANEL_COLUMNS == 0 for one in parts)
+        if len(keys) > 1 or not is_whole or any(one.bias is not None for one in parts):
+            return None
+        torch.cuda.synchronize(first._gpu.device)  # streams of other threads fill the parts
+        found, columns = copy(first), sum(one.out_features for one in parts)
+        found.layout = replace(first.layout, out_features=columns)
+        found._tiles = torch.cat([one._tiles for one in parts])
+        found.matrix = cuda.QuantMatrix.from_buffer_copy(first.matrix)
+        found.matrix.tiles, found.matrix.n = found._tiles.data_ptr(), columns
+        return found
 
     def fill(self, first_column: int, columns: GroupedColumns) -> None:
         """Repacks columns from first_column on. The operands may be on the CPU or the GPU."""

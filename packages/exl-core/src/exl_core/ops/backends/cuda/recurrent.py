@@ -60,6 +60,7 @@ class CudaRecurrentOps:
             value_dim=rule.value_dim,
             is_tiled=rule.is_tiled,
             is_by_row=rule.is_by_row,
+            is_invariant=self._gpu.is_invariant,
         )
         if not rule.is_by_row:
             self._set_workspace(operands, rule.value_heads, rule.key_heads, rule.key_dim)
@@ -89,6 +90,7 @@ class CudaRecurrentOps:
             groups=scan.groups,
             least_step=scan.steps[0],
             largest_step=scan.steps[1],
+            is_invariant=self._gpu.is_invariant,
         )
         self._set_workspace(operands, scan.heads, scan.groups, scan.state_size)
         self._gpu.call("state_scan", operands)
@@ -101,11 +103,14 @@ class CudaRecurrentOps:
         key_heads: int,
         depth: int,
     ) -> None:
-        """Memory for the chunked form, if some sequence of the pass may be long.
+        """Memory for the chunked form, if some sequence of the pass may be long, and none in the
+        batch-invariant mode, as chunks begin where the rows of a pass begin.
 
         Its size is a power of two, so that all smaller buffers, which are kept when a larger one
         replaces them, take less than the largest one.
         """
+        if self._gpu.is_invariant:
+            return
         rows, seqs = operands.rows.rows, operands.rows.seqs
         size = self._gpu.size("recurrence_workspace", rows, seqs, heads, key_heads, depth)
         if size:
