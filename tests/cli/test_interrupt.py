@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,3 +79,31 @@ def test_second_interrupt_raises_and_the_handler_is_restored() -> None:
         assert interrupt.is_set
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_of_an_executed_string_keeps_the_exit_code(tmp_path: Path) -> None:
+    """CPython alone ends such a process by SIGINT, if it runs a module."""
+    (tmp_path / "interrupted.py").write_text(
+        """
+import exl_cli.main
+from exl_cli.__main__ import run
+
+def main(_):
+    try:
+        exec("raise KeyboardInterrupt")
+    except KeyboardInterrupt:
+        return 130
+
+exl_cli.main.main = main
+run()
+""",
+        encoding="utf-8",
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    process = subprocess.run(
+        [sys.executable, "-m", "interrupted"],
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+        timeout=60,
+    )
+    assert process.returncode == 130

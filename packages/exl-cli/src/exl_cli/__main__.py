@@ -11,7 +11,11 @@ from exl_cli.interrupt import exits_at_once
 def run() -> NoReturn:
     with exits_at_once():
         from exl_cli.main import main
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    # CPython ends by SIGINT instead of with the code if an interrupt has once left a string that
+    # `exec` ran, as it may while a dataclass is made. The next string clears that.
+    exec("")
+    sys.exit(code)
 
 
 if __name__ == "__main__":
