@@ -316,7 +316,7 @@ def test_no_bit_depends_on_the_division_in_the_batch_invariant_mode(
     texts = [strided_rows(rng, count, width) for count in lengths]
 
     def results(passes: list[tuple[int, int]]) -> list[Tensor]:
-        """Rows of both sequences and their states, after passes of so many rows of each."""
+        """Rows of both sequences and their states, after passes of rows of each."""
         done, states = [0, 0], torch.zeros(3, *shape)
         found: list[list[Tensor]] = [[], []]
         for counts in passes:

@@ -1,6 +1,6 @@
 """Process of a rank whose GPU memory a test limits, as another program that fills the GPU would.
 
-In the rank named by `EXL_TEST_LIMIT` ("RANK:BYTES") torch may allocate so many bytes, and so may
+In the rank named by `EXL_TEST_LIMIT` ("RANK:BYTES") torch may allocate BYTES, and so may
 the cache, which takes its memory from the driver.
 """
 

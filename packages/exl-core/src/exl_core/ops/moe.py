@@ -147,7 +147,7 @@ class RoutedOps(Protocol):
         ...
 
     def joins_experts(self, rows: int) -> bool:
-        """Whether `add_experts_` computes a shared expert beside the others for so many rows."""
+        """Whether `add_experts_` computes a shared expert beside the others for `rows` rows."""
         ...
 
 
