@@ -16,11 +16,10 @@
 // rank sends exchange i + 2 after it has read exchange i + 1. The other ranks sent that one after they
 // had read exchange i, and emptied the stage of exchange i - 1, which is the stage of exchange i + 2.
 //
-// The end of a kernel that sends takes some microseconds: its stores to other GPUs are acknowledged,
-// and the next kernel is told. An early reader (`early_rank`) does not wait for that: it polls
-// the places of the values, which are empty until the values arrive. A sending kernel lets its reader
-// start once all kernels before it have ended, so that the reader may read their results and
-// overwrite their inputs.
+// A kernel that sends ends some microseconds after its stores, because the other GPUs acknowledge
+// them first. An early reader (`early_rank`) starts before that. It polls the places of the values,
+// which are empty until the values arrive. A sending kernel starts its reader once all kernels
+// before it have ended, so that the reader may read their results and overwrite their inputs.
 //
 // With many rows and ranks, the ranks divide the sums: every rank sends each row to one rank, which
 // adds up the parts and sends the sum to all. That takes one more transfer, of fewer bytes in all: each
