@@ -238,6 +238,19 @@ def test_long_segments_agree_with_the_cpu(pair: Pair) -> None:
     run.feed(s0=(1, LAST), s3=(1, LAST), s1=(1, ALL))
 
 
+@pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.Q8], ids=lambda kind: kind.value)
+def test_beginnings_of_prompts_as_graphs_agree_with_the_cpu(
+    pair: Pair, kv_format: KVFormat
+) -> None:
+    """They have graphs of their own, in which torch's attention takes 16-bit keys and values."""
+    run = Sequences(pair, kv_format)
+    for i in range(PASSES_BEFORE_CAPTURE + 2):
+        run.forget(3)
+        run.feed(s3=(300 - i, LAST))  # with padding
+        run.feed(s3=(280, LAST))  # after cached tokens
+        run.feed(s3=(1, LAST), s0=(3, ALL))
+
+
 def generator_of(loaded: LoadedModel, **changes: Any) -> DynamicGenerator:
     drafter = changes.pop("drafter", None)
     options = EngineOptions(**{"cache_tokens": 4096, "max_batch": 8, **changes})

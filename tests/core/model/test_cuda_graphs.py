@@ -19,6 +19,7 @@ from exl_core.model import cuda_graphs
 from exl_core.model.batch import Batch
 from exl_core.model.cuda_graphs import (
     COLLECTION_PAUSE,
+    LONG_BUCKETS,
     GraphInputs,
     Shape,
     capture,
@@ -72,6 +73,9 @@ PASSES = [
     ([segment(4, 30, (2,), ALL), segment(1, 7, (1,), LAST)], Shape(6, 4, 6)),
     ([segment(200, 60, (2, 4), LAST)], Shape(256, 1, 1)),
     ([segment(200, 60, (2, 4), NONE)], Shape(256, 1, 1)),
+    ([segment(300, 0, (2, 4), LAST)], Shape(320, 1, 1, is_fresh=True)),
+    ([segment(300, 60, (2, 4), LAST)], Shape(320, 1, 1)),
+    ([segment(300, 0, (2, 4), NONE), segment(9, 0, (1,), LAST)], Shape(320, 4, 4)),
     (
         [segment(130, 0, (6,), NONE)] + [segment(1, 20, (i,), LAST) for i in range(4)],
         Shape(192, 16, 16),
@@ -114,6 +118,9 @@ def test_a_padded_pass_gives_the_same_logits_and_keys(
     "segments",
     [
         [segment(1025, 0, tuple(range(5)), LAST)],
+        [segment(2048, 256, tuple(range(9)), LAST)],
+        [segment(1919, 0, tuple(range(8)), LAST)],
+        [segment(2049, 0, tuple(range(9)), LAST)],
         [segment(129, 0, (1,), ALL)],
         [segment(1, 0, (1,), LAST)] * 129,
         [segment(1, 0, (1,), LAST), segment(1, 0, (1,), NONE)],
@@ -123,6 +130,15 @@ def test_a_padded_pass_gives_the_same_logits_and_keys(
 )
 def test_no_bucket_for_large_or_unusual_passes(segments: list[Segment]) -> None:
     assert shape_of(segments, PAGES) is None
+
+
+@pytest.mark.parametrize("rows", [1200, 1280, 1920, 2048])
+def test_beginnings_of_long_prompts_have_buckets(rows: int) -> None:
+    pages = tuple(range(-(-rows // PAGE_SIZE)))
+    bucket = next(one for one in LONG_BUCKETS if one >= rows)
+    for logit_rows in (LAST, NONE):
+        shape = shape_of([segment(rows, 0, pages, logit_rows)], PAGES)
+        assert shape == Shape(bucket, 1, 1, is_fresh=True)
 
 
 def test_decode_inputs_equal_freshly_written_ones(model: Transformer) -> None:
@@ -148,7 +164,8 @@ def test_decode_inputs_equal_freshly_written_ones(model: Transformer) -> None:
 
 
 class NoStream:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int) -> None:
+        assert priority < 0, "work that runs beside the graph comes second"
         self.device = device
 
 

@@ -43,6 +43,7 @@ class Batch:
     adapters     ranges of rows that use adapters, ascending
     embedded     rows with an embedded vector, whose token id is an arbitrary valid one; or None
     states       int64 [seqs]        slot of the recurrent state of s; None: the model has none
+    is_fresh     whether the rows are those of one sequence without cached tokens, and padding
     logits       buffer for the logits, float32 [n or more, vocab_size]; None: one is allocated
     """
 
@@ -57,3 +58,4 @@ class Batch:
     embedded: EmbeddedRows | None = None
     logits: Tensor | None = None
     states: Tensor | None = None
+    is_fresh: bool = False

@@ -33,6 +33,7 @@ from exl_core.cache.store import KVStore
 from exl_core.model.batch import Batch
 from exl_core.model.embedded import EMBEDDED_FROM
 from exl_core.model.segment import LogitRows, Segment
+from exl_core.ops.attention import MANY_QUERIES
 
 if TYPE_CHECKING:
     from exl_core.model.protocol import Model
@@ -44,8 +45,12 @@ cost little time, and each graph costs some memory."""
 # Row counts and sequence counts of other passes.
 PROMPT_BUCKETS = (*BUCKETS, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 LONG_BUCKETS = (*PROMPT_BUCKETS, 1280, 1536, 1792, 2048)
-"""Row counts of other passes of ranks. Up to 2048 rows, launches take the host longer than a rank's
-part of the work takes its GPU."""
+"""Row counts of other passes of ranks, and of passes that begin a sequence. Up to 2048 rows,
+launches take a slow host longer than a rank's part of the work takes its GPU, or even all of it."""
+
+LEAST_FILLED = 15 / 16
+"""Share of a long bucket's rows that a pass on one GPU needs. More padding would take the GPU
+longer than launches take the host."""
 
 LONG_PASS_BYTES = 2 << 30
 """Memory of a GPU that must be free before a pass of more rows than `PROMPT_BUCKETS` is captured.
@@ -62,11 +67,12 @@ MAX_GRAPHS = 64
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Sizes of one bucket. `logits` is the number of rows that get logits; if it equals `rows`, all
-    rows get logits, in order."""
+    rows get logits, in order. `is_fresh`: the rows begin one sequence (`AttentionRows`)."""
 
     rows: int
     sequences: int
     logits: int
+    is_fresh: bool = False
 
     @property
     def is_decoding(self) -> bool:
@@ -115,6 +121,7 @@ class GraphInputs:
             slots=slots,
             logit_rows=logit_rows,
             states=None if spare_state is None else states,
+            is_fresh=shape.is_fresh,
         )
         self._fields = tuple(field.numpy() for field in fields(self._host))
         self._spare, self._spare_state = spare_page, spare_state
@@ -314,8 +321,12 @@ class CudaGraphs:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all graphs of a device, as graphs that share memory have to share it."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's
+    """One stream for all graphs of a device, as graphs that share memory have to share it.
+
+    Its kernels have a higher priority than those that dequantize beside them: sums of ranks, which
+    need few multiprocessors, begin first, and the others' products do not wait for them.
+    """
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call] # torch's
 
 
 class CollectionPause:
@@ -372,6 +383,10 @@ def shape_of(
     """
     counts = [len(one.token_ids) for one in segments]
     rows = sum(counts)
+    is_fresh = len(counts) == 1 and segments[0].past_len == 0 and rows >= MANY_QUERIES
+    if is_fresh and buckets[-1] < rows <= LONG_BUCKETS[-1]:
+        long = LONG_BUCKETS[bisect_left(LONG_BUCKETS, rows)]
+        buckets = LONG_BUCKETS if rows >= LEAST_FILLED * long else buckets
     is_small = 0 < rows <= buckets[-1] and len(counts) <= SEQUENCE_BUCKETS[-1]
     if not is_small or not all(_is_capturable(one, pages) for one in segments):
         return None
@@ -386,7 +401,7 @@ def shape_of(
     logits = bucket if wants_all else sequences
     if len(counts) >= rows or logits > BUCKETS[-1]:
         return None
-    return Shape(bucket, sequences, logits)
+    return Shape(bucket, sequences, logits, is_fresh)
 
 
 def _is_capturable(one: Segment, pages: int) -> bool:

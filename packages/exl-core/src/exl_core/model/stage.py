@@ -88,7 +88,7 @@ class Stage:
         the model."""
         if batch.slots.device.type == "cpu" and len(batch.slots):
             store.grow(int(batch.slots.max()) // store.page_size + 1)
-        rows = AttentionRows(batch.page_table, batch.row_starts, batch.past_lens)
+        rows = AttentionRows(batch.page_table, batch.row_starts, batch.past_lens, batch.is_fresh)
         angles = {index: self.angles(index, batch.positions) for index in self._ropes}
         bound = {
             key: self.ops.attention_batch(

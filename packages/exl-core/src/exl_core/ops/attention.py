@@ -14,6 +14,9 @@ from torch import Tensor
 
 from exl_core.ops.linear import Inputs
 
+MANY_QUERIES = 256
+"""Rows of one sequence from which torch's attention is faster on a GPU, where it can be used."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheLayer:
@@ -49,11 +52,15 @@ class AttentionRows:
 
     page_table int32 [seqs, pages], row_starts int32 [seqs + 1], past_lens int32 [seqs]. Sequence s
     has the rows row_starts[s] to row_starts[s + 1] - 1, after past_lens[s] cached positions.
+
+    `is_fresh` says that there is one sequence, without cached positions. Rows that follow its own
+    are padding, whose results nobody reads. A GPU cannot see this in tensors that it has already.
     """
 
     page_table: Tensor
     row_starts: Tensor
     past_lens: Tensor
+    is_fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from exl_core.ops.attention import (
+    MANY_QUERIES,
     NO_HEAD_NORMS,
     AttentionBatch,
     AttentionRows,
@@ -34,9 +35,6 @@ from exl_core.ops.cache_rows import head_dim_of, queries_of
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.linear import Inputs
 from exl_kernels import cuda
-
-MANY_QUERIES = 256
-"""Number of rows of one sequence from which torch's attention is faster, where it can be used."""
 
 GATHERED_BYTES = 128 << 20
 """Limit for the copy of one sequence's keys and values that torch's attention needs, because it
@@ -311,7 +309,10 @@ class CudaAttentionOps:
         if page_table.is_cuda:
             num_rows, (seqs, pages) = slots.shape[0], page_table.shape
             most = 1 if num_rows == seqs else num_rows, pages * page_size
-            return CudaBatch(rows, slots, cos, sin, *most)
+            long: tuple[LongSegment, ...] = ()
+            if rows.is_fresh and num_rows >= MANY_QUERIES and not self._gpu.is_invariant:
+                long = (LongSegment(0, 0, num_rows, 0, may_use_cudnn=True),)
+            return CudaBatch(rows, slots, cos, sin, *most, long)
         if page_table.numel() and int(page_table.amax()) >= num_pages:
             raise OpInputError(
                 f"attention_batch: page_table (expected ids within [0, {num_pages}))"
