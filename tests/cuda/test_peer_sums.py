@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cuda.matmul import CudaInputs
-from exl_core.ops.backends.cuda.peers import PeerBuffers, SharedMemory, _Pending
+from exl_core.ops.backends.cuda.peers import LargeSums, PeerBuffers, SharedMemory, _Pending
 from exl_core.ops.backends.cuda.table import CudaTable
 from exl_core.ops.elementwise import LayerNorm, Norm, RmsNorm
 from exl_core.ops.linear import PackedLinear
@@ -60,15 +60,20 @@ class Ranks:
     """Ranks of one process, with a buffer each: on one GPU, or on the GPUs of several tables."""
 
     def __init__(
-        self, ops: CudaTable | Sequence[CudaTable], number: int, width: int, vocab: int = 1
+        self,
+        ops: CudaTable | Sequence[CudaTable],
+        number: int,
+        width: int,
+        vocab: int = 1,
+        large: int = 0,
     ) -> None:
         tables = [ops] * number if isinstance(ops, CudaTable) else ops
-        size = PeerBuffers((0,) * number, MAX_ROWS, width, vocab).size_bytes
+        size = PeerBuffers((0,) * number, MAX_ROWS, width, vocab, large).size_bytes
         self.buffers = [
             torch.zeros(size // 4, dtype=torch.int32, device=table.device) for table in tables
         ]
         addresses = tuple(one.data_ptr() for one in self.buffers)
-        places = PeerBuffers(addresses, MAX_ROWS, width, vocab)
+        places = PeerBuffers(addresses, MAX_ROWS, width, vocab, large)
         self.all = [table.peer_sums(rank, places) for rank, table in enumerate(tables)]
 
     def begin(self, rows: int) -> None:
@@ -387,3 +392,65 @@ def test_memory_of_this_process_cannot_be_opened_twice_and_is_freed() -> None:
 def test_exchanges_have_as_many_rows_and_ranks_as_kernels_take() -> None:
     assert MAX_ROWS == cuda.CHUNK_ROWS
     assert MAX_RANKS == MAX_PEERS + 1
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 8])
+def test_large_sums_have_the_bits_of_the_ranks_in_order(number: int) -> None:
+    """Ranks pause at random, and parts follow one another without a wait of the host. The largest
+    one fills the buffers."""
+    tables = connected_tables(number)
+    ranks = Ranks(tables, number, 64, large=3 << 20)
+    sizes = (LargeSums.LEAST, 1_000_004, 3 << 20, LargeSums.LEAST + 4, 2_000_000)
+    generator = torch.Generator().manual_seed(number)
+    parts = [torch.randn(number, size, generator=generator) for size in sizes]
+    held = [[part[rank].to(table.device) for part in parts] for rank, table in enumerate(tables)]
+    pauses = torch.randint(0, 300_000, (len(sizes), number), generator=generator).tolist()
+    for table in tables:
+        torch.cuda.synchronize(table.device)  # all buffers are empty
+    for one in ranks.all:
+        one.timeout_ms, one.is_alone = 10_000, True
+    for index in range(len(sizes)):
+        for rank, one in enumerate(ranks.all):
+            with torch.cuda.device(rank):
+                torch.cuda._sleep(pauses[index][rank])  # type: ignore[no-untyped-call]
+                assert one.add(held[rank][index]) is held[rank][index]
+    for part, *found in zip(parts, *held, strict=True):
+        expected = in_order(None, list(part))
+        assert all(torch.equal(one.cpu(), expected) for one in found)
+    assert not any(one.has_ended for one in ranks.all)
+
+
+def test_large_sums_are_captured() -> None:
+    """Replays add other values, and a sum outside of the graph may follow."""
+    tables = connected_tables(2)
+    ranks = Ranks(tables, 2, 64, large=1 << 20)
+    held = [torch.zeros(1 << 20, device=table.device) for table in tables]
+    graphs = []
+    for table in tables:
+        torch.cuda.synchronize(table.device)
+    for rank, one in enumerate(ranks.all):
+        one.timeout_ms, one.is_alone = 10_000, True
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.device(rank):
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            with torch.cuda.graph(graphs[-1], stream=stream):
+                for _ in range(3):
+                    one.add(held[rank])
+    for value in (1.0, 0.5, 3.0):
+        for rank, graph in enumerate(graphs):
+            with torch.cuda.device(rank):
+                held[rank].fill_(value * (rank + 1))
+                graph.replay()
+                ranks.all[rank].add(held[rank])
+        for part in held:
+            assert bool((part == value * 3 * 2**3).all())
+
+
+def test_a_large_sum_without_the_others_ends_in_time() -> None:
+    tables = connected_tables(2)
+    ranks = Ranks(tables, 2, 64, large=1 << 20)
+    one = ranks.all[0]
+    one.timeout_ms, one.is_alone = 200, True
+    one.add(torch.ones(1 << 20, device=tables[0].device))
+    torch.cuda.synchronize(tables[0].device)
+    assert one.has_ended

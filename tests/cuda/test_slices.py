@@ -1,4 +1,4 @@
-"""Two scratch buffers, and the streams that fill and read them, inside and outside of captures."""
+"""Scratch buffers, and the streams that fill and read them, inside and outside of captures."""
 
 from __future__ import annotations
 
@@ -61,3 +61,40 @@ def test_a_pass_waits_for_a_graph_that_still_runs() -> None:
         one_pass(slices, beside, first)
         assert in_graph.tolist() == [1.0, 2.0, 3.0]
         assert beside.tolist() == [float(first + i) for i in range(len(SIZES))]
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_fills_begin_with_the_exchange(is_captured: bool) -> None:
+    """A fill reads what work before the exchange has written, and not what work after it writes:
+    it runs during the exchange, for which a pause stands here."""
+    slices = Slices(Gpu(torch.device("cuda", 0)))
+    clock, out = torch.zeros(2, len(SIZES), device="cuda")
+
+    def work() -> None:
+        slices.begin_pass()
+        clock.zero_()
+        torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
+        clock.fill_(1.0)
+        slices.begin_exchange()
+        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
+        clock.fill_(2.0)
+        for i, size in enumerate(SIZES):
+            with slices.next(size) as slice_:
+                with slice_.filling():
+                    slice_.memory.copy_(clock[i].expand(len(slice_.memory)))
+                out[i : i + 1].copy_(slice_.memory[-1:])
+
+    for _ in range(2):  # make the buffers and load the kernels, for which the host waits
+        work()
+    run = work
+    if is_captured:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)):  # type: ignore[no-untyped-call]
+            work()
+        run = graph.replay
+    for _ in range(3):
+        out.zero_()
+        torch.cuda.synchronize()
+        run()
+        assert out.tolist() == [1.0, 1.0, 1.0]

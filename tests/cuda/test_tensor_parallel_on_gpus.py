@@ -172,6 +172,23 @@ def test_captured_passes_have_the_logits_of_eager_ones(pair: Pair) -> None:
     assert runner.has_graphs
 
 
+@of_models("exl2", "gptq", "exl3", "gguf")
+def test_long_prompts_have_the_logits_of_one_gpu(pair: Pair) -> None:
+    """Their weights are dequantized during the sums, in graphs too."""
+    assert isinstance(pair.divided.model, LeadingTransformer)
+    runners = [
+        Runner(loaded.model, store_for(loaded.model, KVFormat.FP16, 4))
+        for loaded in (pair.whole, pair.divided)
+    ]
+    torch.manual_seed(4)
+    for _ in range(PASSES_BEFORE_CAPTURE + 2):
+        ids = tuple(torch.randint(3, VOCAB_SIZE, (900,)).tolist())
+        for past, count in ((0, 600), (600, 300)):
+            chunk = Segment(ids[past : past + count], past, (0, 1, 2, 3), LogitRows.LAST)
+            expected, found = (runner.run([chunk]).cpu() for runner in runners)
+            assert mean_kl(expected, found) <= 1e-4
+
+
 @of_models("float")
 def test_every_rank_applies_its_part_of_an_adapter(pair: Pair, tmp_path: Path) -> None:
     pairs = write_adapter(tmp_path / "adapter", stored(random_pairs(tiny_llama(head_dim=32))))

@@ -7,6 +7,7 @@ from ctypes import Structure, c_int32, c_int64, c_void_p
 MAX_PEERS = 7  # EXL_CUDA_MAX_PEERS
 STAGES = 3  # EXL_CUDA_STAGES
 HANDLE_BYTES = 64  # EXL_CUDA_SHARED_HANDLE_BYTES
+ADD_BLOCKS = 64  # EXL_CUDA_ADD_BLOCKS
 
 
 class PartialSums(Structure):
@@ -38,6 +39,21 @@ class PartialCopies(Structure):
         ("count", c_int32),
         ("is_divided", c_int32),
         ("row_shift", c_int32),
+    )
+
+
+class LargeSum(Structure):
+    _fields_ = (
+        ("values", c_void_p),
+        ("count", c_int64),
+        ("parts", c_void_p * (MAX_PEERS + 1)),
+        ("sums", c_void_p * (MAX_PEERS + 1)),
+        ("flags", c_void_p * (MAX_PEERS + 1)),
+        ("rounds", c_void_p),
+        ("own", c_int32),
+        ("ranks", c_int32),
+        ("ended", c_void_p),
+        ("timeout_ms", c_int32),
     )
 
 

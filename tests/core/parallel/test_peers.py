@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from exl_core.errors import RankError, RequestError
 from exl_core.ops.backends.cuda import peers as cuda_peers
-from exl_core.ops.backends.cuda.peers import PeerSums
+from exl_core.ops.backends.cuda.peers import LargeSums, PeerBuffers, PeerSums
 from exl_core.ops.backends.cuda.trellis import CudaTrellisInputs
 from exl_core.ops.open import get_table
 from exl_core.parallel.exchange import Exchange, NoExchange
@@ -39,6 +40,7 @@ from exl_core.session.load import LoadOptions, load_model
 from exl_core.session.open import open_model
 from exl_core.session.weights import Loading
 from exl_kernels import cuda
+from exl_kernels.cuda_exchange import ADD_BLOCKS, MAX_PEERS
 from support.thread_ranks import ThreadExchange, on_ranks
 from support.thread_sums import ThreadSums
 from support.tiny_models import save, tiny_llama
@@ -73,12 +75,17 @@ class FakeSums:
 
     exchange: Exchange
     is_wrong: bool = False
+    is_wrong_if_large: bool = False
     has_ended: bool = False
     timeout_ms: int = 0
     part: Tensor | None = None
     shape: int | None = None
     was_aborted: bool = False
     num_ended: int = 0
+
+    def add(self, part: Tensor) -> Tensor:
+        total = self.exchange.sum(part)
+        return total + 1 if self.is_wrong_if_large else total
 
     def begin(self, rows: int) -> None:
         self.shape = rows
@@ -146,6 +153,7 @@ def test_every_rank_opens_the_memory_of_all_others(count: int) -> None:
         ("memory", "on rank 1 memory cannot be shared (exl_cuda_shared_new: not supported)"),
         ("open", "on rank 1 the memory of rank 0 cannot be opened (peer access is not supported)"),
         ("values", "on rank 1 sums have arrived with other values than were sent"),
+        ("large values", "on rank 1 sums have arrived with other values than were sent"),
         ("time", "on rank 1 nothing has arrived for 2 s"),
     ],
 )
@@ -157,6 +165,7 @@ def test_a_fault_of_one_rank_makes_all_of_them_take_nccl(fault: str, expected: s
             exchange,
             None if is_faulty and fault == "memory" else memory,
             is_wrong=is_faulty and fault == "values",
+            is_wrong_if_large=is_faulty and fault == "large values",
             has_ended=is_faulty and fault == "time",
         )
         assert found is exchange
@@ -342,3 +351,37 @@ def test_both_kinds_of_exchange_sum_the_same_products(count: int) -> None:
 
     for expected, found in on_ranks(count, work):
         assert torch.equal(expected, found)
+
+
+def test_small_and_odd_parts_are_left_to_the_other_exchange() -> None:
+    gpu: Any = SimpleNamespace(device=CPU)
+    large = LargeSums(gpu, 0, PeerBuffers((0, 0), MAX_ROWS, WIDTH, 1, large=1 << 20))
+    least = LargeSums.LEAST
+    assert large.takes(torch.ones(least))
+    assert large.takes(torch.ones(1 << 10, 1 << 10))
+    for part in (
+        torch.ones(least - 4),
+        torch.ones(least + 1),
+        torch.ones((1 << 20) + 4),
+        torch.ones(least).half(),
+        torch.ones(least // 4, 8)[:, :4],
+    ):
+        assert not large.takes(part)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_places_of_large_sums_hold_the_shares_of_all_ranks(ranks: int) -> None:
+    """They follow the other places, begin at multiples of 16 bytes and do not overlap."""
+    most = (1 << 20) + 4
+    small = PeerBuffers((0,) * ranks, MAX_ROWS, 100, 259)
+    buffers = PeerBuffers((0,) * ranks, MAX_ROWS, 100, 259, most)
+    share = 4 * -(-most // (4 * ranks))
+    places = buffers.large_parts_at(0), buffers.large_sums_at(0), buffers.flags_at(0)
+    ends = (*places[1:], buffers.size_bytes)
+    assert places[0] == small.size_bytes
+    assert all(place % 16 == 0 for place in places)
+    assert [end - place for place, end in zip(places, ends, strict=True)] == [
+        4 * share * ranks,
+        4 * share * ranks,
+        4 * ADD_BLOCKS * (MAX_PEERS + 1),
+    ]

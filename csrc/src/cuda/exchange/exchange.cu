@@ -1,8 +1,8 @@
 // Sums over the GPUs of one host without a linear before or after them, and their memory.
 //
 // Contract   exl/cuda/exchange.h.
-// Used for   Products of kernels that cannot send their sums, and sums whose reader is not
-//            exl_cuda_prepare.
+// Used for   Products of kernels that cannot send their sums, sums whose reader is not
+//            exl_cuda_prepare, and those of prompts.
 // Mapping    Four values per thread. A block has a part of one row.
 // Floor      A launch and the latency of a store to another GPU; with many rows, their bytes at the
 //            bandwidth of the link.
@@ -134,6 +134,115 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(
     }
 }
 
+// ---- large sums --------------------------------------------------------------------------------
+
+constexpr int kAddThreads = 512;
+constexpr int kInFlight = 4;  // vectors of four values that a thread loads before it stores them
+
+// Tells blocks of this number on the other ranks that this one has reached `round`, and waits until
+// they have, too. Their stores before this point are visible afterwards.
+__device__ __forceinline__ void meet_others(const ExlLargeSum& args, int round) {
+    __threadfence_system();
+    __syncthreads();
+    const int other = static_cast<int>(threadIdx.x);
+    if (other < args.ranks && other != args.own) {
+        const int block = static_cast<int>(blockIdx.x) * (EXL_CUDA_MAX_PEERS + 1);
+        int32_t* const theirs = args.flags[other] + block + args.own;
+        asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(theirs), "r"(round) : "memory");
+        const int32_t* const own = args.flags[args.own] + block + other;
+        uint32_t spins = 0;
+        uint64_t since = 0;
+        int reached;
+        do {
+            asm volatile("ld.acquire.sys.global.s32 %0, [%1];"
+                         : "=r"(reached)
+                         : "l"(own)
+                         : "memory");
+        } while (reached < round && !gives_up(args.ended, args.timeout_ms, ++spins, since));
+    }
+    __syncthreads();
+}
+
+// Calls move(i, load(i)) for vectors i of first .. last - 1, with several loads in flight.
+template <class Load, class Move>
+__device__ __forceinline__ void for_vectors(int64_t first, int64_t last, Load load, Move move) {
+    for (int64_t at = first + threadIdx.x; at < last; at += kInFlight * kAddThreads) {
+        uint4 vectors[kInFlight] = {};
+#pragma unroll
+        for (int n = 0; n < kInFlight; ++n) {
+            const int64_t i = at + n * kAddThreads;
+            if (i < last) vectors[n] = load(i);
+        }
+#pragma unroll
+        for (int n = 0; n < kInFlight; ++n) {
+            const int64_t i = at + n * kAddThreads;
+            if (i < last) move(i, vectors[n]);
+        }
+    }
+}
+
+// Contract: exl_cuda_exchange_add. Floor: 2 (W - 1) / W times `count` values of W ranks over the link
+// in each direction. Few blocks do, and leave most multiprocessors to work beside them. kRanks is W, or
+// 0 for any.
+template <int kRanks>
+__global__ void __launch_bounds__(kAddThreads) add_kernel(const ExlLargeSum args) {
+    const int own = args.own, ranks = kRanks > 0 ? kRanks : args.ranks;
+    const int64_t vectors = args.count / 4, share = (vectors + ranks - 1) / ranks;
+    const int64_t each = (share + gridDim.x - 1) / gridDim.x;
+    const int64_t first = min(share, each * blockIdx.x), last = min(share, first + each);
+    auto* const values = reinterpret_cast<uint4*>(args.values);
+    // Vectors of this block in the share of a rank: first .. end(rank) - 1. The last shares may be
+    // shorter.
+    const auto end = [&](int rank) { return min(last, vectors - rank * share); };
+    wait_for_inputs();
+    const int round = args.rounds[blockIdx.x];
+
+    for (int step = 1; step < ranks; ++step) {  // each rank begins with another one
+        const int rank = (own + step) % ranks;
+        for_vectors(
+            first, end(rank), [&](int64_t i) { return values[rank * share + i]; },
+            [&](int64_t i, const uint4& vector) {
+                store_parts(args.parts[rank] + 4 * (own * share + i), vector);
+            }
+        );
+    }
+    meet_others(args, round + 1);
+    for_vectors(
+        first, end(own),
+        [&](int64_t i) {
+            float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+            for (int rank = 0; rank < ranks; ++rank) {
+                const uint4 part = rank == own
+                                       ? values[own * share + i]
+                                       : load_parts(args.parts[own] + 4 * (rank * share + i));
+                total.x += __uint_as_float(part.x), total.y += __uint_as_float(part.y);
+                total.z += __uint_as_float(part.z), total.w += __uint_as_float(part.w);
+            }
+            return make_uint4(
+                __float_as_uint(total.x), __float_as_uint(total.y), __float_as_uint(total.z),
+                __float_as_uint(total.w)
+            );
+        },
+        [&](int64_t i, const uint4& total) {
+            values[own * share + i] = total;
+            for (int rank = 0; rank < ranks; ++rank) {
+                if (rank != own) store_parts(args.sums[rank] + 4 * (own * share + i), total);
+            }
+        }
+    );
+    meet_others(args, round + 2);
+    for (int rank = 0; rank < ranks; ++rank) {
+        if (rank == own) continue;
+        for_vectors(
+            first, end(rank),
+            [&](int64_t i) { return load_parts(args.sums[own] + 4 * (rank * share + i)); },
+            [&](int64_t i, const uint4& vector) { values[rank * share + i] = vector; }
+        );
+    }
+    if (threadIdx.x == 0) args.rounds[blockIdx.x] = round + 2;
+}
+
 }  // namespace
 
 }  // namespace exl::cuda
@@ -195,6 +304,18 @@ int exl_cuda_exchange_settle(
     if (m == 0) return cudaSuccess;
     const dim3 grid(m, static_cast<unsigned>(ceil_div(k, 4 * kThreads)));
     return launch(settle_kernel, grid, dim3(kThreads), 0, stream, *sums, x, x_stride, k);
+}
+
+int exl_cuda_exchange_add(const ExlLargeSum* args, void* stream) {
+    const bool fits = args->count >= 0 && args->count % 4 == 0 && args->ranks >= 1 &&
+                      args->ranks <= EXL_CUDA_MAX_PEERS + 1 && args->own >= 0 &&
+                      args->own < args->ranks;
+    if (!fits) return cudaErrorInvalidValue;
+    if (args->count == 0 || args->ranks == 1) return cudaSuccess;
+    const auto kernel = args->ranks == 2   ? add_kernel<2>
+                        : args->ranks == 4 ? add_kernel<4>
+                                           : add_kernel<0>;
+    return launch(kernel, dim3(EXL_CUDA_ADD_BLOCKS), dim3(kAddThreads), 0, stream, *args);
 }
 
 int exl_cuda_shared_new(int64_t bytes, void** memory, void* handle) {

@@ -185,8 +185,8 @@ Exchange = Annotated[
     typer.Option(
         "--exchange",
         metavar="auto|nccl",
-        help="How the GPUs of --tensor-parallel sum their results. auto: in small passes through "
-        "memory that they share, if that works; otherwise with NCCL.",
+        help="How the GPUs of --tensor-parallel sum their results. auto: through memory that they "
+        "share, if that works; otherwise with NCCL.",
         rich_help_panel=_RUNNING,
     ),
 ]

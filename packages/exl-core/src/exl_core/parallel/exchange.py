@@ -109,10 +109,7 @@ class GlooExchange:
             return part
         parts = [torch.empty_like(part) for _ in range(self.rank.count)]
         wait_for(self._group.allgather([parts], [part.contiguous()]), self.rank.index)
-        total = parts[0]
-        for other in parts[1:]:
-            total += other
-        return total
+        return in_order_of_ranks(parts)
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
         if not part.numel():
@@ -138,3 +135,12 @@ class GlooExchange:
 
 def failed_exchange(rank: int, error: RuntimeError) -> RankError:
     return RankError(f"rank {rank}: the exchange with the other ranks failed", got=error)
+
+
+def in_order_of_ranks(parts: Sequence[Tensor] | Tensor) -> Tensor:
+    """Sum of the parts of all ranks, by rank, in the order of the ranks. Overwrites the first
+    part."""
+    total = parts[0]
+    for other in parts[1:]:
+        total += other
+    return total

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from exl_core.errors import RankError
 from exl_core.parallel.background import in_background
+from exl_core.parallel.exchange import in_order_of_ranks
 from exl_core.parallel.nccl_library import SUM, Communicator, check, load
 from exl_core.parallel.plan import Rank
 
@@ -75,6 +76,8 @@ class NcclExchange:
         self._lock = Lock()
         self._freeing: Thread | None = None
         self._comm: ctypes.c_void_p | None = comm.handle
+        self.before_sum: Callable[[], None] = _do_nothing
+        """Called before each sum is queued, for work that the GPU can do beside it."""
 
     def sum(self, part: Tensor) -> Tensor:
         """May overwrite `part`."""
@@ -82,6 +85,7 @@ class NcclExchange:
         data, count, kind = _operands(part)
         if not count:
             return part
+        self.before_sum()
         if self._adds_parts:
             parts = part.new_empty(self.rank.count, *part.shape)
             self._call("ncclAllGather", data, parts.data_ptr(), count, kind)
@@ -141,13 +145,8 @@ class NcclExchange:
         check(self._library, getattr(self._library, name)(*operands), name, self.rank.index)
 
 
-def in_order_of_ranks(parts: Tensor) -> Tensor:
-    """Sum of the parts of all ranks [ranks, ...] in the order of the ranks. Overwrites the first
-    part."""
-    total = parts[0]
-    for other in parts[1:]:
-        total += other
-    return total
+def _do_nothing() -> None:
+    pass
 
 
 def _operands(x: Tensor) -> tuple[int, int, int]:

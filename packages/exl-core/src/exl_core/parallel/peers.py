@@ -1,9 +1,9 @@
 """Exchange between the GPUs of one host through memory that all of them can access.
 
-Sums of the layers of small passes go through the ranks' buffers (`ops/backends/cuda/peers.py`), and
-everything else through another exchange of the same ranks, which also connects the buffers. Whether
-memory can be shared, and arrives as it was written, is tried at load, because drivers report access
-on some machines where zeros arrive.
+Sums of the layers of small passes, and large sums, go through the ranks' buffers
+(`ops/backends/cuda/peers.py`), and everything else through another exchange of the same ranks,
+which also connects the buffers. Whether memory can be shared, and arrives as it was written, is
+tried at load, because drivers report access on some machines where zeros arrive.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.errors import RankError
+from exl_core.model.cuda_graphs import LONG_BUCKETS
 from exl_core.ops.table import OpTable
-from exl_core.parallel.exchange import Exchange
+from exl_core.parallel.exchange import Exchange, in_order_of_ranks
 from exl_core.parallel.plan import ExchangeKind, Rank
 
 if TYPE_CHECKING:
@@ -26,16 +27,21 @@ if TYPE_CHECKING:
 
 MAX_RANKS = 8
 MAX_ROWS = 64
-"""Most rows of a pass whose sums go through shared memory. With more, NCCL moves fewer bytes."""
+"""Most rows of a pass whose products send their sums to all ranks. With more, the ranks divide the
+sums, which moves fewer bytes."""
+MOST_LARGE = 1 << 24
+"""Most values of a large sum: 2048 rows of 8192, for which a buffer has twice 64 MiB."""
 TRIAL_TIMEOUT_MS = 2000
 TRIALS = 4
 """Sums at load: more than there are stages."""
+LARGE_TRIAL = 1 << 18
+"""Values of the large sum at load: `LargeSums` takes it."""
 _MOST_BYTES = 200
 """Longest text that a rank tells the others."""
 
 
 class Link(NamedTuple):
-    """How the ranks exchange the sums of small passes, a clause for the user."""
+    """How the ranks exchange sums, a clause for the user."""
 
     is_shared: bool
     reason: str
@@ -57,7 +63,7 @@ class Memory(Protocol):
 
 
 class PeerExchange:
-    """Exchange with `peers` for the layers of small passes."""
+    """Exchange with `peers` for the layers of small passes and for large sums."""
 
     def __init__(self, inner: Exchange, peers: PeerSums, memory: Memory) -> None:
         self.rank: Rank = inner.rank
@@ -66,7 +72,9 @@ class PeerExchange:
         self._memory = memory
 
     def sum(self, part: Tensor) -> Tensor:
-        return self._inner.sum(part)
+        """May overwrite `part`."""
+        found = self.peers.add(part)
+        return self._inner.sum(part) if found is None else found
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
         return self._inner.gather(part, widths)
@@ -114,14 +122,18 @@ def with_peers(
         return exchange, None
     from exl_core.ops.backends.cuda.peers import PeerBuffers, SharedMemory
     from exl_core.ops.backends.cuda.table import CudaTable
+    from exl_core.parallel.nccl import NcclExchange
 
     assert isinstance(ops, CudaTable), "the table of a GPU"
+    if isinstance(exchange, NcclExchange):
+        exchange.before_sum = ops.begin_exchange
     if kind == "nccl":
         return exchange, Link(False, "--exchange nccl asks for it")
     table, device, rank, width = ops, ops.device, exchange.rank, config.hidden_size
 
     def placed(addresses: Sequence[int]) -> PeerBuffers:
-        return PeerBuffers(tuple(addresses), MAX_ROWS, width, config.vocab_size)
+        large = min(MOST_LARGE, LONG_BUCKETS[-1] * width)
+        return PeerBuffers(tuple(addresses), MAX_ROWS, width, config.vocab_size, large)
 
     def trial(addresses: Sequence[int]) -> tuple[PeerSums, str | None]:
         peers = table.peer_sums(rank.index, placed(addresses))
@@ -203,6 +215,9 @@ def tried(peers: PeerSums, exchange: Exchange, width: int, device: torch.device)
             expected += part
         is_right &= torch.equal(found, expected)
     peers.cancel()
+    parts = torch.randn(count, LARGE_TRIAL, generator=generator)
+    large = peers.add(parts[own].to(device))
+    is_right &= large is None or torch.equal(large.cpu(), in_order_of_ranks(parts))
     peers.timeout_ms = 0
     if peers.has_ended:
         return f"nothing has arrived for {TRIAL_TIMEOUT_MS / 1000:g} s"

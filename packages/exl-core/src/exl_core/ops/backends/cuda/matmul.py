@@ -58,7 +58,7 @@ PlainKind = Literal["silu", "gelu_tanh", "relu2"]
 ANY_ROWS = 1 << 20  # more than a pass has
 
 SCRATCH_HALVES = 48 << 20
-"""Largest slice of dequantized weights, in float16 numbers: 96 MiB. There are two such buffers."""
+"""Largest slice of dequantized weights, in float16 numbers: 96 MiB. `Slices` has two or three."""
 
 
 class CudaLinear(DenseLinear):
@@ -123,12 +123,12 @@ class Linears:
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._max_n = 1
-        self._slices = Slices(gpu)
+        self.slices = Slices(gpu)
         self._trellis = Trellis(gpu)
 
     def begin_pass(self) -> None:
         """Starts a pass: `CudaTable.attention_batch` calls this before its first product."""
-        self._slices.begin_pass()
+        self.slices.begin_pass()
 
     def new(self, layout: WeightLayout, on_host: bool) -> Part:
         match layout:
@@ -516,7 +516,7 @@ class Linears:
         for first in range(0, columns, width):
             last = min(first + width, columns)
             pitch = -(-(last - first) // 8) * 8  # a multiple of 16 bytes
-            with self._slices.next(rows * pitch) as slice_:
+            with self.slices.next(rows * pitch) as slice_:
                 dense = slice_.memory.view(rows, pitch)[:, : last - first]
                 with slice_.filling():
                     _unpack(parts, first, last, dense)

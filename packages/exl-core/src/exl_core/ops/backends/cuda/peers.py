@@ -82,12 +82,14 @@ class PeerBuffers(NamedTuple):
     """Places in the buffers of all ranks, for states of `width` values and `vocab` tokens.
 
     addresses  the start of each rank's buffer, in the address space of this process
+    large      most values of a large sum (`LargeSums`); 0: there are none
     """
 
     addresses: tuple[int, ...]
     rows: int
     width: int
     vocab: int
+    large: int = 0
 
     @property
     def area_stride(self) -> int:
@@ -110,11 +112,64 @@ class PeerBuffers(NamedTuple):
     def logits_at(self, rank: int) -> int:
         return self.tokens_at(rank) + self.rows * _VALUE_BYTES
 
+    def large_parts_at(self, rank: int) -> int:
+        """Parts of large sums that `rank` receives."""
+        return self.logits_at(rank) + self.rows * self.area_stride * _VALUE_BYTES
+
+    def large_sums_at(self, rank: int) -> int:
+        """Large sums that `rank` receives."""
+        return self.large_parts_at(rank) + self._large_bytes
+
+    def flags_at(self, rank: int) -> int:
+        return self.large_sums_at(rank) + self._large_bytes
+
     @property
     def size_bytes(self) -> int:
         """Size of a buffer."""
-        logits = self.rows * self.area_stride * _VALUE_BYTES
-        return self.logits_at(0) - self.addresses[0] + logits
+        flags = 4 * cuda_exchange.ADD_BLOCKS * (cuda_exchange.MAX_PEERS + 1) if self.large else 0
+        return self.flags_at(0) - self.addresses[0] + flags
+
+    @property
+    def _large_bytes(self) -> int:
+        """Size of the places for the shares of all ranks, which are whole vectors of 4 values."""
+        shares = -(-self.large // (4 * len(self.addresses))) * len(self.addresses)
+        return 4 * shares * _VALUE_BYTES
+
+
+class LargeSums:
+    """Sums of one rank with the others that have many values, as those of prompts.
+
+    All ranks make the same calls, each on a GPU of its own.
+    """
+
+    LEAST = 1 << 18
+    """Fewest values. NCCL adds fewer up in less time."""
+
+    def __init__(self, gpu: Gpu, rank: int, buffers: PeerBuffers) -> None:
+        self._gpu = gpu
+        self._most = buffers.large
+        count = cuda_exchange.ADD_BLOCKS
+        self._rounds = torch.zeros(count, dtype=torch.int32, device=gpu.device)
+        self._args = cuda_exchange.LargeSum(
+            rounds=self._rounds.data_ptr(), own=rank, ranks=len(buffers.addresses)
+        )
+        for one in range(len(buffers.addresses)):
+            self._args.parts[one] = buffers.large_parts_at(one)
+            self._args.sums[one] = buffers.large_sums_at(one)
+            self._args.flags[one] = buffers.flags_at(one)
+
+    def takes(self, part: Tensor) -> bool:
+        is_plain = part.dtype is torch.float32 and part.is_contiguous()
+        return is_plain and self.LEAST <= part.numel() <= self._most and part.numel() % 4 == 0
+
+    def add_(self, part: Tensor, ended: int, timeout_ms: int) -> Tensor:
+        """Replaces the part by the sum of all ranks' parts, in their order, with equal bits on all
+        ranks. `ended` and `timeout_ms` as in `PartialSums`."""
+        args = self._args
+        args.values, args.count = part.data_ptr(), part.numel()
+        args.ended, args.timeout_ms = ended, timeout_ms
+        self._gpu.call("exchange_add", args)
+        return part
 
 
 class PeerSums:
@@ -148,7 +203,16 @@ class PeerSums:
         kernel that sends this rank's part has ended."""
         self.timeout_ms = 0
         """Longest wait for another rank; 0: until `abort`."""
+        self._large = LargeSums(gpu, rank, buffers) if buffers.large else None
         self._gpu.call("exchange_empty", buffers.addresses[rank], buffers.size_bytes)
+
+    def add(self, part: Tensor) -> Tensor | None:
+        """The sum of all ranks' parts, float32 of any shape, in the same memory; None if they are
+        not exchanged this way. The next weights are dequantized meanwhile."""
+        if self._large is None or not self.is_alone or not self._large.takes(part):
+            return None
+        self._linears.slices.begin_exchange()
+        return self._large.add_(part, self._ended.data_ptr(), self.timeout_ms)
 
     def begin(self, rows: int) -> None:
         """Starts a pass over states [rows, width]. Its first exchange is `embed`."""

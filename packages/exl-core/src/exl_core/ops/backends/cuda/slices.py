@@ -1,7 +1,10 @@
-"""Scratch buffers for dequantized slices of weights: one is filled while the other is multiplied.
+"""Scratch buffers for dequantized slices of weights: one is filled while another is multiplied.
 
 A second stream, the filler, dequantizes. Events order it against the current stream, within and
 outside of the capture of a CUDA graph.
+
+Between ranks, a sum over NVLink leaves most multiprocessors idle, while dequantizing beside a
+product takes as long as it hides. So the slices of ranks are filled during the sums.
 """
 
 from __future__ import annotations
@@ -27,11 +30,17 @@ class Slice:
         self._retired: list[torch.Tensor] = []
         self.memory = self._buffer
 
+    @property
+    def size(self) -> int:
+        """Float16 numbers that the buffer holds."""
+        return self._buffer.numel()
+
     def begin_pass(self) -> None:
         if not self._is_captured:  # after a capture, `take` makes new events and records them
             self.release()
 
-    def take(self, size: int) -> None:
+    def enter(self) -> None:
+        """Makes events of its own for a capture, or for what comes after it."""
         stream = torch.cuda.current_stream(self._gpu.device)
         is_captured = torch.cuda.is_current_stream_capturing()
         if is_captured is not self._is_captured:
@@ -40,7 +49,10 @@ class Slice:
             self._is_captured = is_captured
             self._make_events()
             self._read_event.record(stream)
-        self._is_used_by_graphs |= is_captured
+
+    def take(self, size: int) -> None:
+        self.enter()
+        self._is_used_by_graphs |= self._is_captured
         self.memory = self._buffer[:size]
 
     def grow(self, size: int) -> None:
@@ -78,35 +90,61 @@ class Slice:
 
 
 class Slices:
-    """Two buffers that are used alternately."""
+    """Buffers that are used in turn: two, and one more once an exchange has begun."""
 
     def __init__(self, gpu: Gpu) -> None:
-        filler = torch.cuda.Stream(gpu.device)  # type: ignore[no-untyped-call]
-        self._pair = Slice(gpu, filler), Slice(gpu, filler)
+        self._gpu = gpu
+        self._filler = torch.cuda.Stream(gpu.device)  # type: ignore[no-untyped-call]
+        self._buffers = [Slice(gpu, self._filler) for _ in range(2)]
         self._next_index = 0
+        # Event that no fill has waited for, and whether it belongs to a capture.
+        self._gate: tuple[torch.cuda.Event, bool] | None = None
 
     def begin_pass(self) -> None:
         """Makes later fills wait for all work enqueued so far: a graph may use the buffers.
 
-        Does nothing within a capture, which cannot wait for work outside of it.
+        Within a capture they cannot wait for work outside of it.
         """
+        self._gate = None
         if not torch.cuda.is_current_stream_capturing():
-            for buffer in self._pair:
+            for buffer in self._buffers:
                 buffer.begin_pass()
+
+    def begin_exchange(self) -> None:
+        """Makes later fills of this pass wait for the work enqueued so far, and begin beside the
+        exchange with other GPUs that follows. A third buffer is for the last matrix of an MLP, so
+        that all of its products can be filled during the exchange before it.
+
+        Nothing happens before the first slice.
+        """
+        if not self._buffers[0].size:
+            return
+        is_captured = torch.cuda.is_current_stream_capturing()
+        if len(self._buffers) == 2 and not is_captured:
+            self._buffers.append(Slice(self._gpu, self._filler))
+            self._buffers[-1].grow(self._buffers[0].size)
+        for buffer in self._buffers:
+            buffer.enter()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._gpu.device))
+        self._gate = event, is_captured
 
     @contextmanager
     def next(self, size: int) -> Iterator[Slice]:
         """Context with the next buffer, which holds at least `size` numbers; releases it at the
         end.
 
-        Both buffers grow together. Otherwise a capture that starts with the other buffer than the
+        All buffers grow together. Otherwise a capture that starts with another buffer than the
         pass before it might have to grow one, and a capture cannot wait for work outside of it.
         """
-        for buffer in self._pair:
+        for buffer in self._buffers:
             buffer.grow(size)
-        buffer = self._pair[self._next_index]
-        self._next_index = 1 - self._next_index
+        buffer = self._buffers[self._next_index]
+        self._next_index = (self._next_index + 1) % len(self._buffers)
         buffer.take(size)
+        gate, self._gate = self._gate, None
+        if gate is not None and gate[1] == torch.cuda.is_current_stream_capturing():
+            self._filler.wait_event(gate[0])
         try:
             yield buffer
         finally:

@@ -70,5 +70,9 @@ class CudaTable(
         """Sums of this GPU, that of `rank`, with others through their buffers."""
         return PeerSums(self._gpu, self._linears, rank, buffers)
 
+    def begin_exchange(self) -> None:
+        """Precedes an exchange with other GPUs: the next weights are dequantized beside it."""
+        self._linears.slices.begin_exchange()
+
     def activations(self, rows: int, columns: int) -> Tensor:
         return self._gpu.empty(rows, columns, dtype=torch.float16)
