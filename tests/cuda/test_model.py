@@ -27,6 +27,7 @@ from exl_core.model.adapters import AdapterUse
 from exl_core.model.cuda_graphs import PASSES_BEFORE_CAPTURE
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
+from exl_core.ops.backends.cuda import attention
 from exl_core.ops.backends.cuda.attention import MET
 from exl_core.sampling.params import SamplerParams
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
@@ -240,15 +241,28 @@ def test_long_segments_agree_with_the_cpu(pair: Pair) -> None:
 
 @pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.Q8], ids=lambda kind: kind.value)
 def test_beginnings_of_prompts_as_graphs_agree_with_the_cpu(
-    pair: Pair, kv_format: KVFormat
+    pair: Pair, kv_format: KVFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have graphs of their own, in which torch's attention takes 16-bit keys and values."""
+    captured = []
+
+    def counted(*operands: Any) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            captured.append(operands)
+        plain(*operands)
+
+    plain = attention._attend_without_past
+    monkeypatch.setattr(attention, "_attend_without_past", counted)
     run = Sequences(pair, kv_format)
     for i in range(PASSES_BEFORE_CAPTURE + 2):
         run.forget(3)
         run.feed(s3=(300 - i, LAST))  # with padding
         run.feed(s3=(280, LAST))  # after cached tokens
         run.feed(s3=(1, LAST), s0=(3, ALL))
+    if kv_format is not KVFormat.FP16:
+        assert not captured
+    elif pair.near.config.arch.name == "llama":  # others have windows or recurrence
+        assert captured
 
 
 def generator_of(loaded: LoadedModel, **changes: Any) -> DynamicGenerator:

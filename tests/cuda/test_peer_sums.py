@@ -6,6 +6,7 @@ of products, sums in the order of the ranks, and norms that are computed one aft
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, permutations
 
@@ -73,8 +74,15 @@ class Ranks:
             torch.zeros(size // 4, dtype=torch.int32, device=table.device) for table in tables
         ]
         addresses = tuple(one.data_ptr() for one in self.buffers)
-        places = PeerBuffers(addresses, MAX_ROWS, width, vocab, large)
+        self.places = places = PeerBuffers(addresses, MAX_ROWS, width, vocab, large)
         self.all = [table.peer_sums(rank, places) for rank, table in enumerate(tables)]
+
+    def count_from(self, start: int) -> None:
+        """Sets all counters of large sums."""
+        for rank, (one, buffer) in enumerate(zip(self.all, self.buffers, strict=True)):
+            assert one._large is not None
+            one._large._rounds.fill_(start)
+            buffer[(self.places.flags_at(rank) - buffer.data_ptr()) // 4 :] = start
 
     def begin(self, rows: int) -> None:
         for one in self.all:
@@ -394,13 +402,16 @@ def test_exchanges_have_as_many_rows_and_ranks_as_kernels_take() -> None:
     assert MAX_RANKS == MAX_PEERS + 1
 
 
+@pytest.mark.parametrize("start", [0, (1 << 31) - 4], ids=["new", "wrapping"])
 @pytest.mark.parametrize("number", [2, 3, 4, 8])
-def test_large_sums_have_the_bits_of_the_ranks_in_order(number: int) -> None:
+def test_large_sums_have_the_bits_of_the_ranks_in_order(number: int, start: int) -> None:
     """Ranks pause at random, and parts follow one another without a wait of the host. The largest
-    one fills the buffers."""
+    one fills the buffers. The counters of barriers begin at `start`."""
     tables = connected_tables(number)
     ranks = Ranks(tables, number, 64, large=3 << 20)
-    sizes = (LargeSums.LEAST, 1_000_004, 3 << 20, LargeSums.LEAST + 4, 2_000_000)
+    if start:
+        ranks.count_from(start)
+    sizes = (LargeSums.MIN_VALUES, 1_000_004, 3 << 20, LargeSums.MIN_VALUES + 4, 2_000_000)
     generator = torch.Generator().manual_seed(number)
     parts = [torch.randn(number, size, generator=generator) for size in sizes]
     held = [[part[rank].to(table.device) for part in parts] for rank, table in enumerate(tables)]
@@ -454,3 +465,16 @@ def test_a_large_sum_without_the_others_ends_in_time() -> None:
     one.add(torch.ones(1 << 20, device=tables[0].device))
     torch.cuda.synchronize(tables[0].device)
     assert one.has_ended
+
+
+def test_an_abort_ends_a_large_sum_that_waits() -> None:
+    tables = connected_tables(2)
+    ranks = Ranks(tables, 2, 64, large=1 << 20)
+    one = ranks.all[0]
+    one.is_alone = True
+    torch.cuda.synchronize(tables[0].device)
+    one.add(torch.ones(1 << 20, device=tables[0].device))
+    time.sleep(0.2)
+    assert not torch.cuda.current_stream(tables[0].device).query()
+    one.abort()
+    torch.cuda.synchronize(tables[0].device)

@@ -25,6 +25,7 @@ from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
 from exl_core.parallel.followers import Followers
 from exl_core.parallel.leader import LeadingTransformer
+from exl_core.parallel.peers import PeerExchange
 from exl_core.session.load import LoadedModel, load_model
 from support.adapters import random_pairs, stored, write_adapter
 from support.driving import ask, run_all, submit
@@ -174,11 +175,36 @@ def test_captured_passes_have_the_logits_of_eager_ones(pair: Pair) -> None:
 
 @of_models("exl2", "gptq", "exl3", "gguf")
 def test_long_prompts_have_the_logits_of_one_gpu(pair: Pair) -> None:
-    """Their weights are dequantized during the sums, in graphs too."""
-    assert isinstance(pair.divided.model, LeadingTransformer)
+    """Their weights, but those of EXL3, are dequantized during the sums, in graphs too."""
+    compare_long_prompts(pair.whole, pair.divided)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_sums_of_long_prompts_go_through_shared_memory(tmp_path: Path, count: int) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 16}
+    path = save(tiny_llama(**sizes, num_key_value_heads=4, head_dim=32), tmp_path / "model")
+    whole = load_model(path, device="cuda:0", split="none")
+    divided = load_model(path, device="cuda", tensor_parallel=count)
+    try:
+        assert divided.link is not None
+        assert divided.link.is_shared, str(divided.link)
+        assert isinstance(divided.model, LeadingTransformer)
+        exchange = divided.model._exchange
+        assert isinstance(exchange, PeerExchange)
+        large = exchange.peers._large
+        assert large is not None
+        assert large.takes(torch.empty(600, 512))
+        compare_long_prompts(whole, divided)
+    finally:
+        divided.unload()
+        whole.unload()
+
+
+def compare_long_prompts(whole: LoadedModel, divided: LoadedModel) -> None:
+    """Logits of one GPU and of several, with passes that run eagerly, are captured and replayed."""
     runners = [
         Runner(loaded.model, store_for(loaded.model, KVFormat.FP16, 4))
-        for loaded in (pair.whole, pair.divided)
+        for loaded in (whole, divided)
     ]
     torch.manual_seed(4)
     for _ in range(PASSES_BEFORE_CAPTURE + 2):

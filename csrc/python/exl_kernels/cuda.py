@@ -27,7 +27,7 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
-from exl_kernels.cuda_exchange import LargeSum, PartialCopies, PartialSums, SharedSums, Tokens
+from exl_kernels.cuda_exchange import AllReduce, PartialCopies, PartialSums, SharedSums, Tokens
 from exl_kernels.cuda_latent import HeadProducts
 from exl_kernels.cuda_recurrent import CausalConv, DeltaRule, GateHeads, StateScan
 from exl_kernels.cuda_trellis import (
@@ -389,7 +389,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "exchange_tokens": (POINTER(Tokens), _P),
     "exchange_send": (_P, _L, _P, _I, _I, _P, POINTER(PartialCopies), _L, _P),
     "exchange_gather": (_P, _L, _I, _I, _I, _P, _L, POINTER(PartialSums), _P),
-    "exchange_add": (POINTER(LargeSum), _P),
+    "exchange_all_reduce": (POINTER(AllReduce), _P),
     "exchange_settle": (POINTER(PartialSums), _P, _L, _I, _I, _P),
     "shared_new": (_L, POINTER(_P), _P),
     "shared_free": (_P,),

@@ -7,7 +7,7 @@ from ctypes import Structure, c_int32, c_int64, c_void_p
 MAX_PEERS = 7  # EXL_CUDA_MAX_PEERS
 STAGES = 3  # EXL_CUDA_STAGES
 HANDLE_BYTES = 64  # EXL_CUDA_SHARED_HANDLE_BYTES
-ADD_BLOCKS = 64  # EXL_CUDA_ADD_BLOCKS
+REDUCE_BLOCKS = 64  # EXL_CUDA_REDUCE_BLOCKS
 
 
 class PartialSums(Structure):
@@ -42,7 +42,7 @@ class PartialCopies(Structure):
     )
 
 
-class LargeSum(Structure):
+class AllReduce(Structure):
     _fields_ = (
         ("values", c_void_p),
         ("count", c_int64),

@@ -43,6 +43,16 @@ def test_a_row_attends_to_the_keys_of_its_chunk(divide: Divide) -> None:
             row += 1
 
 
+@pytest.mark.parametrize("rows", [CHUNK, CHUNK + 1])
+def test_the_beginning_of_a_sequence_within_one_chunk_is_not_divided(rows: int) -> None:
+    pages = torch.arange(7, dtype=torch.int32)[None]
+    starts, pasts = (torch.tensor(x, dtype=torch.int32) for x in ([0, rows], [0]))
+    fresh = AttentionRows(pages, starts, pasts, is_fresh=True)
+    found = in_chunks(fresh, torch.arange(rows), CHUNK, PAGE_SIZE)
+    assert (found is fresh) == (rows <= CHUNK)
+    assert found.row_starts.tolist() == ([0, rows] if rows <= CHUNK else [0, CHUNK, rows])
+
+
 def test_rows_that_pad_a_captured_pass_stay_within_the_page_table() -> None:
     pages = torch.arange(6, dtype=torch.int32).view(2, 3)
     starts, pasts = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 1], [9, 0]))

@@ -141,6 +141,13 @@ def test_beginnings_of_long_prompts_have_buckets(rows: int) -> None:
         assert shape == Shape(bucket, 1, 1, is_fresh=True)
 
 
+def test_other_caches_have_no_buckets_for_beginnings() -> None:
+    """Torch's attention does not take them."""
+    pages = tuple(range(8))
+    for rows, shape in ((300, Shape(320, 1, 1)), (2048, None)):
+        assert shape_of([segment(rows, 0, pages, LAST)], PAGES, has_fresh=False) == shape
+
+
 def test_decode_inputs_equal_freshly_written_ones(model: Transformer) -> None:
     """A decode pass rewrites only what changed; the result must equal that of fresh inputs."""
     store = store_for(model, KVFormat.FP16, PAGES)

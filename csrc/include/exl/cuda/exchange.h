@@ -32,10 +32,11 @@
 // have other sizes, and nothing else synchronizes the ranks. Tokens and logits have areas of their own,
 // which their readers empty.
 //
-// Sums of prompts are too large for stages. exl_cuda_exchange_add divides them among the ranks: each
-// rank stores its parts of the others' shares in their memory, adds up its own share, stores the sums
-// in theirs, and copies the sums that it receives. Thread block b of a rank waits for blocks b of the
-// others alone. They say by flags that their stores are complete, which only count up.
+// Sums of prompts are too large for stages. exl_cuda_exchange_all_reduce divides them among the ranks:
+// each rank stores its parts of the others' shares in their memory, adds up its own share, stores the
+// sums in theirs, and copies the sums that it receives. Thread block b of a rank waits for blocks b of
+// the others alone. Flags say that a block's stores are complete. They count barriers and wrap: flags
+// begin at -1 (empty), `rounds` at 0.
 //
 // At first every rank empties its whole buffer (exl_cuda_exchange_empty), and all ranks wait for each
 // other. All ranks make the same calls in the same order.
@@ -51,7 +52,7 @@ extern "C" {
 #define EXL_CUDA_MAX_PEERS 7  // ranks besides the own one
 #define EXL_CUDA_UNSENT 0xffffffffu
 #define EXL_CUDA_SHARED_HANDLE_BYTES 64
-#define EXL_CUDA_ADD_BLOCKS 64  // thread blocks of exl_cuda_exchange_add
+#define EXL_CUDA_REDUCE_BLOCKS 64  // thread blocks of exl_cuda_exchange_all_reduce
 
 // Sums to read: x + slot 0 + slot 1 + ..., for x [m, k] float32.
 typedef struct {
@@ -103,20 +104,20 @@ typedef struct {
 } ExlTokens;
 
 // A large tensor of which every rank has a part. Each rank adds up a share of it: ceil(count / 4 /
-// ranks) vectors of 4 values, the last shares fewer.
+// ranks) vectors of 4 values; the last shares may be shorter.
 typedef struct {
-    float* values;  // [count]: this rank's part, which the sums replace
+    float* values;  // [count], aligned to 16 bytes: this rank's part, which the sums replace
     int64_t count;  // a multiple of 4
     // Places in the memory of each rank, by rank. They belong to these sums alone.
     float* parts[EXL_CUDA_MAX_PEERS + 1];    // [ranks][share]: parts of the rank's share
     float* sums[EXL_CUDA_MAX_PEERS + 1];     // [ranks][share]: sums of the others' shares
-    int32_t* flags[EXL_CUDA_MAX_PEERS + 1];  // [EXL_CUDA_ADD_BLOCKS][EXL_CUDA_MAX_PEERS + 1]
-    int32_t* rounds;  // [EXL_CUDA_ADD_BLOCKS], in memory of this rank's own; zeros at first
+    int32_t* flags[EXL_CUDA_MAX_PEERS + 1];  // [EXL_CUDA_REDUCE_BLOCKS][EXL_CUDA_MAX_PEERS + 1]
+    int32_t* rounds;  // [EXL_CUDA_REDUCE_BLOCKS], in memory of this rank's own; zeros at first
     int32_t own;      // rank
     int32_t ranks;
     int32_t* ended;  // as in ExlPartialSums
     int32_t timeout_ms;
-} ExlLargeSum;
+} ExlAllReduce;
 
 // Empties `bytes` bytes.
 EXL_CUDA_API int exl_cuda_exchange_empty(void* memory, int64_t bytes, void* stream);
@@ -165,7 +166,7 @@ EXL_CUDA_API int exl_cuda_quant_linear_sent(
 
 // values = the sum of all ranks' values, in the order of the ranks, with the same bits on all of them.
 // All ranks must run it at the same time, each on a GPU of its own.
-EXL_CUDA_API int exl_cuda_exchange_add(const ExlLargeSum* args, void* stream);
+EXL_CUDA_API int exl_cuda_exchange_all_reduce(const ExlAllReduce* args, void* stream);
 
 // Memory of the current device that other processes can open, the only device memory that the library
 // allocates. These functions may synchronize the device.

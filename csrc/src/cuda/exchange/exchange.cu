@@ -3,7 +3,8 @@
 // Contract   exl/cuda/exchange.h.
 // Used for   Products of kernels that cannot send their sums, sums whose reader is not
 //            exl_cuda_prepare, and those of prompts.
-// Mapping    Four values per thread. A block has a part of one row.
+// Mapping    Four values per thread. A block has a part of one row; of large sums, a part of every
+//            rank's share.
 // Floor      A launch and the latency of a store to another GPU; with many rows, their bytes at the
 //            bandwidth of the link.
 #include "cuda/exchange/partial_sums.cuh"
@@ -136,29 +137,30 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(
 
 // ---- large sums --------------------------------------------------------------------------------
 
-constexpr int kAddThreads = 512;
+constexpr int kReduceThreads = 512;
 constexpr int kInFlight = 4;  // vectors of four values that a thread loads before it stores them
 
-// Tells blocks of this number on the other ranks that this one has reached `round`, and waits until
-// they have, too. Their stores before this point are visible afterwards.
-__device__ __forceinline__ void meet_others(const ExlLargeSum& args, int round) {
+// Barrier of the blocks with this number on all ranks. Their stores before it are visible after it.
+// `round` counts the barriers and wraps.
+__device__ __forceinline__ void rank_barrier(const ExlAllReduce& args, uint32_t round) {
     __threadfence_system();
     __syncthreads();
     const int other = static_cast<int>(threadIdx.x);
     if (other < args.ranks && other != args.own) {
         const int block = static_cast<int>(blockIdx.x) * (EXL_CUDA_MAX_PEERS + 1);
         int32_t* const theirs = args.flags[other] + block + args.own;
-        asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(theirs), "r"(round) : "memory");
+        asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(theirs), "r"(round) : "memory");
         const int32_t* const own = args.flags[args.own] + block + other;
         uint32_t spins = 0;
         uint64_t since = 0;
-        int reached;
+        uint32_t reached;
         do {
-            asm volatile("ld.acquire.sys.global.s32 %0, [%1];"
+            asm volatile("ld.acquire.sys.global.u32 %0, [%1];"
                          : "=r"(reached)
                          : "l"(own)
                          : "memory");
-        } while (reached < round && !gives_up(args.ended, args.timeout_ms, ++spins, since));
+        } while (static_cast<int32_t>(reached - round) < 0 &&
+                 !gives_up(args.ended, args.timeout_ms, ++spins, since));
     }
     __syncthreads();
 }
@@ -166,26 +168,26 @@ __device__ __forceinline__ void meet_others(const ExlLargeSum& args, int round) 
 // Calls move(i, load(i)) for vectors i of first .. last - 1, with several loads in flight.
 template <class Load, class Move>
 __device__ __forceinline__ void for_vectors(int64_t first, int64_t last, Load load, Move move) {
-    for (int64_t at = first + threadIdx.x; at < last; at += kInFlight * kAddThreads) {
+    for (int64_t at = first + threadIdx.x; at < last; at += kInFlight * kReduceThreads) {
         uint4 vectors[kInFlight] = {};
 #pragma unroll
         for (int n = 0; n < kInFlight; ++n) {
-            const int64_t i = at + n * kAddThreads;
+            const int64_t i = at + n * kReduceThreads;
             if (i < last) vectors[n] = load(i);
         }
 #pragma unroll
         for (int n = 0; n < kInFlight; ++n) {
-            const int64_t i = at + n * kAddThreads;
+            const int64_t i = at + n * kReduceThreads;
             if (i < last) move(i, vectors[n]);
         }
     }
 }
 
-// Contract: exl_cuda_exchange_add. Floor: 2 (W - 1) / W times `count` values of W ranks over the link
-// in each direction. Few blocks do, and leave most multiprocessors to work beside them. kRanks is W, or
-// 0 for any.
+// Contract: exl_cuda_exchange_all_reduce, a reduce-scatter and an all-gather. Floor: 2 (W - 1) / W times
+// `count` values of W ranks over the link in each direction. EXL_CUDA_REDUCE_BLOCKS blocks leave most
+// multiprocessors to other kernels. kRanks is W, or 0 for any.
 template <int kRanks>
-__global__ void __launch_bounds__(kAddThreads) add_kernel(const ExlLargeSum args) {
+__global__ void __launch_bounds__(kReduceThreads) all_reduce_kernel(const ExlAllReduce args) {
     const int own = args.own, ranks = kRanks > 0 ? kRanks : args.ranks;
     const int64_t vectors = args.count / 4, share = (vectors + ranks - 1) / ranks;
     const int64_t each = (share + gridDim.x - 1) / gridDim.x;
@@ -195,9 +197,9 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(const ExlLargeSum args
     // shorter.
     const auto end = [&](int rank) { return min(last, vectors - rank * share); };
     wait_for_inputs();
-    const int round = args.rounds[blockIdx.x];
+    const auto round = static_cast<uint32_t>(args.rounds[blockIdx.x]);
 
-    for (int step = 1; step < ranks; ++step) {  // each rank begins with another one
+    for (int step = 1; step < ranks; ++step) {  // each rank starts with another peer
         const int rank = (own + step) % ranks;
         for_vectors(
             first, end(rank), [&](int64_t i) { return values[rank * share + i]; },
@@ -206,18 +208,26 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(const ExlLargeSum args
             }
         );
     }
-    meet_others(args, round + 1);
+    rank_barrier(args, round + 1);
     for_vectors(
         first, end(own),
         [&](int64_t i) {
-            float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            float4 total = {};
 #pragma unroll
             for (int rank = 0; rank < ranks; ++rank) {
                 const uint4 part = rank == own
                                        ? values[own * share + i]
                                        : load_parts(args.parts[own] + 4 * (rank * share + i));
-                total.x += __uint_as_float(part.x), total.y += __uint_as_float(part.y);
-                total.z += __uint_as_float(part.z), total.w += __uint_as_float(part.w);
+                const float4 value = make_float4(
+                    __uint_as_float(part.x), __uint_as_float(part.y), __uint_as_float(part.z),
+                    __uint_as_float(part.w)
+                );
+                if (rank == 0) {  // not 0 + part, which has another sign of zero
+                    total = value;
+                    continue;
+                }
+                total.x += value.x, total.y += value.y;
+                total.z += value.z, total.w += value.w;
             }
             return make_uint4(
                 __float_as_uint(total.x), __float_as_uint(total.y), __float_as_uint(total.z),
@@ -231,7 +241,7 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(const ExlLargeSum args
             }
         }
     );
-    meet_others(args, round + 2);
+    rank_barrier(args, round + 2);
     for (int rank = 0; rank < ranks; ++rank) {
         if (rank == own) continue;
         for_vectors(
@@ -240,7 +250,7 @@ __global__ void __launch_bounds__(kAddThreads) add_kernel(const ExlLargeSum args
             [&](int64_t i, const uint4& vector) { values[rank * share + i] = vector; }
         );
     }
-    if (threadIdx.x == 0) args.rounds[blockIdx.x] = round + 2;
+    if (threadIdx.x == 0) args.rounds[blockIdx.x] = static_cast<int32_t>(round + 2);
 }
 
 }  // namespace
@@ -306,16 +316,17 @@ int exl_cuda_exchange_settle(
     return launch(settle_kernel, grid, dim3(kThreads), 0, stream, *sums, x, x_stride, k);
 }
 
-int exl_cuda_exchange_add(const ExlLargeSum* args, void* stream) {
+int exl_cuda_exchange_all_reduce(const ExlAllReduce* args, void* stream) {
     const bool fits = args->count >= 0 && args->count % 4 == 0 && args->ranks >= 1 &&
                       args->ranks <= EXL_CUDA_MAX_PEERS + 1 && args->own >= 0 &&
-                      args->own < args->ranks;
+                      args->own < args->ranks &&
+                      reinterpret_cast<uintptr_t>(args->values) % sizeof(uint4) == 0;
     if (!fits) return cudaErrorInvalidValue;
     if (args->count == 0 || args->ranks == 1) return cudaSuccess;
-    const auto kernel = args->ranks == 2   ? add_kernel<2>
-                        : args->ranks == 4 ? add_kernel<4>
-                                           : add_kernel<0>;
-    return launch(kernel, dim3(EXL_CUDA_ADD_BLOCKS), dim3(kAddThreads), 0, stream, *args);
+    const auto kernel = args->ranks == 2   ? all_reduce_kernel<2>
+                        : args->ranks == 4 ? all_reduce_kernel<4>
+                                           : all_reduce_kernel<0>;
+    return launch(kernel, dim3(EXL_CUDA_REDUCE_BLOCKS), dim3(kReduceThreads), 0, stream, *args);
 }
 
 int exl_cuda_shared_new(int64_t bytes, void** memory, void* handle) {

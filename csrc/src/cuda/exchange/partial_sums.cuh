@@ -2,7 +2,7 @@
 //
 // Accesses to the buffers are relaxed, with the scope of the system: other GPUs access them at the
 // same time. No order between them is needed, because every value says by itself whether it has
-// arrived.
+// arrived. Large sums alone have flags (exchange.cu).
 #pragma once
 
 #include "cuda/common/rows.cuh"

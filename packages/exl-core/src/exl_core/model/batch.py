@@ -43,7 +43,8 @@ class Batch:
     adapters     ranges of rows that use adapters, ascending
     embedded     rows with an embedded vector, whose token id is an arbitrary valid one; or None
     states       int64 [seqs]        slot of the recurrent state of s; None: the model has none
-    is_fresh     whether the rows are those of one sequence without cached tokens, and padding
+    is_fresh     True: the rows are those of one sequence without cached tokens, and padding. False
+                 says nothing
     logits       buffer for the logits, float32 [n or more, vocab_size]; None: one is allocated
     """
 

@@ -29,8 +29,11 @@ def check_chunk(chunk: int) -> None:
 def in_chunks(rows: AttentionRows, positions: Tensor, chunk: int, page_size: int) -> AttentionRows:
     """The rows divided into sequences of one chunk each. positions int64 [R].
 
-    Rows whose tensors are on a GPU are not read by the host. Each of them becomes a sequence.
+    Rows whose tensors are on a GPU are not read by the host. Each of them becomes a sequence,
+    unless all are in the first chunk.
     """
+    if rows.is_fresh and len(positions) <= chunk:
+        return rows
     if rows.past_lens.device.type != "cpu":
         return one_by_one(rows, positions, chunk, page_size)
     pages = rows.page_table.shape[1]

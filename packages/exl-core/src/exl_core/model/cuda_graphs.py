@@ -1,11 +1,11 @@
 """CUDA graphs of forward passes: the host replays a whole pass with one launch.
 
 Launching the few hundred kernels of a pass takes the host longer than running them takes the GPU,
-up to about a thousand rows. A graph is therefore captured once per bucket of shapes and replayed.
-Passes of one bucket differ in tokens, page ids and the rows that want logits; one copy writes these
-into the graph's input tensors. Padding rows write their keys and values to the store's spare page.
-Padding sequences have no rows, or one padding row each in decode, which changes the spare slot of
-recurrent states.
+up to one or two thousand rows. A graph is therefore captured once per bucket of shapes and
+replayed. Passes of one bucket differ in tokens, page ids and the rows that want logits; one copy
+writes these into the graph's input tensors. Padding rows write their keys and values to the store's
+spare page. Padding sequences have no rows, or one padding row each in decode, which changes the
+spare slot of recurrent states.
 
 A decode pass (one row per sequence) is captured when its bucket first occurs. Other passes (prompt
 chunks, verification of drafts, either of them mixed with decode) come in more shapes. Their graph
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exl_core.cache.format import pages_for
+from exl_core.cache.format import KVFormat, pages_for
 from exl_core.cache.store import KVStore
 from exl_core.model.batch import Batch
 from exl_core.model.embedded import EMBEDDED_FROM
@@ -49,8 +49,8 @@ LONG_BUCKETS = (*PROMPT_BUCKETS, 1280, 1536, 1792, 2048)
 launches take a slow host longer than a rank's part of the work takes its GPU, or even all of it."""
 
 LEAST_FILLED = 15 / 16
-"""Share of a long bucket's rows that a pass on one GPU needs. More padding would take the GPU
-longer than launches take the host."""
+"""Share of a long bucket's rows that a pass on one GPU needs: padding takes the GPU time, too. Not
+measured."""
 
 LONG_PASS_BYTES = 2 << 30
 """Memory of a GPU that must be free before a pass of more rows than `PROMPT_BUCKETS` is captured.
@@ -227,6 +227,11 @@ class CudaGraphs:
         self._has_logits = stage == len(model.stages) - 1
         self._pages = min(pages_for(model.config.max_seq_len), store.num_pages)
         self._buckets = PROMPT_BUCKETS if model.num_ranks == 1 else LONG_BUCKETS
+        # Graphs of first chunks are for torch's attention, which reads 16-bit keys and values. For
+        # latent attention it also reads cached rows, of which those of padding are not set.
+        shapes = (shape for shape in model.config.kv_shapes if shape is not None)
+        has_latent = any(shape.is_shared for shape in shapes)
+        self._has_fresh = store.kv_format is KVFormat.FP16 and not has_latent
         self._graphs: dict[Shape, Captured] = {}
         self._passes: Counter[Shape] = Counter()
         self._inputs_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -254,7 +259,7 @@ class CudaGraphs:
         tensor that `next_ids` returned, or earlier work on the stream writes them there.
         `is_decided`: rank 0 has decided that the pass runs as a graph.
         """
-        shape = shape_of(segments, self._pages, self._buckets)
+        shape = shape_of(segments, self._pages, self._buckets, has_fresh=self._has_fresh)
         if shape is None:
             return None
         self._store.grow(1 + max(one.last_written_page(self._store.page_size) for one in segments))
@@ -263,7 +268,7 @@ class CudaGraphs:
             is_early = self._passes[shape] < PASSES_BEFORE_CAPTURE
             is_rare = not shape.is_decoding and (is_early or len(self._graphs) >= MAX_GRAPHS)
             if shape.rows > PROMPT_BUCKETS[-1] and not is_rare and not is_decided:
-                is_rare = torch.cuda.mem_get_info(self._device)[0] < LONG_PASS_BYTES
+                is_rare = _capturable_bytes(self._device) < LONG_PASS_BYTES
             if is_rare and not is_decided:
                 return None
         with self._model.replaying(self._store, segments):
@@ -319,12 +324,20 @@ class CudaGraphs:
         return Captured(inputs, states, graph, result)
 
 
+def _capturable_bytes(device: torch.device) -> int:
+    """Free bytes that a capture may take. Torch returns none of its unused memory during one, and
+    some are promised to caches that grow."""
+    from exl_core.ops.backends.cuda.growing import promised_bytes
+
+    return int(torch.cuda.mem_get_info(device)[0]) - promised_bytes(device)
+
+
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One stream for all graphs of a device, as graphs that share memory have to share it.
 
-    Its kernels have a higher priority than those that dequantize beside them: sums of ranks, which
-    need few multiprocessors, begin first, and the others' products do not wait for them.
+    Its priority is higher than that of the stream that dequantizes, so that sums and products get
+    multiprocessors first.
     """
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call] # torch's
 
@@ -375,15 +388,21 @@ def capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any = None)
 
 
 def shape_of(
-    segments: Sequence[Segment], pages: int, buckets: Sequence[int] = PROMPT_BUCKETS
+    segments: Sequence[Segment],
+    pages: int,
+    buckets: Sequence[int] = PROMPT_BUCKETS,
+    *,
+    has_fresh: bool = True,
 ) -> Shape | None:
     """Bucket of a pass whose sequences have at most `pages` pages each; None if no bucket fits.
 
-    `buckets`: row counts of passes other than decode.
+    `buckets`: row counts of passes other than decode. `has_fresh`: whether passes that begin a
+    sequence have buckets of their own.
     """
     counts = [len(one.token_ids) for one in segments]
     rows = sum(counts)
-    is_fresh = len(counts) == 1 and segments[0].past_len == 0 and rows >= MANY_QUERIES
+    is_fresh = has_fresh and len(counts) == 1 and rows >= MANY_QUERIES
+    is_fresh = is_fresh and segments[0].past_len == 0
     if is_fresh and buckets[-1] < rows <= LONG_BUCKETS[-1]:
         long = LONG_BUCKETS[bisect_left(LONG_BUCKETS, rows)]
         buckets = LONG_BUCKETS if rows >= LEAST_FILLED * long else buckets

@@ -54,7 +54,7 @@ class AttentionRows:
     has the rows row_starts[s] to row_starts[s + 1] - 1, after past_lens[s] cached positions.
 
     `is_fresh` says that there is one sequence, without cached positions. Rows that follow its own
-    are padding, whose results nobody reads. A GPU cannot see this in tensors that it has already.
+    are padding, whose results nobody reads. The host cannot read this from tensors on a GPU.
     """
 
     page_table: Tensor
@@ -177,8 +177,8 @@ class AttentionOps(AttendOps, Protocol):
         They are checked here, once, against caches of num_pages pages. The caller must not change
         them while the batch is in use, because not every table copies them.
 
-        On a GPU, operands that are already on the device are neither copied nor checked. They
-        describe sequences of one row each, of any length that fits the page table. A captured CUDA
-        graph therefore reads the values that are written to them later.
+        On a GPU, operands that are already on the device are neither copied nor checked. Their
+        sequences may have any lengths that fit the page table; as many sequences as rows have one
+        row each. A captured CUDA graph therefore reads the values that are written to them later.
         """
         ...

@@ -29,7 +29,7 @@ MAX_RANKS = 8
 MAX_ROWS = 64
 """Most rows of a pass whose products send their sums to all ranks. With more, the ranks divide the
 sums, which moves fewer bytes."""
-MOST_LARGE = 1 << 24
+MAX_SUM_VALUES = 1 << 24
 """Most values of a large sum: 2048 rows of 8192, for which a buffer has twice 64 MiB."""
 TRIAL_TIMEOUT_MS = 2000
 TRIALS = 4
@@ -132,7 +132,7 @@ def with_peers(
     table, device, rank, width = ops, ops.device, exchange.rank, config.hidden_size
 
     def placed(addresses: Sequence[int]) -> PeerBuffers:
-        large = min(MOST_LARGE, LONG_BUCKETS[-1] * width)
+        large = min(MAX_SUM_VALUES, LONG_BUCKETS[-1] * width)
         return PeerBuffers(tuple(addresses), MAX_ROWS, width, config.vocab_size, large)
 
     def trial(addresses: Sequence[int]) -> tuple[PeerSums, str | None]:
@@ -141,6 +141,8 @@ def with_peers(
         return peers, tried(peers, exchange, width, device)
 
     def make() -> SharedMemory:
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()  # the driver allocates the buffer, not torch
         return SharedMemory(device, placed([0] * rank.count).size_bytes)
 
     return connected(exchange, make, trial, width, device)

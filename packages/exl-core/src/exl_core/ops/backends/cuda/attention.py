@@ -308,7 +308,8 @@ class CudaAttentionOps:
         page_table = rows.page_table
         if page_table.is_cuda:
             num_rows, (seqs, pages) = slots.shape[0], page_table.shape
-            most = 1 if num_rows == seqs else num_rows, pages * page_size
+            max_keys = num_rows if rows.is_fresh else pages * page_size
+            most = 1 if num_rows == seqs else num_rows, max_keys
             long: tuple[LongSegment, ...] = ()
             if rows.is_fresh and num_rows >= MANY_QUERIES and not self._gpu.is_invariant:
                 long = (LongSegment(0, 0, num_rows, 0, may_use_cudnn=True),)

@@ -507,8 +507,7 @@ class Linears:
     ) -> None:
         """Multiplies x float16 [m, k] with matrices that are dequantized in slices of columns.
 
-        Dequantization is memory-bound and the product is compute-bound. Therefore the next slice is
-        dequantized on a second stream during the product of the current one.
+        The next slice is dequantized on a second stream (`slices.py`).
         """
         rows, columns = x.shape[1], out.shape[1]
         count = -(-columns * rows // SCRATCH_HALVES)

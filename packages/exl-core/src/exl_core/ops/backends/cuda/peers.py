@@ -126,7 +126,7 @@ class PeerBuffers(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """Size of a buffer."""
-        flags = 4 * cuda_exchange.ADD_BLOCKS * (cuda_exchange.MAX_PEERS + 1) if self.large else 0
+        flags = 4 * cuda_exchange.REDUCE_BLOCKS * (cuda_exchange.MAX_PEERS + 1) if self.large else 0
         return self.flags_at(0) - self.addresses[0] + flags
 
     @property
@@ -142,15 +142,15 @@ class LargeSums:
     All ranks make the same calls, each on a GPU of its own.
     """
 
-    LEAST = 1 << 18
-    """Fewest values. NCCL adds fewer up in less time."""
+    MIN_VALUES = 1 << 18
+    """NCCL takes fewer values. Chosen by the latency of two barriers, not measured."""
 
     def __init__(self, gpu: Gpu, rank: int, buffers: PeerBuffers) -> None:
         self._gpu = gpu
         self._most = buffers.large
-        count = cuda_exchange.ADD_BLOCKS
+        count = cuda_exchange.REDUCE_BLOCKS
         self._rounds = torch.zeros(count, dtype=torch.int32, device=gpu.device)
-        self._args = cuda_exchange.LargeSum(
+        self._args = cuda_exchange.AllReduce(
             rounds=self._rounds.data_ptr(), own=rank, ranks=len(buffers.addresses)
         )
         for one in range(len(buffers.addresses)):
@@ -159,16 +159,18 @@ class LargeSums:
             self._args.flags[one] = buffers.flags_at(one)
 
     def takes(self, part: Tensor) -> bool:
-        is_plain = part.dtype is torch.float32 and part.is_contiguous()
-        return is_plain and self.LEAST <= part.numel() <= self._most and part.numel() % 4 == 0
+        """The same for all ranks: by what their parts have in common."""
+        count = part.numel()
+        is_fitting = self.MIN_VALUES <= count <= self._most and count % 4 == 0
+        return is_fitting and part.dtype is torch.float32
 
     def add_(self, part: Tensor, ended: int, timeout_ms: int) -> Tensor:
-        """Replaces the part by the sum of all ranks' parts, in their order, with equal bits on all
-        ranks. `ended` and `timeout_ms` as in `PartialSums`."""
+        """Replaces the contiguous part by the sum of all ranks' parts, in their order, with equal
+        bits on all ranks. `ended` and `timeout_ms` as in `PartialSums`."""
         args = self._args
         args.values, args.count = part.data_ptr(), part.numel()
         args.ended, args.timeout_ms = ended, timeout_ms
-        self._gpu.call("exchange_add", args)
+        self._gpu.call("exchange_all_reduce", args)
         return part
 
 
@@ -207,12 +209,12 @@ class PeerSums:
         self._gpu.call("exchange_empty", buffers.addresses[rank], buffers.size_bytes)
 
     def add(self, part: Tensor) -> Tensor | None:
-        """The sum of all ranks' parts, float32 of any shape, in the same memory; None if they are
-        not exchanged this way. The next weights are dequantized meanwhile."""
+        """The sum of all ranks' parts, float32 of any shape, in the memory of a contiguous part;
+        None if they are not exchanged this way. The next weights are dequantized meanwhile."""
         if self._large is None or not self.is_alone or not self._large.takes(part):
             return None
         self._linears.slices.begin_exchange()
-        return self._large.add_(part, self._ended.data_ptr(), self.timeout_ms)
+        return self._large.add_(part.contiguous(), self._ended.data_ptr(), self.timeout_ms)
 
     def begin(self, rows: int) -> None:
         """Starts a pass over states [rows, width]. Its first exchange is `embed`."""

@@ -3,8 +3,8 @@
 A second stream, the filler, dequantizes. Events order it against the current stream, within and
 outside of the capture of a CUDA graph.
 
-Between ranks, a sum over NVLink leaves most multiprocessors idle, while dequantizing beside a
-product takes as long as it hides. So the slices of ranks are filled during the sums.
+Dequantizing beside a product saves little time, because the product occupies all registers. Ranks
+fill their slices during the sums between GPUs, which leave most multiprocessors idle.
 """
 
 from __future__ import annotations
