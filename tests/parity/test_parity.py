@@ -13,6 +13,7 @@ from exl_core.session.load import LoadOptions, load_model
 from support.families import save_family
 from support.paged import PagedRun, logits_of
 from support.profiles import first_by_default
+from support.tiny_gemmoe import tiny_gemmoe
 from support.tiny_hybrids import (
     tiny_granite_hybrid,
     tiny_kimi_linear,
@@ -170,6 +171,7 @@ VARIANTS: dict[str, Any] = {
     "qwen3-vl-moe": tiny_qwen3_vl_moe,
     "qwen3-vl-moe-transposed": tiny_qwen3_vl_moe,
     "mixtral": tiny_mixtral,
+    "gemmoe": tiny_gemmoe,
     "qwen2-moe": tiny_qwen2_moe,
     "qwen2-moe-normalized": lambda: tiny_qwen2_moe(norm_topk_prob=True, decoder_sparse_step=2),
     "glm4-moe": tiny_glm4_moe,

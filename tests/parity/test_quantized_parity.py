@@ -35,6 +35,7 @@ from support.quantized_models import (
     quantize,
     quantized_llama,
 )
+from support.tiny_gemmoe import tiny_gemmoe
 from support.tiny_models import (
     save,
     tiny_cohere,
@@ -52,7 +53,7 @@ from support.tiny_models import (
 SMALL_EXPERTS = partial(tiny_qwen3_moe, moe_intermediate_size=64)
 EXL2_FAMILIES = [
     *(tiny_llama, tiny_gemma3, tiny_ernie, tiny_cohere, tiny_starcoder2, tiny_granite, tiny_glm4),
-    *(SMALL_EXPERTS, tiny_mixtral),
+    *(SMALL_EXPERTS, tiny_mixtral, tiny_gemmoe),
 ]
 
 

@@ -41,6 +41,7 @@ from support.quantized_models import (
     quantized_llama,
 )
 from support.runtime_form import evaluate
+from support.tiny_gemmoe import tiny_gemmoe
 from support.tiny_hybrids import (
     tiny_granite_hybrid,
     tiny_lfm2_moe,
@@ -126,6 +127,7 @@ def test_logits_match_transformers_with_dequantized_weights(
 EXPERTS = {
     "qwen3-moe": (tiny_qwen3_moe, {"moe_intermediate_size": 64}),
     "mixtral": (tiny_mixtral, {}),
+    "gemmoe": (tiny_gemmoe, {}),
     "qwen2-moe": (
         tiny_qwen2_moe,
         {"head_dim": 16, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96},

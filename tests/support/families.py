@@ -23,6 +23,7 @@ from support.renamed_models import (
     as_transposed_experts,
     as_yi,
 )
+from support.tiny_gemmoe import tiny_gemmoe
 
 _WIDTHS: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 160}
 _OWN_HEADS: dict[str, Any] = {**_WIDTHS, "head_dim": 32}
@@ -83,6 +84,7 @@ _EXPERTS: dict[str, Any] = {**_OWN_HEADS, "moe_intermediate_size": 64}
 EXPERT_FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen3-moe": lambda: tiny.tiny_qwen3_moe(**_EXPERTS),
     "mixtral": _own_heads(tiny.tiny_mixtral),
+    "gemmoe": _own_heads(tiny_gemmoe),
     "qwen2-moe": lambda: tiny.tiny_qwen2_moe(
         **{**_EXPERTS, "head_dim": 16}, shared_expert_intermediate_size=160
     ),

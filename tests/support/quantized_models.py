@@ -94,7 +94,7 @@ def parameter_of(parameters: dict[str, Tensor], stem: str) -> Tensor:
     stem = re.sub(r"^backbone\.", "model.", stem)
     owners = ("mlp", "block_sparse_moe", "feed_forward", "mixer")
     expert = re.fullmatch(rf"(.+)\.(?:{'|'.join(owners)})\.experts\.(\d+)\.(\w+)", stem)
-    if expert is None:
+    if expert is None or f"{stem}.weight" in parameters:
         return parameters[f"{stem}.weight"]
     layer, index, part = expert.groups()
     candidates = (f"{layer}.{owner}.experts" for owner in owners)  # files may have other names

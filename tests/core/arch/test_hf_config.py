@@ -127,7 +127,6 @@ REFUSED = {
         },
         "chunks of attention in other layers",
     ),
-    "gemmoe": ({"architectures": ["GemmoeForCausalLM"]}, "GemMoE has no published implementation"),
     "bidirectional": ({"use_bidirectional_attention": True}, "bidirectional"),
 }
 

@@ -440,7 +440,7 @@ def rounded_to_nearest(converted: Path, source: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "family", first_by_default(["qwen3-moe", "mixtral", "qwen2-moe", *NEW, *OTHERS])
+    "family", first_by_default(["qwen3-moe", "mixtral", "gemmoe", "qwen2-moe", *NEW, *OTHERS])
 )
 def test_results_are_better_than_rounding_to_nearest(tmp_path: Path, family: str) -> None:
     source = structured(tmp_path / "source", BUILDERS[family])

@@ -11,7 +11,7 @@ from exl_core.arch.families.dbrx import DBRX
 from exl_core.arch.families.deepseek import DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, MISTRAL4
 from exl_core.arch.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from exl_core.arch.families.exaone4 import EXAONE4
-from exl_core.arch.families.gemma import GEMMA
+from exl_core.arch.families.gemma import GEMMA, GEMMOE
 from exl_core.arch.families.gemma2 import GEMMA2
 from exl_core.arch.families.gemma3 import GEMMA3
 from exl_core.arch.families.gemma4 import GEMMA4
@@ -45,7 +45,7 @@ ARCHITECTURES = (
     *(ERNIE4_5, INTERNLM2, MINISTRAL3, SMOLLM3, OLMO2, EXAONE4, GRANITE, MINICPM),
     *(GRANITE4, HUNYUAN, APERTUS, GEMMA4, COHERE, COHERE2, STARCODER2, ARCEE, ORION, INDEX),
     *(GLM4, QWEN2_MOE, QWEN3_MOE, MIXTRAL, GLM4_MOE, ERNIE4_5_MOE, HUNYUAN_MOE, MINIMAX_M2),
-    *(GRANITE_MOE, QWEN3_VL_MOE, DBRX, LLAMA4, GPT_OSS, GPT2, GPT_BIGCODE, LFM2),
+    *(GEMMOE, GRANITE_MOE, QWEN3_VL_MOE, DBRX, LLAMA4, GPT_OSS, GPT2, GPT_BIGCODE, LFM2),
     *(LFM2_MOE, QWEN35, QWEN35_MOE, QWEN3_NEXT),
     *(DEEPSEEK2, DEEPSEEK3, GLM4_MOE_LITE, MISTRAL4, NEMOTRON_H, KIMI_LINEAR),
 )
@@ -60,10 +60,6 @@ REFUSED = {
     ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "deepseek32", "glm-dsa"): (
         "each query attends to keys that an indexer chooses",
         "DeepSeek V2, V3 and R1 and GLM-4.7-Flash are.",
-    ),
-    ("GemmoeForCausalLM",): (
-        "GemMoE has no published implementation to compare with",
-        "Gemma and Mixtral are.",
     ),
 }
 """Names of known architectures that are not supported, why, and what is instead."""

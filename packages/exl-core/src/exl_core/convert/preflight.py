@@ -61,7 +61,7 @@ HASH_BYTES = 1 << 22  # bytes per read
 
 
 FAMILIES_WITH_EXPERTS = (
-    *("qwen3moe", "mixtral", "qwen2moe", "glm4moe"),
+    *("qwen3moe", "mixtral", "gemmoe", "qwen2moe", "glm4moe"),
     *("ernie4_5-moe", "hunyuan-moe", "minimax-m2", "granitemoe", "qwen3vlmoe"),
     *("gpt-oss", "gemma4", "llama4", "dbrx"),
     *("lfm2moe", "qwen35moe", "qwen3next", "granite4"),

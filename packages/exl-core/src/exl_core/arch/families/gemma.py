@@ -1,12 +1,16 @@
-"""Gemma 1 and CodeGemma: a gated MLP with tanh-GELU, scaled embeddings, norms stored minus one."""
+"""Gemma 1 and CodeGemma: a gated MLP with tanh-GELU, scaled embeddings, norms stored minus one.
+
+GemMoE has the experts and the router of Mixtral instead of the MLP.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from exl_core.arch.families.mistral import MIXTRAL_NAMES
 from exl_core.arch.layers import Activation
 from exl_core.arch.names import GGUF, HF
-from exl_core.arch.spec import ArchSpec, EmbedScale
+from exl_core.arch.spec import ArchSpec, EmbedScale, ExpertForm
 
 GEMMA = ArchSpec(
     name="gemma",
@@ -22,4 +26,13 @@ GEMMA = ArchSpec(
     vocab_size_default=256_000,
     safetensors=replace(HF, norm_addend=1.0),
     gguf=GGUF,
+)
+
+GEMMOE = replace(
+    GEMMA,
+    name="gemmoe",
+    hf_names=("GemmoeForCausalLM",),
+    gguf_names=(),
+    experts=ExpertForm(size_key="intermediate_size", top_k_default=2),
+    safetensors=replace(HF, norm_addend=1.0, names={**HF.names, **MIXTRAL_NAMES}),
 )

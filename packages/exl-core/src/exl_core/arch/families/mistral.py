@@ -46,7 +46,7 @@ MINISTRAL3 = replace(
 )
 """Ministral 3 and Devstral Small 2: queries grow with the logarithm of their position."""
 
-_EXPERT_NAMES = {
+MIXTRAL_NAMES = {
     "router": "block_sparse_moe.gate",
     "expert_gate": "block_sparse_moe.experts.{}.w1",
     "expert_up": "block_sparse_moe.experts.{}.w3",
@@ -63,9 +63,9 @@ MIXTRAL = ArchSpec(
     experts=ExpertForm(size_key="intermediate_size", top_k_default=2),
     safetensors=replace(
         HF,
-        names={**HF.names, **_EXPERT_NAMES},
+        names={**HF.names, **MIXTRAL_NAMES},
         aliases={
-            role: (name.replace("block_sparse_moe", "mlp"),) for role, name in _EXPERT_NAMES.items()
+            role: (name.replace("block_sparse_moe", "mlp"),) for role, name in MIXTRAL_NAMES.items()
         },
     ),
     gguf=replace(GGUF, is_interleaved=True),
