@@ -52,9 +52,12 @@ from support.tiny_latent import tiny_deepseek2, tiny_deepseek3, tiny_glm4_moe_li
 from support.tiny_models import (
     VOCAB_SIZE,
     save,
+    tiny_ernie_moe,
     tiny_gemma3,
     tiny_glm4_moe,
+    tiny_hunyuan_moe,
     tiny_llama,
+    tiny_minimax_m2,
     tiny_mixtral,
     tiny_qwen2_moe,
     tiny_qwen3_moe,
@@ -133,6 +136,16 @@ EXPERTS = {
         {"head_dim": 16, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96},
     ),
     "glm4-moe": (tiny_glm4_moe, {"moe_intermediate_size": 64}),
+    "ernie4.5-moe": (tiny_ernie_moe, {"moe_intermediate_size": 64}),
+    "hunyuan-moe": (tiny_hunyuan_moe, {}),
+    "minimax-m2": (
+        tiny_minimax_m2,
+        {
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+            }
+        },
+    ),
 }
 """Families with experts, with sizes that all formats can store."""
 
