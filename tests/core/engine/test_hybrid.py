@@ -23,7 +23,16 @@ from exl_core.speculate.ngram import NgramDrafter
 from support.families import save_family
 from support.guessing import ScriptedDrafter
 from support.paged import PagedRun
-from support.tiny_hybrids import tiny_granite_hybrid, tiny_lfm2, tiny_nemotron_h, tiny_qwen35
+from support.tiny_hybrids import (
+    tiny_granite_hybrid,
+    tiny_kimi_linear,
+    tiny_lfm2,
+    tiny_lfm2_moe,
+    tiny_nemotron_h,
+    tiny_qwen3_next,
+    tiny_qwen35,
+    tiny_qwen35_moe,
+)
 
 GREEDY = SamplerParams(temperature=0)
 BUILDERS: dict[str, Callable[[], object]] = {
@@ -32,13 +41,19 @@ BUILDERS: dict[str, Callable[[], object]] = {
     "granite4": tiny_granite_hybrid,
     "nemotron": tiny_nemotron_h,
 }
+OTHERS: dict[str, Callable[[], object]] = {
+    "lfm2-moe": tiny_lfm2_moe,
+    "qwen3.5-moe": tiny_qwen35_moe,
+    "qwen3-next": tiny_qwen3_next,
+    "kimi-linear": tiny_kimi_linear,
+}
+FAMILIES = (*BUILDERS, *(pytest.param(name, marks=pytest.mark.thorough) for name in OTHERS))
 
 
-@pytest.fixture(scope="module", params=BUILDERS)
+@pytest.fixture(scope="module", params=FAMILIES)
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    folder = save_family(
-        request.param, BUILDERS[request.param](), tmp_path_factory.mktemp("hybrid")
-    )
+    build = (BUILDERS | OTHERS)[request.param]
+    folder = save_family(request.param, build(), tmp_path_factory.mktemp("hybrid"))
     return load_model(str(folder), LoadOptions(device="cpu", exact=True))
 
 
