@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from support import tiny_models
 from support.commands import Command
@@ -43,6 +44,35 @@ def test_table(exl: Command, tiny_llama_dir: Path) -> None:
     rows = [line.split() for line in done.out.splitlines() if line.strip().startswith("24 ")]
     assert [row[:2] for row in rows] == [["24", "1"], ["24", "2"]]
     assert all(row[-1].endswith("%") for row in rows)
+    assert "of them" not in done.out  # a token uses all parameters
+
+
+def test_parameters_that_a_token_uses(exl: Command, tmp_path: Path) -> None:
+    """3 of 16 experts in three of four layers. No size needs padding."""
+    sizes = {"vocab_size": 320, "hidden_size": 96, "intermediate_size": 128, "head_dim": 32}
+    model = tiny_models.tiny_qwen3_moe(**sizes, num_experts=16, moe_intermediate_size=48)
+    folder = tiny_models.save(model, tmp_path / "moe")
+    tensors = load_file(folder / "model.safetensors")
+    total = sum(one.numel() for one in tensors.values())
+    experts = sum(one.numel() for name, one in tensors.items() if ".experts." in name)
+    assert experts == 3 * 16 * 3 * 96 * 48
+    active = total - experts * 13 // 16
+    read = 4 * (active - tensors["model.embed_tokens.weight"].numel())
+
+    done = exl("bench", folder, *QUICK, "--device", "cpu", "--json")
+    assert (done.code, done.err) == (0, "")
+    result = json.loads(done.out)
+    assert (result["parameters"], result["active_parameters"]) == (total, active)
+    assert result["weights_bytes"] == 4 * total
+    assert result["decode_weight_bytes"] == read
+
+    done = exl("bench", folder, *QUICK, "--device", "cpu")
+    assert (done.code, done.err) == (0, "")
+    (line,) = [line for line in done.out.splitlines() if line.lstrip().startswith("parameters")]
+    expected = (
+        f"{total / 1e3:.1f}k, {active / 1e3:.1f}k of them ({read / 1e6:.2f} MB) in each token"
+    )
+    assert " ".join(line.split()) == f"parameters {expected}"
 
 
 @pytest.mark.thorough

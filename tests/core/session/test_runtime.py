@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
+from exl_core.engine.engine import EngineOptions
 from exl_core.engine.events import FinishEvent
 from exl_core.errors import ContextLengthError, OutOfMemoryError, RequestError
 from exl_core.generate.driver import generate, running
+from exl_core.model.transformer import Transformer
 from exl_core.ops.backends.cuda.device import default_device
+from exl_core.parallel.leader import LeadingTransformer
 from exl_core.sampling.params import SamplerParams
 from exl_core.session import open as opening
 from exl_core.session import runtime as planning
-from exl_core.session.load import LoadOptions, load_model, resolve_device
+from exl_core.session.load import LoadedModel, LoadOptions, load_model, resolve_device
 from exl_core.session.open import open_model
 from exl_core.session.placement import Need, check_together
 from exl_core.session.runtime import DraftOptions, Runtime, RuntimeOptions, open_runtime
+from exl_core.speculate.stats import DraftStats
 from exl_core.tokenizer.base import Tokenizer
 from support import tiny_models
+from support.driving import ask, run_one
+from support.rank_failures import starting_with
 
 GREEDY = SamplerParams(temperature=0)
 ON_CPU = LoadOptions(device="cpu")
@@ -102,6 +110,53 @@ def test_a_draft_model_is_planned_together_with_the_model(
         open_runtime(folder, options, never)
     monkeypatch.setattr(planning, "free_memory_bytes", lambda _: together)
     open_runtime(folder, options)
+
+
+def with_large_logits(noise: float) -> Any:
+    """A model whose next token is almost certain. `noise` is relative to the weights' size."""
+    model, generator = tiny_models.tiny_llama(), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights.add_(torch.randn(weights.shape, generator=generator) * weights.std() * noise)
+        model.lm_head.weight.mul_(10)
+    return model
+
+
+@pytest.mark.thorough
+def test_a_draft_model_is_on_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target accepts some of the drafts. Its text is that of one process without drafts."""
+    monkeypatch.setattr(planning, "EngineOptions", partial(EngineOptions, adapt_drafts=False))
+    target = tiny_models.save(with_large_logits(0), tmp_path / "target")
+    folder = tiny_models.save(with_large_logits(0.1), tmp_path / "draft")
+    made = starting_with(monkeypatch)
+    models: list[LoadedModel] = []
+
+    def load(files: Any, options: LoadOptions) -> LoadedModel:
+        models.append(load_model(files, options))
+        return models[-1]
+
+    def reply(num_ranks: int, draft: Path | None = None) -> tuple[tuple[int, ...], DraftStats]:
+        how = LoadOptions(device="cpu", threads=2, exact=True, tensor_parallel=num_ranks)
+        choice = None if draft is None else DraftOptions(str(draft), max_tokens=3)
+        runtime = open_runtime(target, RuntimeOptions(how, ctx_size=512, draft=choice), load)
+        try:
+            _, end = run_one(runtime.engine, ask("Once upon a time", max_tokens=96))
+        finally:
+            runtime.loaded.unload()
+        return end.token_ids, end.drafting or DraftStats()
+
+    expected, _ = reply(1)
+    assert len(expected) == 96
+    assert reply(2)[0] == expected
+    for num_ranks in (1, 2):
+        found, stats = reply(num_ranks, folder)
+        assert found == expected
+        assert stats.accepted > 10
+        assert stats.rejected > 10
+    whole, divided = Transformer, LeadingTransformer
+    parts = [type(one.model) for one in models]
+    assert parts == [whole, divided, whole, whole, divided, whole]
+    assert len(made) == 2, "no rank is started for the draft model"
 
 
 def test_a_longer_context_warns_and_reaches_the_model(folder: Path) -> None:
