@@ -127,7 +127,7 @@ def test_logits_match_transformers_with_dequantized_weights(
     assert_same_logits(folder, expected_logits(model, weights))
 
 
-EXPERTS = {
+EXPERTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "qwen3-moe": (tiny_qwen3_moe, {"moe_intermediate_size": 64}),
     "mixtral": (tiny_mixtral, {}),
     "gemmoe": (tiny_gemmoe, {}),
