@@ -22,6 +22,7 @@ from support.quantized_models import (
 )
 from support.renamed_models import as_renamed_dbrx
 from support.tiny_models import (
+    HALF_ROPE,
     save,
     tiny_dbrx,
     tiny_ernie_moe,
@@ -33,7 +34,6 @@ from support.tiny_models import (
 )
 
 NARROW = {**SIZES, "head_dim": 16}  # for families whose heads share the hidden size
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen2-moe": lambda **more: tiny_qwen2_moe(
         **NARROW, moe_intermediate_size=64, shared_expert_intermediate_size=96, **more
@@ -41,7 +41,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "glm4-moe": lambda **more: tiny_glm4_moe(**SIZES, moe_intermediate_size=64, **more),
     "ernie4.5-moe": lambda **more: tiny_ernie_moe(**SIZES, moe_intermediate_size=64, **more),
     "hunyuan-moe": lambda **more: tiny_hunyuan_moe(**SIZES, **more),
-    "minimax-m2": lambda **more: tiny_minimax_m2(**SIZES, rope_parameters=ROPE, **more),
+    "minimax-m2": lambda **more: tiny_minimax_m2(**SIZES, rope_parameters=HALF_ROPE, **more),
     "granite-moe": lambda **more: tiny_granite_moe(**NARROW, **more),
 }
 

@@ -50,6 +50,7 @@ from support.tiny_hybrids import (
 )
 from support.tiny_latent import tiny_deepseek2, tiny_deepseek3, tiny_glm4_moe_lite
 from support.tiny_models import (
+    HALF_ROPE,
     VOCAB_SIZE,
     save,
     tiny_ernie_moe,
@@ -138,14 +139,7 @@ EXPERTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "glm4-moe": (tiny_glm4_moe, {"moe_intermediate_size": 64}),
     "ernie4.5-moe": (tiny_ernie_moe, {"moe_intermediate_size": 64}),
     "hunyuan-moe": (tiny_hunyuan_moe, {}),
-    "minimax-m2": (
-        tiny_minimax_m2,
-        {
-            "rope_parameters": {
-                **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-            }
-        },
-    ),
+    "minimax-m2": (tiny_minimax_m2, {"rope_parameters": HALF_ROPE}),
 }
 """Families with experts, with sizes that all formats can store."""
 

@@ -91,13 +91,7 @@ EXPERT_FAMILIES: dict[str, Callable[..., Any]] = {
     "glm4-moe": lambda: tiny.tiny_glm4_moe(**_EXPERTS),
     "ernie4.5-moe": lambda: tiny.tiny_ernie_moe(**_EXPERTS),
     "hunyuan-moe": _own_heads(tiny.tiny_hunyuan_moe),
-    "minimax-m2": _own_heads(
-        tiny.tiny_minimax_m2,
-        rope_parameters={
-            **{"rope_type": "default", "rope_theta": 10000.0},
-            "partial_rotary_factor": 0.5,
-        },
-    ),
+    "minimax-m2": _own_heads(tiny.tiny_minimax_m2, rope_parameters=tiny.HALF_ROPE),
     "qwen3-vl-moe": lambda: tiny.tiny_qwen3_vl_moe(**_EXPERTS),
     "granite-moe": lambda: tiny.tiny_granite_moe(intermediate_size=160),
     "gpt-oss": lambda **more: tiny.tiny_gpt_oss(head_dim=32, **more),

@@ -119,6 +119,8 @@ COMMON: dict[str, Any] = {
 
 
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
+HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+"""RoPE of half a head."""
 
 
 def tiny_llama(**changes: Any) -> LlamaForCausalLM:

@@ -34,5 +34,5 @@ GEMMOE = replace(
     hf_names=("GemmoeForCausalLM",),
     gguf_names=(),
     experts=ExpertForm(size_key="intermediate_size", top_k_default=2),
-    safetensors=replace(HF, norm_addend=1.0, names={**HF.names, **MIXTRAL_NAMES}),
+    safetensors=replace(GEMMA.safetensors, names={**HF.names, **MIXTRAL_NAMES}),
 )

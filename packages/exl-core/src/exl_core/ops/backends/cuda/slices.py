@@ -36,7 +36,7 @@ class Slice:
         return self._buffer.numel()
 
     def begin_pass(self) -> None:
-        if not self._is_captured:  # after a capture, `take` makes new events and records them
+        if not self._is_captured:  # after a capture, `enter` makes new events and records them
             self.release()
 
     def enter(self) -> None:
