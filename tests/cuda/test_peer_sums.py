@@ -23,7 +23,7 @@ from exl_core.ops.open import get_table
 from exl_core.ops.weights import DenseColumns, DenseLayout, GroupedColumns, GroupedLayout, GroupRun
 from exl_core.parallel.peers import MAX_RANKS, MAX_ROWS
 from exl_kernels import cuda
-from exl_kernels.cuda_exchange import HANDLE_BYTES, MAX_PEERS, STAGES
+from exl_kernels.cuda_exchange import HANDLE_BYTES, MAX_PEERS, PACKET_VALUES, STAGES
 
 pytestmark = pytest.mark.cuda
 
@@ -402,18 +402,43 @@ def test_exchanges_have_as_many_rows_and_ranks_as_kernels_take() -> None:
     assert MAX_RANKS == MAX_PEERS + 1
 
 
+def rounded(values: Tensor) -> Tensor:
+    """The values as packets have them: integers of 15 bits times a power of two."""
+    packets = values.view(-1, PACKET_VALUES)
+    exponents = packets.abs().amax(1, keepdim=True).frexp().exponent.double()
+    step = torch.exp2(exponents - 14)
+    return ((packets.double() / step).round().clamp(max=16383) * step).float().view(values.shape)
+
+
+def large_sum(parts: Tensor) -> Tensor:
+    """The sum of parts [ranks, count]. A rank does not round its own part of its own share."""
+    ranks, count = parts.shape
+    share = -(-count // (PACKET_VALUES * ranks)) * PACKET_VALUES
+    total = torch.zeros(count)
+    for rank, part in enumerate(parts):
+        held = rounded(part)
+        own = slice(rank * share, min(count, (rank + 1) * share))
+        held[own] = part[own]
+        total += held
+    return rounded(total)
+
+
 @pytest.mark.parametrize("start", [0, (1 << 31) - 4], ids=["new", "wrapping"])
 @pytest.mark.parametrize("number", [2, 3, 4, 8])
-def test_large_sums_have_the_bits_of_the_ranks_in_order(number: int, start: int) -> None:
+def test_large_sums_are_those_of_packets_in_the_order_of_ranks(number: int, start: int) -> None:
     """Ranks pause at random, and parts follow one another without a wait of the host. The largest
-    one fills the buffers. The counters of barriers begin at `start`."""
+    one fills the buffers. The counters of barriers begin at `start`. Values are of all sizes."""
     tables = connected_tables(number)
     ranks = Ranks(tables, number, 64, large=3 << 20)
     if start:
         ranks.count_from(start)
-    sizes = (LargeSums.MIN_VALUES, 1_000_004, 3 << 20, LargeSums.MIN_VALUES + 4, 2_000_000)
+    sizes = (LargeSums.MIN_VALUES, 1_000_008, 3 << 20, LargeSums.MIN_VALUES + 8, 2_000_000)
     generator = torch.Generator().manual_seed(number)
-    parts = [torch.randn(number, size, generator=generator) for size in sizes]
+    parts = [
+        torch.randn(number, size, generator=generator)
+        * torch.exp2(torch.randint(-40, 60, (1, size), generator=generator).float())
+        for size in sizes
+    ]
     held = [[part[rank].to(table.device) for part in parts] for rank, table in enumerate(tables)]
     pauses = torch.randint(0, 300_000, (len(sizes), number), generator=generator).tolist()
     for table in tables:
@@ -426,9 +451,40 @@ def test_large_sums_have_the_bits_of_the_ranks_in_order(number: int, start: int)
                 torch.cuda._sleep(pauses[index][rank])  # type: ignore[no-untyped-call]
                 assert one.add(held[rank][index]) is held[rank][index]
     for part, *found in zip(parts, *held, strict=True):
-        expected = in_order(None, list(part))
+        expected = large_sum(part)
         assert all(torch.equal(one.cpu(), expected) for one in found)
     assert not any(one.has_ended for one in ranks.all)
+
+
+def test_large_sums_of_extreme_values() -> None:
+    """Nothing overflows, tiny values become zero, and a packet with a value that is not finite
+    becomes NaNs, alone."""
+    tables = connected_tables(2)
+    count = 4 * LargeSums.MIN_VALUES
+    ranks = Ranks(tables, 2, 64, large=count)
+    parts = torch.zeros(2, count)
+    for first in (0, count // 2):  # in the shares of both ranks
+        parts[:, first] = 1.7e38
+        parts[:, first + 1] = -1.0
+        parts[0, first + 8] = 1e-45
+        parts[0, first + 16] = torch.inf
+        parts[1, first + 24] = torch.nan
+        parts[:, first + 32] = 1.0
+        parts[1, first + 33] = 2.0**-13
+    for rank, one in enumerate(ranks.all):
+        one.timeout_ms, one.is_alone = 10_000, True
+        torch.cuda.synchronize(rank)
+    held = [part.to(table.device) for part, table in zip(parts, tables, strict=True)]
+    for part, one in zip(held, ranks.all, strict=True):
+        one.add(part)
+    one, other = (part.cpu() for part in held)
+    assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+    for first in (0, count // 2):
+        assert one[first].item() == pytest.approx(3.4e38, rel=2**-14)
+        assert one[first + 1 : first + 16].eq(0).all()
+        assert one[first + 16 : first + 32].isnan().all()
+        assert one[first + 32 : first + 34].tolist() == [2.0, 0.0]  # a step is 2^-12, halves even
+    assert one.isfinite().sum() == count - 32
 
 
 def test_large_sums_are_captured() -> None:

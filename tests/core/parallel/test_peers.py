@@ -360,9 +360,10 @@ def test_small_and_odd_parts_are_left_to_the_other_exchange() -> None:
     assert large.takes(torch.ones(least))
     assert large.takes(torch.ones(1 << 10, 1 << 10))
     for part in (
-        torch.ones(least - 4),
-        torch.ones(least + 1),
-        torch.ones((1 << 20) + 4),
+        torch.ones(least - 8),
+        torch.ones(least + 4),
+        torch.ones(1 << 10, (1 << 10) - 4),  # packets would reach into the next row
+        torch.ones((1 << 20) + 8),
         torch.ones(least).half(),
     ):
         assert not large.takes(part)
@@ -374,13 +375,13 @@ def test_places_of_large_sums_hold_the_shares_of_all_ranks(ranks: int) -> None:
     most = (1 << 20) + 4
     small = PeerBuffers((0,) * ranks, MAX_ROWS, 100, 259)
     buffers = PeerBuffers((0,) * ranks, MAX_ROWS, 100, 259, most)
-    share = 4 * -(-most // (4 * ranks))
+    share = 16 * -(-most // (8 * ranks))  # bytes
     places = buffers.large_parts_at(0), buffers.large_sums_at(0), buffers.flags_at(0)
     ends = (*places[1:], buffers.size_bytes)
     assert places[0] == small.size_bytes
     assert all(place % 16 == 0 for place in places)
     assert [end - place for place, end in zip(places, ends, strict=True)] == [
-        4 * share * ranks,
-        4 * share * ranks,
+        share * ranks,
+        share * ranks,
         4 * REDUCE_BLOCKS * (MAX_PEERS + 1),
     ]

@@ -34,8 +34,12 @@
 //
 // Sums of prompts are too large for stages. exl_cuda_exchange_all_reduce divides them among the ranks:
 // each rank stores its parts of the others' shares in their memory, adds up its own share, stores the
-// sums in theirs, and copies the sums that it receives. Thread block b of a rank waits for blocks b of
-// the others alone. Flags say that a block's stores are complete. They count barriers and wrap: flags
+// sums in theirs, and copies the sums that it receives. The link limits them, so that parts and sums
+// travel as packets of 8 values in 16 bytes: an exponent of 8 bits and 8 integers of 15 bits. The
+// exponent e is that of the largest value as float32, at least 14, and a value is its integer times
+// 2^(e - 140). So a value has an error of at most 2^-14 of the largest of its packet (float16 has 2^-12 of
+// the value), and nothing overflows. A packet with a value that is not finite has the exponent 255, and
+// arrives as NaNs. Thread block b of a rank waits for blocks b of the others alone. Flags say that a block's stores are complete. They count barriers and wrap: flags
 // begin at -1 (empty), `rounds` at 0.
 //
 // At first every rank empties its whole buffer (exl_cuda_exchange_empty), and all ranks wait for each
@@ -53,6 +57,7 @@ extern "C" {
 #define EXL_CUDA_UNSENT 0xffffffffu
 #define EXL_CUDA_SHARED_HANDLE_BYTES 64
 #define EXL_CUDA_REDUCE_BLOCKS 64  // thread blocks of exl_cuda_exchange_all_reduce
+#define EXL_CUDA_PACKET_VALUES 8
 
 // Sums to read: x + slot 0 + slot 1 + ..., for x [m, k] float32.
 typedef struct {
@@ -103,14 +108,14 @@ typedef struct {
     int32_t timeout_ms;
 } ExlTokens;
 
-// A large tensor of which every rank has a part. Each rank adds up a share of it: ceil(count / 4 /
-// ranks) vectors of 4 values; the last shares may be shorter.
+// A large tensor of which every rank has a part. Each rank adds up a share of it: ceil(count /
+// EXL_CUDA_PACKET_VALUES / ranks) packets; the last shares may be shorter.
 typedef struct {
     float* values;  // [count], aligned to 16 bytes: this rank's part, which the sums replace
-    int64_t count;  // a multiple of 4
+    int64_t count;  // a multiple of EXL_CUDA_PACKET_VALUES
     // Places in the memory of each rank, by rank. They belong to these sums alone.
-    float* parts[EXL_CUDA_MAX_PEERS + 1];    // [ranks][share]: parts of the rank's share
-    float* sums[EXL_CUDA_MAX_PEERS + 1];     // [ranks][share]: sums of the others' shares
+    float* parts[EXL_CUDA_MAX_PEERS + 1];    // [ranks][share packets]: parts of the rank's share
+    float* sums[EXL_CUDA_MAX_PEERS + 1];     // [ranks][share packets]: sums of the others' shares
     int32_t* flags[EXL_CUDA_MAX_PEERS + 1];  // [EXL_CUDA_REDUCE_BLOCKS][EXL_CUDA_MAX_PEERS + 1]
     int32_t* rounds;  // [EXL_CUDA_REDUCE_BLOCKS], in memory of this rank's own; zeros at first
     int32_t own;      // rank
@@ -164,8 +169,9 @@ EXL_CUDA_API int exl_cuda_quant_linear_sent(
     const ExlQuantLinear* args, const ExlPartialCopies* copies, void* stream
 );
 
-// values = the sum of all ranks' values, in the order of the ranks, with the same bits on all of them.
-// All ranks must run it at the same time, each on a GPU of its own.
+// values = the sum of all ranks' values, in the order of the ranks, with the same bits on all of them:
+// the rank that adds up a share rounds the others' parts and the sums to packets, not its own part. All
+// ranks must run it at the same time, each on a GPU of its own.
 EXL_CUDA_API int exl_cuda_exchange_all_reduce(const ExlAllReduce* args, void* stream);
 
 // Memory of the current device that other processes can open, the only device memory that the library

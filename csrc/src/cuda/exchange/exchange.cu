@@ -3,8 +3,8 @@
 // Contract   exl/cuda/exchange.h.
 // Used for   Products of kernels that cannot send their sums, sums whose reader is not
 //            exl_cuda_prepare, and those of prompts.
-// Mapping    Four values per thread. A block has a part of one row; of large sums, a part of every
-//            rank's share.
+// Mapping    Four values per thread, or a packet of a large sum. A block has a part of one row; of
+//            large sums, a part of every rank's share.
 // Floor      A launch and the latency of a store to another GPU; with many rows, their bytes at the
 //            bandwidth of the link.
 #include "cuda/exchange/partial_sums.cuh"
@@ -138,7 +138,77 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(
 // ---- large sums --------------------------------------------------------------------------------
 
 constexpr int kReduceThreads = 512;
-constexpr int kInFlight = 4;  // vectors of four values that a thread loads before it stores them
+constexpr int kInFlight = 4;  // packets that a thread loads before it stores them
+constexpr int kPacketValues = EXL_CUDA_PACKET_VALUES;
+constexpr int kStepBits = 13;  // the largest value of a packet has 2^13 to 2^14 steps
+constexpr uint32_t kNotFinite = 255;
+
+struct Packet {
+    float values[kPacketValues];
+};
+
+__device__ __forceinline__ Packet load_floats(const uint4* from) {
+    Packet packet;
+#pragma unroll
+    for (int n = 0; n < kPacketValues / 4; ++n) {
+        const uint4 bits = from[n];
+        packet.values[4 * n] = __uint_as_float(bits.x);
+        packet.values[4 * n + 1] = __uint_as_float(bits.y);
+        packet.values[4 * n + 2] = __uint_as_float(bits.z);
+        packet.values[4 * n + 3] = __uint_as_float(bits.w);
+    }
+    return packet;
+}
+
+__device__ __forceinline__ void store_floats(uint4* to, const Packet& packet) {
+#pragma unroll
+    for (int n = 0; n < kPacketValues / 4; ++n) {
+        const float* const v = packet.values + 4 * n;
+        to[n] = make_uint4(
+            __float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+            __float_as_uint(v[3])
+        );
+    }
+}
+
+// The packet in the form of the link (exl/cuda/exchange.h).
+__device__ __forceinline__ uint4 packed(const Packet& packet) {
+    uint32_t largest_bits = 0;
+#pragma unroll
+    for (const float value : packet.values) {
+        largest_bits = max(largest_bits, __float_as_uint(value) & 0x7fffffffu);
+    }
+    // The step is a normal number, so that it and its inverse are exact.
+    const uint32_t exponent = max(largest_bits >> 23, static_cast<uint32_t>(kStepBits + 1));
+    const float inverse = __uint_as_float((2 * 127 + kStepBits - exponent) << 23);
+    uint32_t words[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+        words[n] = (exponent >> (2 * n)) << 30;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int steps = __float2int_rn(packet.values[2 * n + half] * inverse);
+            words[n] |= (static_cast<uint32_t>(min(steps, 0x3fff)) & 0x7fffu) << (15 * half);
+        }
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+__device__ __forceinline__ Packet unpacked(const uint4& bits) {
+    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+    uint32_t exponent = 0;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) exponent |= (words[n] >> 30) << (2 * n);
+    const float step = exponent == kNotFinite ? __uint_as_float(0x7fffffffu)
+                                              : __uint_as_float((exponent - kStepBits) << 23);
+    Packet packet;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+        packet.values[2 * n] = static_cast<float>(static_cast<int>(words[n] << 17) >> 17) * step;
+        packet.values[2 * n + 1] = static_cast<float>(static_cast<int>(words[n] << 2) >> 17) * step;
+    }
+    return packet;
+}
 
 // Barrier of the blocks with this number on all ranks. Their stores before it are visible after it.
 // `round` counts the barriers and wraps.
@@ -165,89 +235,80 @@ __device__ __forceinline__ void rank_barrier(const ExlAllReduce& args, uint32_t 
     __syncthreads();
 }
 
-// Calls move(i, load(i)) for vectors i of first .. last - 1, with several loads in flight.
+// Calls move(i, load(i)) for packets i of first .. last - 1, with several loads in flight.
 template <class Load, class Move>
-__device__ __forceinline__ void for_vectors(int64_t first, int64_t last, Load load, Move move) {
+__device__ __forceinline__ void for_packets(int64_t first, int64_t last, Load load, Move move) {
     for (int64_t at = first + threadIdx.x; at < last; at += kInFlight * kReduceThreads) {
-        uint4 vectors[kInFlight] = {};
+        decltype(load(at)) packets[kInFlight] = {};
 #pragma unroll
         for (int n = 0; n < kInFlight; ++n) {
             const int64_t i = at + n * kReduceThreads;
-            if (i < last) vectors[n] = load(i);
+            if (i < last) packets[n] = load(i);
         }
 #pragma unroll
         for (int n = 0; n < kInFlight; ++n) {
             const int64_t i = at + n * kReduceThreads;
-            if (i < last) move(i, vectors[n]);
+            if (i < last) move(i, packets[n]);
         }
     }
 }
 
 // Contract: exl_cuda_exchange_all_reduce, a reduce-scatter and an all-gather. Floor: 2 (W - 1) / W times
-// `count` values of W ranks over the link in each direction. EXL_CUDA_REDUCE_BLOCKS blocks leave most
-// multiprocessors to other kernels. kRanks is W, or 0 for any.
+// `count` values of 2 bytes over the link in each direction, for W ranks. EXL_CUDA_REDUCE_BLOCKS blocks
+// leave most multiprocessors to other kernels. kRanks is W, or 0 for any.
 template <int kRanks>
 __global__ void __launch_bounds__(kReduceThreads) all_reduce_kernel(const ExlAllReduce args) {
+    constexpr int kVectors = kPacketValues / 4;  // of 16 bytes, in a packet of `values`
     const int own = args.own, ranks = kRanks > 0 ? kRanks : args.ranks;
-    const int64_t vectors = args.count / 4, share = (vectors + ranks - 1) / ranks;
+    const int64_t packets = args.count / kPacketValues, share = (packets + ranks - 1) / ranks;
     const int64_t each = (share + gridDim.x - 1) / gridDim.x;
     const int64_t first = min(share, each * blockIdx.x), last = min(share, first + each);
     auto* const values = reinterpret_cast<uint4*>(args.values);
-    // Vectors of this block in the share of a rank: first .. end(rank) - 1. The last shares may be
+    // Packets of this block in the share of a rank: first .. end(rank) - 1. The last shares may be
     // shorter.
-    const auto end = [&](int rank) { return min(last, vectors - rank * share); };
+    const auto end = [&](int rank) { return min(last, packets - rank * share); };
+    const auto place = [&](int rank, int64_t i) { return values + kVectors * (rank * share + i); };
     wait_for_inputs();
     const auto round = static_cast<uint32_t>(args.rounds[blockIdx.x]);
 
     for (int step = 1; step < ranks; ++step) {  // each rank starts with another peer
         const int rank = (own + step) % ranks;
-        for_vectors(
-            first, end(rank), [&](int64_t i) { return values[rank * share + i]; },
-            [&](int64_t i, const uint4& vector) {
-                store_parts(args.parts[rank] + 4 * (own * share + i), vector);
+        for_packets(
+            first, end(rank), [&](int64_t i) { return load_floats(place(rank, i)); },
+            [&](int64_t i, const Packet& part) {
+                store_parts(args.parts[rank] + 4 * (own * share + i), packed(part));
             }
         );
     }
     rank_barrier(args, round + 1);
-    for_vectors(
+    for_packets(
         first, end(own),
         [&](int64_t i) {
-            float4 total = {};
+            Packet total = {};
 #pragma unroll
             for (int rank = 0; rank < ranks; ++rank) {
-                const uint4 part = rank == own
-                                       ? values[own * share + i]
-                                       : load_parts(args.parts[own] + 4 * (rank * share + i));
-                const float4 value = make_float4(
-                    __uint_as_float(part.x), __uint_as_float(part.y), __uint_as_float(part.z),
-                    __uint_as_float(part.w)
-                );
-                if (rank == 0) {  // not 0 + part, which has another sign of zero
-                    total = value;
-                    continue;
-                }
-                total.x += value.x, total.y += value.y;
-                total.z += value.z, total.w += value.w;
+                const Packet part =
+                    rank == own ? load_floats(place(own, i))
+                                : unpacked(load_parts(args.parts[own] + 4 * (rank * share + i)));
+#pragma unroll
+                for (int j = 0; j < kPacketValues; ++j) total.values[j] += part.values[j];
             }
-            return make_uint4(
-                __float_as_uint(total.x), __float_as_uint(total.y), __float_as_uint(total.z),
-                __float_as_uint(total.w)
-            );
+            return packed(total);
         },
         [&](int64_t i, const uint4& total) {
-            values[own * share + i] = total;
             for (int rank = 0; rank < ranks; ++rank) {
                 if (rank != own) store_parts(args.sums[rank] + 4 * (own * share + i), total);
             }
+            store_floats(place(own, i), unpacked(total));
         }
     );
     rank_barrier(args, round + 2);
     for (int rank = 0; rank < ranks; ++rank) {
         if (rank == own) continue;
-        for_vectors(
+        for_packets(
             first, end(rank),
             [&](int64_t i) { return load_parts(args.sums[own] + 4 * (rank * share + i)); },
-            [&](int64_t i, const uint4& vector) { values[rank * share + i] = vector; }
+            [&](int64_t i, const uint4& total) { store_floats(place(rank, i), unpacked(total)); }
         );
     }
     if (threadIdx.x == 0) args.rounds[blockIdx.x] = static_cast<int32_t>(round + 2);
@@ -317,7 +378,7 @@ int exl_cuda_exchange_settle(
 }
 
 int exl_cuda_exchange_all_reduce(const ExlAllReduce* args, void* stream) {
-    const bool fits = args->count >= 0 && args->count % 4 == 0 && args->ranks >= 1 &&
+    const bool fits = args->count >= 0 && args->count % kPacketValues == 0 && args->ranks >= 1 &&
                       args->ranks <= EXL_CUDA_MAX_PEERS + 1 && args->own >= 0 &&
                       args->own < args->ranks &&
                       reinterpret_cast<uintptr_t>(args->values) % sizeof(uint4) == 0;

@@ -30,7 +30,7 @@ MAX_ROWS = 64
 """Most rows of a pass whose products send their sums to all ranks. With more, the ranks divide the
 sums, which moves fewer bytes."""
 MAX_SUM_VALUES = 1 << 24
-"""Most values of a large sum: 2048 rows of 8192, for which a buffer has twice 64 MiB."""
+"""Most values of a large sum: 2048 rows of 8192, for which a buffer has twice 32 MiB."""
 TRIAL_TIMEOUT_MS = 2000
 TRIALS = 4
 """Sums at load: more than there are stages."""
@@ -199,7 +199,7 @@ def _fault_of(ranks: int, width: int) -> str | None:
 
 def tried(peers: PeerSums, exchange: Exchange, width: int, device: torch.device) -> str | None:
     """Exchanges random sums the way that passes do. What is wrong with them; None if they are
-    right."""
+    right. Large sums get integers, which they do not round."""
     from exl_core.ops.backends.cuda.peers import LargeSums
 
     count, own = exchange.rank.count, exchange.rank.index
@@ -214,7 +214,7 @@ def tried(peers: PeerSums, exchange: Exchange, width: int, device: torch.device)
         found = peers.await_sum(None, defers=False).cpu()
         is_right &= torch.equal(found, in_order_of_ranks(parts))
     peers.cancel()
-    parts = torch.randn(count, LargeSums.MIN_VALUES, generator=generator)
+    parts = torch.randint(-512, 513, (count, LargeSums.MIN_VALUES), generator=generator).float()
     large = peers.add(parts[own].to(device))
     is_right &= large is None or torch.equal(large.cpu(), in_order_of_ranks(parts))
     peers.timeout_ms = 0

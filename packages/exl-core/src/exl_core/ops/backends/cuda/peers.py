@@ -24,7 +24,15 @@ from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, XIelu
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_kernels import cuda, cuda_exchange
-from exl_kernels.cuda_exchange import STAGES, PartialCopies, PartialSums, SharedSums, Tokens
+from exl_kernels.cuda_exchange import (
+    PACKET_BYTES,
+    PACKET_VALUES,
+    STAGES,
+    PartialCopies,
+    PartialSums,
+    SharedSums,
+    Tokens,
+)
 
 _VALUE_BYTES = 4
 
@@ -131,15 +139,16 @@ class PeerBuffers(NamedTuple):
 
     @property
     def _large_bytes(self) -> int:
-        """Size of the places for the shares of all ranks, which are whole vectors of 4 values."""
-        shares = -(-self.large // (4 * len(self.addresses))) * len(self.addresses)
-        return 4 * shares * _VALUE_BYTES
+        """Size of the places for the shares of all ranks, which are whole packets."""
+        packets = -(-self.large // (PACKET_VALUES * len(self.addresses))) * len(self.addresses)
+        return packets * PACKET_BYTES
 
 
 class LargeSums:
     """Sums of one rank with the others that have many values, as those of prompts.
 
-    All ranks make the same calls, each on a GPU of its own.
+    Values travel with 15 bits and the exponent of the largest of eight neighbours
+    (`exl/cuda/exchange.h`). All ranks make the same calls, each on a GPU of its own.
     """
 
     MIN_VALUES = 1 << 18
@@ -159,14 +168,15 @@ class LargeSums:
             self._args.flags[one] = buffers.flags_at(one)
 
     def takes(self, part: Tensor) -> bool:
-        """The same for all ranks: by what their parts have in common."""
-        count = part.numel()
-        is_fitting = self.MIN_VALUES <= count <= self._most and count % 4 == 0
+        """The same for all ranks: by what their parts have in common. Packets do not reach into
+        the next row, so that no row depends on another."""
+        is_whole = part.shape[-1] % PACKET_VALUES == 0
+        is_fitting = self.MIN_VALUES <= part.numel() <= self._most and is_whole
         return is_fitting and part.dtype is torch.float32
 
     def add_(self, part: Tensor, ended: int, timeout_ms: int) -> Tensor:
-        """Replaces the contiguous part by the sum of all ranks' parts, in their order, with equal
-        bits on all ranks. `ended` and `timeout_ms` as in `PartialSums`."""
+        """Replaces the contiguous part by the rounded sum of all ranks' parts, in their order, with
+        equal bits on all ranks. `ended` and `timeout_ms` as in `PartialSums`."""
         args = self._args
         args.values, args.count = part.data_ptr(), part.numel()
         args.ended, args.timeout_ms = ended, timeout_ms
