@@ -15,6 +15,7 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kHeadsPerWarp = 4;    // with many rows
+constexpr int kNarrowHead = 128;    // with many rows, half of the registers
 constexpr int kResidentWarps = 32;  // per multiprocessor, approximately
 
 // The heads of a row are in the order queries, keys, values. Any of the three may be absent.
@@ -267,6 +268,8 @@ int write(WriteArgs args, void* stream) {
     }
     if (d > kWideHead) return launch_with(write_kernel<2, kSharedRow>, 2);
     if (d > kMaxHead) return launch_with(write_kernel<2, kWideHead>, 2);
+    if (d <= kNarrowHead)
+        return launch_with(write_kernel<kHeadsPerWarp, kNarrowHead>, kHeadsPerWarp);
     return launch_with(write_kernel<kHeadsPerWarp, kMaxHead>, kHeadsPerWarp);
 }
 
