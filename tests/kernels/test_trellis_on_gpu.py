@@ -153,7 +153,7 @@ def test_joined_parts_of_other_rates_and_codebooks(
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("rows", [1, 4, 8, 9, 32, 70, 97, 300])
+@pytest.mark.parametrize("rows", [1, 4, 8, 9, 32, 70, 97, 300, 1500])
 @pytest.mark.parametrize("book", ["mul1", "mcg"])
 def test_an_mlp(
     *, gpu_table: OpTable, rng: torch.Generator, rows: int, kind: GateKind, book: Codebook
@@ -192,6 +192,37 @@ def test_matrices_of_other_kinds_are_joined(
     x = normal(rng, rows, 256)
     exact = torch.cat([x.double() @ weights, x.double() @ plain.double().T], 1)
     assert_norm_within(gpu_table.linear(x, w), exact, BOUND)
+
+
+@pytest.mark.parametrize(
+    ("k", "columns", "rows"),
+    [
+        (256, (512, 1024, 384), 5000),
+        (384, (384, 512), 150),  # a warp would have columns of both
+        (4096, (512, 512, 256), 700),
+        (8192, (256,), 300),
+        (8320, (512, 256), 120),  # more values than threads of a block take
+    ],
+)
+def test_prompts_whose_thread_blocks_take_several_rows(
+    gpu_table: OpTable, rng: torch.Generator, k: int, columns: tuple[int, ...], rows: int
+) -> None:
+    biases = [normal(rng, n) for n in columns]
+    parts = [
+        packed(gpu_table, random_exl3(i, 4, rows=k, columns=n), bias)
+        for i, (n, bias) in enumerate(zip(columns, biases, strict=True))
+    ]
+    w = gpu_table.join([part for part, _ in parts])
+    weights, bias = torch.cat([exact for _, exact in parts], 1), torch.cat(biases).double()
+    x = normal(rng, rows, k)
+    norm = RmsNorm(normal(rng, k) + 1, EPS)
+    normed = torch.nn.functional.rms_norm(x.double(), (k,), norm.weight.double(), EPS)
+    assert_norm_within(gpu_table.norm_linear(x, norm, w), normed @ weights + bias, BOUND)
+    halves = torch.empty(rows, sum(columns), dtype=torch.float16)
+    got = gpu_table.norm_linear(x, norm, w, halves)
+    assert_norm_within(got, normed @ weights + bias, 2 * BOUND)
+    assert_norm_within(gpu_table.linear(x, w), x.double() @ weights + bias, BOUND)
+    assert_norm_within(gpu_table.linear(x.half(), w), x.half().double() @ weights + bias, BOUND)
 
 
 @pytest.mark.parametrize("columns", [640, 768])

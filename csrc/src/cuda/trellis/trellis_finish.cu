@@ -9,6 +9,7 @@
 // Floor      With few rows: a launch, a read from the L2 cache, five shuffles in turn.
 #include "cuda/elementwise/gate.cuh"
 #include "cuda/trellis/trellis_finish.cuh"
+#include "cuda/trellis/trellis_prompt.cuh"
 #include "exl/cuda/linear.h"
 
 namespace exl::cuda::trellis {
@@ -185,6 +186,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) finish_kernel(
 }  // namespace
 
 cudaError_t launch_finish(const FinishArgs& args, void* stream) {
+    if (takes_prompt(args)) return launch_prompt_finish(args, stream);
     const bool is_float = args.y_dtype == kF32;
     auto kernel = finish_kernel<EXL_EPILOGUE_ADD, float>;
     if (args.epilogue == EXL_EPILOGUE_STORE) {

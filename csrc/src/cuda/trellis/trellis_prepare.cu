@@ -8,24 +8,15 @@
 // Floor      With few rows: a launch, a read from the L2 cache, a barrier and five shuffles in turn.
 #include <algorithm>
 
+#include "cuda/trellis/trellis_prepare.cuh"
+#include "cuda/trellis/trellis_prompt.cuh"
 #include "cuda/trellis/trellis_rates.cuh"
-#include "cuda/trellis/trellis_rows.cuh"
 
 namespace exl::cuda::trellis {
 
 namespace {
 
 constexpr int kWarps = 8;
-
-struct PrepareArgs {
-    const void* x;
-    const float* norm;
-    int64_t x_stride;
-    float eps;
-    int features, count, blocks;  // blocks: of the longest form
-    bool is_aligned;
-    Target to[EXL_TRELLIS_MAX_PARTS];
-};
 
 template <class X, bool has_norm>
 __global__ void __launch_bounds__(kWarps* kWarp) prepare_kernel(
@@ -138,6 +129,9 @@ extern "C" int exl_cuda_trellis_prepare(const ExlTrellisPrepare* args, void* str
     operands.is_aligned = reinterpret_cast<uintptr_t>(args->x) % 16 == 0 &&
                           reinterpret_cast<uintptr_t>(args->norm) % 16 == 0 &&
                           args->x_stride * bytes % 16 == 0;
+    if (takes_prompt(operands)) {
+        return launch_prompt_prepare(operands, args->m, bytes, stream);
+    }
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
     // Up to four thread blocks per multiprocessor, unless the rows are as many.

@@ -1,0 +1,18 @@
+// Arguments of the kernels that prepare inputs (trellis_prepare.cu, trellis_prompt.cu).
+#pragma once
+
+#include "cuda/trellis/trellis_rows.cuh"
+
+namespace exl::cuda::trellis {
+
+struct PrepareArgs {
+    const void* x;
+    const float* norm;
+    int64_t x_stride;
+    float eps;
+    int features, count, blocks;  // blocks: of the longest form
+    bool is_aligned;
+    Target to[EXL_TRELLIS_MAX_PARTS];
+};
+
+}  // namespace exl::cuda::trellis
