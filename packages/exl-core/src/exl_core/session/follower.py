@@ -240,9 +240,11 @@ def follow_job(
     host's copies of the adapters: rank 0 names them by their contents. `on_loss` is called if rank
     0 ends without a word, or hangs.
     """
+    from exl_core.parallel.peers import with_peers
     from exl_core.parallel.rendezvous import Meeting
     from exl_core.session.hosts import (
         check_job,
+        connecting_in,
         job_digest,
         open_table,
         part_of,
@@ -273,13 +275,14 @@ def follow_job(
         check_job(options, job)
         rank = meeting.grid.rank_in_host(job.rank)
         ops = open_table(options, rank, threads_of_job(options, job))
-        connecting = _connecting(ends.messages, rank, ops)
+        connecting = connecting_in(meeting, ops)
         part = part_of(meeting, files, options, ops)
 
         def join(sample_ids: tuple[int, ...]) -> HostTransformer:
             exchange = meeting.connect()
             if connecting is not None:
                 exchange = connecting.exchange.result()
+            exchange, _ = with_peers(exchange, ops, part.config, options.exchange)
             return part.model(exchange, sample_ids, meeting.hops)
 
         follow(ends.messages, reports, job_digest(files, options), join, load)
