@@ -56,6 +56,21 @@ class Job:
         return [one.wait(max(0.1, until - time.monotonic())) for one in self.processes]
 
 
+def variables_of(rank: int, hosts: int, local: int, port: int, run: str) -> dict[str, str]:
+    """torchrun's variables of a process. `port`: that of the store on the loopback interface."""
+    found = {
+        "RANK": rank,
+        "WORLD_SIZE": hosts * local,
+        "LOCAL_RANK": rank % local,
+        "LOCAL_WORLD_SIZE": local,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": run,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    return {name: str(value) for name, value in found.items()}
+
+
 @contextmanager
 def job(
     tmp_path: Path,
@@ -65,24 +80,17 @@ def job(
     *arguments: str,
     own: Sequence[Sequence[str]] = (),
     serve: Sequence[str] = SERVE,
+    gpus: Sequence[str] | None = None,
 ) -> Iterator[Job]:
     """Starts the ranks with torchrun's variables. `paths`: the model of each rank; `own`: more
-    arguments of each."""
+    arguments of each; `gpus`: `CUDA_VISIBLE_DEVICES` of each host."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run = uuid.uuid4().hex
     started = Job([], [])
     try:
         for rank in range(hosts * local):
-            variables = {
-                "RANK": rank,
-                "WORLD_SIZE": hosts * local,
-                "LOCAL_RANK": rank % local,
-                "LOCAL_WORLD_SIZE": local,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": store.port,
-                "TORCHELASTIC_RUN_ID": run,
-                "TORCHELASTIC_USE_AGENT_STORE": True,
-            }
+            variables = variables_of(rank, hosts, local, store.port, run)
+            variables |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus[rank // local]}
             given = (*serve, str(paths[rank]), *arguments, *(own[rank] if own else ()))
             log = tmp_path / f"rank{rank}.log"
             with log.open("wb") as written:
@@ -92,7 +100,7 @@ def job(
                         stdin=subprocess.DEVNULL,
                         stdout=written,
                         stderr=written,
-                        env={**os.environ, **{name: str(one) for name, one in variables.items()}},
+                        env={**os.environ, **variables},
                     )
                 )
             started.logs.append(log)
