@@ -27,10 +27,12 @@ from exl_core.errors import RequestError
 from exl_core.model.batch import Batch
 from exl_core.model.observe import Observer
 from exl_core.model.segment import LogitRows, Segment
+from exl_core.model.stage import Stage
 from exl_core.model.weights import ModelWeights
 from exl_core.ops.table import OpTable
 from exl_core.parallel.exchange import Exchange, wait_for
 from exl_core.parallel.model import RankTransformer
+from exl_core.parallel.peers import MAX_ROWS, PeerExchange
 from exl_core.parallel.plan import Grid
 from exl_core.parallel.shares import Shares
 
@@ -99,6 +101,27 @@ def _on_host(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
 
 
+class _LaterStage(Stage):
+    """Layers of a host after the first one, whose ranks share memory.
+
+    Passes through shared memory begin with an exchange that synchronizes the ranks
+    (`exl/cuda/exchange.h`). On the first host that is the one of the embedding. Here, rank 0 sends
+    the states that it has received, and the others send zeros.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layers: range, ops: OpTable, exchange: PeerExchange
+    ) -> None:
+        super().__init__(config, layers, ops)
+        self._peers = exchange.peers
+        is_own = int(exchange.rank.index == 0)
+        self._is_own = torch.full((MAX_ROWS,), is_own, dtype=torch.int32, device=ops.device)
+
+    def receive(self, x: Tensor) -> Tensor:
+        x = super().receive(x)
+        return self._peers.embed(x, self._is_own[: len(x)]) if self._peers.is_active else x
+
+
 class HostTransformer(RankTransformer):
     """A rank's part of a host's layers. All ranks run the same passes at the same time.
 
@@ -122,6 +145,9 @@ class HostTransformer(RankTransformer):
         self._hops = hops
         self._whole = whole
         self._is_replaying = False  # the caller receives states and passes them on
+        if hops is not None and not hops.is_first and self._peers is not None:
+            (stage,) = self.stages
+            self.stages = (_LaterStage(self.config, stage.layers, ops, self._peers),)
 
     def run_stage(
         self,
@@ -136,6 +162,8 @@ class HostTransformer(RankTransformer):
             return super().run_stage(index, batch, store, x, observe=observe)
         # Measured by a pass of its own, which must not come between this one's transfers.
         self._smoothing_for(store)
+        if not self._hops.is_first:
+            x = self._received(len(batch.token_ids))
         found = super().run_stage(index, batch, store, x, observe=observe)
         return self._handed_over(found, len(batch.logit_rows))
 
@@ -218,7 +246,7 @@ class HostTransformer(RankTransformer):
     def _embedding(self, batch: Batch) -> Tensor:
         if self._hops is None or self._hops.is_first:
             return super()._embedding(batch)
-        return self._received(len(batch.token_ids))
+        return self._received(len(batch.token_ids))  # of the pass that measures key smoothing
 
 
 def _num_logits(segment: Segment) -> int:
