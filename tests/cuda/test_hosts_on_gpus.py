@@ -6,11 +6,7 @@ Hosts share GPUs if there are too few of them.
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +26,7 @@ from exl_core.sampling.params import SamplerParams
 from exl_core.session.load import LoadedModel, load_model
 from support.driving import ask, run_all, submit
 from support.host_models import gpus_of_hosts, logits_of_passes, on_hosts
-from support.launched_jobs import PROMPT, START_S, TOKENS, Job, complete, is_free, job
+from support.launched_jobs import PROMPT, START_S, TOKENS, complete, is_free, job, nodes
 from support.quantized_models import SIZES, quantized_llama
 from support.thread_ranks import assert_alike, logits_of, mean_kl
 from support.tiny_hybrids import tiny_lfm2, tiny_qwen35
@@ -222,36 +218,13 @@ def test_serving(exl2: Path, tmp_path: Path, grid: tuple[int, int]) -> None:
 @pytest.mark.usefixtures("has_server")
 @pytest.mark.parametrize("local", [1, pytest.param(2, marks=needs(2))])
 def test_torchrun_on_two_nodes(exl2: Path, tmp_path: Path, local: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    text = text_of(exl2)
-    agents: list[subprocess.Popen[bytes]] = []
-    logs: list[Path] = []
-    for node, gpus in enumerate(gpus_of_hosts(2, local)):
-        start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-        start += ["--node-rank", str(node), "--nproc-per-node", str(local)]
-        start += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-        logs.append(tmp_path / f"node{node}.log")
-        with logs[-1].open("wb") as written:
-            agents.append(
-                subprocess.Popen(
-                    [*start, "-m", "exl_cli", *SERVE, str(exl2)],
-                    stdout=written,
-                    stderr=written,
-                    env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus},
-                )
-            )
-    try:
-        url = Job(agents, logs).url()
+    text, gpus = text_of(exl2), gpus_of_hosts(2, local)
+    with nodes(tmp_path, 2, local, exl2, serve=SERVE, gpus=gpus) as running:
+        url = running.url()
         assert complete(url).json()["choices"][0]["text"] == text
-        agents[0].send_signal(signal.SIGTERM)
-        for agent in agents:
-            agent.wait(START_S)
+        running.processes[0].send_signal(signal.SIGTERM)
+        running.wait(START_S)
         assert is_free(url)
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.wait()
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from exl_core.settings import Launched, launched
 from support.adapters import random_pairs, stored, write_adapter
 from support.driving import ask, run_all, submit
 from support.families import HYBRID_FAMILIES, save_family
-from support.launched_jobs import PROMPT, SERVE, START_S, TOKENS, Job, complete, is_free, job
+from support.launched_jobs import PROMPT, SERVE, START_S, TOKENS, Job, complete, is_free, job, nodes
 from support.tiny_models import save, tiny_llama
 
 pytestmark = pytest.mark.thorough
@@ -225,6 +225,15 @@ def test_torchrun_itself(folder: Path, text: str, tmp_path: Path) -> None:
     finally:
         agent.kill()
         agent.wait()
+
+
+def test_torchrun_on_two_nodes(folder: Path, text: str, tmp_path: Path) -> None:
+    with nodes(tmp_path, 2, 1, folder) as running:
+        url = running.url()
+        assert complete(url).json()["choices"][0]["text"] == text
+        running.processes[0].send_signal(signal.SIGTERM)
+        running.wait(START_S)
+        assert is_free(url)
 
 
 def process(monkeypatch: pytest.MonkeyPatch, **changes: str) -> Launched | None:

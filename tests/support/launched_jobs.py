@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import httpx2
 
 SERVE = ("serve-lite", "--port", "0", "--device", "cpu", "--threads", "1", "--exact")
-START_S = 90.0
+START_S, STOP_S = 90.0, 20.0
 PROMPT, TOKENS = "abc", 24
 
 
@@ -107,6 +107,46 @@ def job(
         yield started
     finally:
         for one in started.processes:
+            one.kill()
+            one.wait()
+
+
+@contextmanager
+def nodes(
+    tmp_path: Path,
+    hosts: int,
+    local: int,
+    path: Path,
+    *,
+    serve: Sequence[str] = SERVE,
+    gpus: Sequence[str] | None = None,
+) -> Iterator[Job]:
+    """Starts torchrun itself, once for each host. `gpus`: as in `job`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    started = Job([], [])
+    try:
+        for node in range(hosts):
+            start = [sys.executable, "-m", "torch.distributed.run"]
+            start += ["--nnodes", str(hosts), "--node-rank", str(node)]
+            start += ["--nproc-per-node", str(local), "--master-addr", "127.0.0.1"]
+            start += ["--master-port", str(port), "-m", "exl_cli", *serve, str(path)]
+            variables = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus[node]}
+            log = tmp_path / f"node{node}.log"
+            with log.open("wb") as written:
+                started.processes.append(
+                    subprocess.Popen(
+                        start, stdout=written, stderr=written, env={**os.environ, **variables}
+                    )
+                )
+            started.logs.append(log)
+        yield started
+    finally:
+        for one in started.processes:
+            one.terminate()  # torchrun ends its processes
+        for one in started.processes:
+            with suppress(subprocess.TimeoutExpired):
+                one.wait(STOP_S)
             one.kill()
             one.wait()
 
