@@ -126,7 +126,7 @@ def test_the_logits_and_the_text_of_one_gpu(pair: Pair) -> None:
 
 @of_models("exl2", "qwen3.5", grids=[THREE])
 def test_three_hosts(pair: Pair) -> None:
-    """Of the hybrid, two hosts have no layer with keys."""
+    """Two hosts have no layer of the hybrid with keys."""
     one, other = (logits_of_passes(loaded.model) for loaded in (pair.whole, pair.divided))
     assert torch.equal(one, other)
 
