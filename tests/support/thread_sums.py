@@ -42,6 +42,7 @@ class ThreadSums:
         self._exchange = exchange
         self._width = width
         self._shape: tuple[int, int] | None = None
+        self._has_begun = False
         self._sent: Tensor | None = None
         self._pending: _Pending | None = None
         self._sends = cycle((True, False))
@@ -53,7 +54,7 @@ class ThreadSums:
 
     def begin(self, rows: int) -> None:
         assert self._shape is None
-        self._shape = rows, self._width
+        self._shape, self._has_begun = (rows, self._width), False
 
     def end(self) -> None:
         assert self._pending is None, "every sum of a model is read"
@@ -83,6 +84,7 @@ class ThreadSums:
 
     def embed(self, part: Tensor, is_own: Tensor) -> Tensor:
         assert part.shape == self._shape
+        self._has_begun = True
         return self._exchange.sum(torch.where(is_own.bool()[:, None], part, 0.0))
 
     def multiply(self, x: Inputs, w: PackedLinear, *, defers: bool) -> bool:
@@ -97,6 +99,7 @@ class ThreadSums:
     def send(self, part: Tensor) -> None:
         self.settle()
         assert self.takes(part)
+        assert self._has_begun, "the exchange of the embedding synchronizes the ranks"
         assert self._sent is None, "the sum before has been awaited"
         self._sent = part.clone()
 
@@ -161,7 +164,9 @@ class ThreadSums:
         return True
 
 
-class _NoMemory:
+class NoMemory:
+    """Memory of a rank that nobody opens."""
+
     address, handle = 0, b""
 
     def close(self) -> None:
@@ -176,11 +181,10 @@ def through_memory(
 
     def run(exchange: ThreadExchange) -> T:
         sums: Any = ThreadSums(exchange, width)
-        memory: Any = _NoMemory()
+        memory: Any = NoMemory()
         peers: Any = PeerExchange(exchange, sums, memory)
         model = rank_model(path, peers, options)
-        _act_like_a_gpu(model.ops)
-        sums.ops = model.ops
+        sums.ops = act_like_a_gpu(model.ops)
         return work(model, sums)
 
     return on_ranks(count, run)
@@ -203,7 +207,7 @@ class Prepared(NamedTuple):
     plain: Tensor
 
 
-def _act_like_a_gpu(table: Any) -> None:
+def act_like_a_gpu(table: Any) -> OpTable:
     """Lets a CPU table write to columns of a tensor, and to prepared inputs of a matrix."""
     product, add = table.norm_linear, table.linear_add_
 
@@ -235,3 +239,4 @@ def _act_like_a_gpu(table: Any) -> None:
     for name in ("norm_gated_linear", "norm_activated_linear"):
         setattr(table, name, writing(getattr(table, name), 4))
     table.inputs_for = lambda _, plain: Prepared(plain)
+    return cast(OpTable, table)
