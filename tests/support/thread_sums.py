@@ -42,7 +42,6 @@ class ThreadSums:
         self._exchange = exchange
         self._width = width
         self._shape: tuple[int, int] | None = None
-        self._has_begun = False
         self._sent: Tensor | None = None
         self._pending: _Pending | None = None
         self._sends = cycle((True, False))
@@ -54,7 +53,7 @@ class ThreadSums:
 
     def begin(self, rows: int) -> None:
         assert self._shape is None
-        self._shape, self._has_begun = (rows, self._width), False
+        self._shape = rows, self._width
 
     def end(self) -> None:
         assert self._pending is None, "every sum of a model is read"
@@ -84,7 +83,6 @@ class ThreadSums:
 
     def embed(self, part: Tensor, is_own: Tensor) -> Tensor:
         assert part.shape == self._shape
-        self._has_begun = True
         return self._exchange.sum(torch.where(is_own.bool()[:, None], part, 0.0))
 
     def multiply(self, x: Inputs, w: PackedLinear, *, defers: bool) -> bool:
@@ -99,7 +97,6 @@ class ThreadSums:
     def send(self, part: Tensor) -> None:
         self.settle()
         assert self.takes(part)
-        assert self._has_begun, "the exchange of the embedding synchronizes the ranks"
         assert self._sent is None, "the sum before has been awaited"
         self._sent = part.clone()
 

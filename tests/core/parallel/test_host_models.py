@@ -111,8 +111,23 @@ class QueueHops:
         return self.receive(rows, width, device)
 
 
+class SynchronizedSums(ThreadSums):
+    """Sums that check that each pass begins with an exchange that synchronizes the ranks."""
+
+    def begin(self, rows: int) -> None:
+        super().begin(rows)
+        self.is_synchronized = False
+
+    def embed(self, part: Tensor, is_own: Tensor) -> Tensor:
+        self.is_synchronized = True
+        return super().embed(part, is_own)
+
+    def send(self, part: Tensor) -> None:
+        assert self.is_synchronized
+        super().send(part)
+
+
 def test_ranks_of_each_host_share_memory(tmp_path: Path) -> None:
-    """Passes of each host begin with an exchange that synchronizes its ranks."""
     path, options, grid = save(tiny_llama(), tmp_path / "model"), LoadOptions(**EXACT), Grid(2, 2)
     files, queues = open_model(path), [Queue[Tensor]() for _ in range(grid.count)]
 
@@ -122,7 +137,7 @@ def test_ranks_of_each_host_share_memory(tmp_path: Path) -> None:
         layers = grid.layers(files.config, number)
         part = load_part(files, options, exchange.rank, ops, layers=layers)
         hops: Any = QueueHops(grid, number, queues)
-        sums: Any = ThreadSums(exchange, files.config.hidden_size)
+        sums: Any = SynchronizedSums(exchange, files.config.hidden_size)
         sums.ops = act_like_a_gpu(ops)
         memory: Any = NoMemory()
         return logits_of(part.model(PeerExchange(exchange, sums, memory), (), hops))
