@@ -2,7 +2,7 @@
 
 Each host has GPUs of its own if there are enough, and `--device cpu` measures hosts without any.
 Prints what `time_ranks.py` does: `ratio` is the median speed divided by that of one device in the
-same run.
+same run. Hosts compute prompts in passes of 512 rows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from exl_core.model.microbatch import MICROBATCH_ROWS
 from exl_core.session.follower import follow_job
 from exl_core.session.hosts import load_on_hosts
 from exl_core.session.load import LoadOptions, load_model
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument("--decode", type=int, default=64, help="steps of decode")
     parser.add_argument("--repeat", type=int, default=3, help="repetitions of decode")
     parser.add_argument("--prompts", type=int, default=12, help="repetitions of prefill")
+    parser.add_argument("--chunk", type=int, default=2048, help="rows of a pass of one process")
     args = parser.parse_args()
     options = LoadOptions(device=args.device, threads=args.threads, split="none")
     if launched() is not None:
@@ -53,7 +55,8 @@ def main() -> int:
         ]
         job = Launched(0, hosts * args.local, 0, args.local, (ADDRESS, store.port), f"{run}/0")
         loaded = load_on_hosts(args.model, replace(options, job=job))
-        report(f"{hosts} hosts of {args.local}", figures(loaded, args), base)
+        own = argparse.Namespace(**{**vars(args), "chunk": MICROBATCH_ROWS})
+        report(f"{hosts} hosts of {args.local}", figures(loaded, own), base)
         for one in others:
             one.wait()
     return 0
