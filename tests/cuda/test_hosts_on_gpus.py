@@ -20,6 +20,7 @@ import torch
 from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FinishEvent
+from exl_core.errors import DeviceError
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.sampling.params import SamplerParams
@@ -175,6 +176,15 @@ def test_long_prompts(pair: Pair) -> None:
         ends = [event for event in run_all(engine) if isinstance(event, FinishEvent)]
         found.append(sorted((end.request_id, end.token_ids) for end in ends))
     assert found[0] == found[1]
+
+
+def test_heads_that_a_gpu_cannot_run_are_refused(tmp_path: Path) -> None:
+    path = save(tiny_llama(head_dim=20), tmp_path / "model")
+    with (
+        pytest.raises(DeviceError, match="heads of this size"),
+        on_hosts(path, 2, 1, device="cuda", threads=2),
+    ):
+        pass
 
 
 @pytest.fixture

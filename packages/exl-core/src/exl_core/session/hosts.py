@@ -39,6 +39,7 @@ from exl_core.session.load import (
     LoadOptions,
     changes_of,
     checkpoint_of,
+    config_on,
     fields_of,
     resolve_device,
     with_options,
@@ -170,7 +171,7 @@ def load_on_hosts(
     assert job.rank == 0, "the others call `follow_job`"
     check_job(options, job)
     files = model if isinstance(model, ModelFiles) else open_model(model)
-    config = with_options(files.config, options)
+    config = config_on(resolve_device(options.device, is_exact=options.exact), files, options)
     weights_bytes = checkpoint_of(files, config, options).packed_bytes
     meeting = Meeting(job)
     group = meeting.lead(Watchdog() if options.is_command else None)
@@ -269,6 +270,7 @@ def part_of(
 ) -> Part:
     """This process's part of the model, on the device of `ops`."""
     grid, rank = meeting.grid, meeting.job.rank
-    layers = None if grid.hosts == 1 else grid.layers(with_options(files.config, options), rank)
+    config = config_on(str(ops.device), files, options)
+    layers = None if grid.hosts == 1 else grid.layers(config, rank)
     own = grid.rank_in_host(rank)
     return load_part(files, options, own, ops, layers=layers, progress=progress)
