@@ -7,10 +7,9 @@ Hosts share GPUs if there are too few of them.
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,16 @@ from exl_core.sampling.params import SamplerParams
 from exl_core.session.load import LoadedModel, load_model
 from support.driving import ask, run_all, submit
 from support.host_models import gpus_of_hosts, logits_of_passes, on_hosts
-from support.launched_jobs import PROMPT, START_S, TOKENS, complete, is_free, job, nodes
+from support.launched_jobs import (
+    PROMPT,
+    START_S,
+    TOKENS,
+    complete,
+    is_free,
+    job,
+    nodes,
+    requests_to,
+)
 from support.quantized_models import SIZES, quantized_llama
 from support.thread_ranks import assert_alike, logits_of, mean_kl
 from support.tiny_hybrids import tiny_lfm2, tiny_qwen35
@@ -237,22 +245,6 @@ def test_torchrun_on_two_nodes(exl2: Path, tmp_path: Path, local: int) -> None:
         assert is_free(url)
 
 
-@contextmanager
-def requests_to(url: str) -> Iterator[None]:
-    """Sends requests, one after the other, until the server ends."""
-
-    def send() -> None:
-        with suppress(Exception):  # the end of the server
-            while complete(url, 400).status_code == 200:
-                pass
-
-    sender = threading.Thread(target=send, daemon=True)
-    sender.start()
-    time.sleep(0.5)
-    yield
-    sender.join(END_S)
-
-
 @pytest.mark.usefixtures("has_server")
 @pytest.mark.parametrize(
     ("which", "how"),
@@ -284,6 +276,8 @@ def test_a_process_that_ends_or_hangs_ends_all(
             until = time.monotonic() + END_S
             codes = [one.wait(max(0.1, until - time.monotonic())) for one in others]
         assert codes == [1] * len(others)
+        if rank == 0:  # its watchdog ends it even if it is stopped
+            assert running.processes[0].wait(END_S) == -signal.SIGKILL
         assert running.errors() == [f"exl: error: {line}"]
         assert is_free(url)
 

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -156,6 +157,22 @@ def complete(url: str, tokens: int = TOKENS) -> httpx2.Response:
 
     body = {"prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "logit_bias": {"2": -100}}
     return httpx2.post(f"{url}/v1/completions", json=body, timeout=START_S)
+
+
+@contextmanager
+def requests_to(url: str) -> Iterator[None]:
+    """Sends requests, one after the other, until the server ends."""
+
+    def send() -> None:
+        with suppress(Exception):  # the end of the server
+            while complete(url, 400).status_code == 200:
+                pass
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    time.sleep(0.5)
+    yield
+    sender.join(STOP_S)
 
 
 def is_free(url: str) -> bool:

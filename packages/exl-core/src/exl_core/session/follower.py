@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from exl_core.settings import Launched
 
 
+CAUSE_S = 2.0
+"""Time for rank 0 to notice the end of another rank, which may be the cause of an error here."""
 _LOG = logging.getLogger("exl.load")
 
 
@@ -67,6 +70,10 @@ def run(reports: Reports, follow: Callable[[], None]) -> NoReturn:
     except EOFError:
         reports.lost()
     except ExlError as error:
+        if isinstance(error, RankError):
+            # An exchange also fails if another rank has ended. Rank 0 reports that one, and ends
+            # this process meanwhile.
+            time.sleep(CAUSE_S)
         reports.failed(str(error), error.exit_code)
         os._exit(error.exit_code)
     except BaseException as error:  # noqa: BLE001 - the process ends, and rank 0 reports it
