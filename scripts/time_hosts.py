@@ -2,7 +2,7 @@
 
 Each host has GPUs of its own if there are enough, and `--device cpu` measures hosts without any.
 Prints what `time_ranks.py` does: `ratio` is the median speed divided by that of one device in the
-same run. Hosts compute prompts in passes of 512 rows.
+same run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from exl_core.model.microbatch import MICROBATCH_ROWS
 from exl_core.session.follower import follow_job
 from exl_core.session.hosts import load_on_hosts
 from exl_core.session.load import LoadOptions, load_model
@@ -41,6 +40,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=3, help="repetitions of decode")
     parser.add_argument("--prompts", type=int, default=12, help="repetitions of prefill")
     parser.add_argument("--chunk", type=int, default=2048, help="rows of a pass of one process")
+    parser.add_argument("--hosts-chunk", type=int, default=2048, help="the same of several hosts")
     args = parser.parse_args()
     options = LoadOptions(device=args.device, threads=args.threads, split="none")
     if launched() is not None:
@@ -55,7 +55,7 @@ def main() -> int:
         ]
         job = Launched(0, hosts * args.local, 0, args.local, (ADDRESS, store.port), f"{run}/0")
         loaded = load_on_hosts(args.model, replace(options, job=job))
-        own = argparse.Namespace(**{**vars(args), "chunk": MICROBATCH_ROWS})
+        own = argparse.Namespace(**{**vars(args), "chunk": args.hosts_chunk})
         report(f"{hosts} hosts of {args.local}", figures(loaded, own), base)
         for one in others:
             one.wait()

@@ -39,7 +39,6 @@ from exl_core.engine.request_logits import sample_batch, split_by_request
 from exl_core.engine.scheduler import Scheduler
 from exl_core.engine.sequence import RequestSequence
 from exl_core.errors import OutOfMemoryError, RequestError, wrong_type
-from exl_core.model.microbatch import MICROBATCH_ROWS
 from exl_core.model.protocol import Model
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows
@@ -66,8 +65,7 @@ class EngineOptions:
     cache_tokens   cache size in tokens, for all running requests together, rounded up to whole
                    pages; None: the model's context, at most 32768
     max_batch      most sequences in one pass
-    prefill_chunk  most prompt tokens in one pass; None: 512 on the CPU and among several hosts,
-                   2048 on a GPU
+    prefill_chunk  most prompt tokens in one pass; None: 512 on the CPU, 2048 on a GPU
     kv_format      precision of the cache
     lazy_cache     on a GPU, take memory for the cache as pages are used, up to `cache_tokens`: at
                    most a quarter more than the pages in use, and 4 MiB for each key or value
@@ -138,7 +136,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.pool,
             max_batch=self.options.max_batch,
-            prefill_chunk=self.options.prefill_chunk or _prefill_chunk(model),
+            prefill_chunk=self.options.prefill_chunk or PREFILL_CHUNK[model.ops.device.type],
             score_chunk=rows_of_logits(config.vocab_size),
             states=None
             if store.states is None
@@ -478,13 +476,6 @@ class Engine:
         if available_cpus() <= self.model.ops.threads:
             return None
         return ThreadPoolExecutor(1, thread_name_prefix="exl-constraints")
-
-
-def _prefill_chunk(model: Model) -> int:
-    """A host begins the next chunk while later hosts complete the one before, as the stages of a
-    split model do with microbatches."""
-    chunk = PREFILL_CHUNK[model.ops.device.type]
-    return chunk if model.has_head else min(chunk, MICROBATCH_ROWS)
 
 
 def _new_store(
