@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--decode", type=int, default=64, help="steps of decode")
     parser.add_argument("--repeat", type=int, default=3, help="repetitions of decode")
     parser.add_argument("--prompts", type=int, default=12, help="repetitions of prefill")
+    parser.add_argument("--chunk", type=int, default=2048, help="rows of a pass")
     args = parser.parse_args()
     one = load_model(args.model, device="cuda", split="none")
     layers, load_s = one.config.num_layers, one.load_s
@@ -65,7 +66,8 @@ def figures(loaded: LoadedModel, args: argparse.Namespace) -> Figures:
             (run,) = measure_speed(loaded, options, start_memory_bytes=0).runs
             found[f"decode batch {batch}"] = run.decode
         for rows in map(int, filter(None, args.prefill.split(","))):
-            options = SpeedOptions((rows,), 1, (1,), args.prompts, pass_rows=rows)
+            chunk = min(rows, args.chunk)
+            options = SpeedOptions((rows,), 1, (1,), args.prompts, pass_rows=chunk)
             (run,) = measure_speed(loaded, options, start_memory_bytes=0).runs
             found[f"prefill {rows}"] = run.prefill
     finally:

@@ -25,7 +25,18 @@ from exl_core.settings import Launched, launched
 from support.adapters import random_pairs, stored, write_adapter
 from support.driving import ask, run_all, submit
 from support.families import HYBRID_FAMILIES, save_family
-from support.launched_jobs import PROMPT, SERVE, START_S, TOKENS, Job, complete, is_free, job
+from support.launched_jobs import (
+    PROMPT,
+    SERVE,
+    START_S,
+    TOKENS,
+    Job,
+    complete,
+    is_free,
+    job,
+    nodes,
+    requests_to,
+)
 from support.tiny_models import save, tiny_llama
 
 pytestmark = pytest.mark.thorough
@@ -158,6 +169,20 @@ def test_a_process_that_ends_or_hangs_ends_all(
         assert is_free(url)
 
 
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_lost_process_is_named_before_those_that_wait_for_it(
+    folder: Path, tmp_path: Path, rank: int
+) -> None:
+    """The exchanges of other ranks fail too, some of them before rank 0 has noticed its end."""
+    with job(tmp_path, 2, 2, [folder] * 4) as running:
+        with requests_to(running.url()):
+            running.processes[rank].kill()
+            codes = running.wait(END_S)
+        assert codes == [-signal.SIGKILL if index == rank else 1 for index in range(4)]
+        line = f"rank {rank} of 4 has ended (host {rank // 2})"
+        assert running.errors() == [f"exl: error: {line}"]
+
+
 def test_other_model_files_on_one_host(folder: Path, tmp_path: Path) -> None:
     other = save(tiny_llama(num_hidden_layers=3, intermediate_size=96), tmp_path / "other")
     with job(tmp_path, 2, 1, [folder, other]) as running:
@@ -225,6 +250,15 @@ def test_torchrun_itself(folder: Path, text: str, tmp_path: Path) -> None:
     finally:
         agent.kill()
         agent.wait()
+
+
+def test_torchrun_on_two_nodes(folder: Path, text: str, tmp_path: Path) -> None:
+    with nodes(tmp_path, 2, 1, folder) as running:
+        url = running.url()
+        assert complete(url).json()["choices"][0]["text"] == text
+        running.processes[0].send_signal(signal.SIGTERM)
+        running.wait(START_S)
+        assert is_free(url)
 
 
 def process(monkeypatch: pytest.MonkeyPatch, **changes: str) -> Launched | None:

@@ -129,6 +129,7 @@ class ScriptedModel:
     rows_of_pass: list[int] = field(default_factory=list)
     failure: BaseException | None = None
     num_ranks: int = 1
+    has_head: bool = True
     ops: OpTable = field(default_factory=lambda: get_table("reference", threads=1))
 
     def check_loaded(self) -> None:
@@ -144,6 +145,9 @@ class ScriptedModel:
         segments: Sequence[Segment],
     ) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def replayed(self, found: Tensor, segments: Sequence[Segment]) -> Tensor:
+        return found
 
     @property
     def stages(self) -> tuple[ScriptedStage, ...]:

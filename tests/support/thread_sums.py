@@ -161,7 +161,9 @@ class ThreadSums:
         return True
 
 
-class _NoMemory:
+class NoMemory:
+    """Memory of a rank that nobody opens."""
+
     address, handle = 0, b""
 
     def close(self) -> None:
@@ -176,11 +178,10 @@ def through_memory(
 
     def run(exchange: ThreadExchange) -> T:
         sums: Any = ThreadSums(exchange, width)
-        memory: Any = _NoMemory()
+        memory: Any = NoMemory()
         peers: Any = PeerExchange(exchange, sums, memory)
         model = rank_model(path, peers, options)
-        _act_like_a_gpu(model.ops)
-        sums.ops = model.ops
+        sums.ops = act_like_a_gpu(model.ops)
         return work(model, sums)
 
     return on_ranks(count, run)
@@ -203,7 +204,7 @@ class Prepared(NamedTuple):
     plain: Tensor
 
 
-def _act_like_a_gpu(table: Any) -> None:
+def act_like_a_gpu(table: Any) -> OpTable:
     """Lets a CPU table write to columns of a tensor, and to prepared inputs of a matrix."""
     product, add = table.norm_linear, table.linear_add_
 
@@ -235,3 +236,4 @@ def _act_like_a_gpu(table: Any) -> None:
     for name in ("norm_gated_linear", "norm_activated_linear"):
         setattr(table, name, writing(getattr(table, name), 4))
     table.inputs_for = lambda _, plain: Prepared(plain)
+    return cast(OpTable, table)

@@ -224,7 +224,7 @@ class CudaGraphs:
         self._stage = stage
         self._device = model.stages[stage].ops.device
         self._receive = model.stages[stage].receive
-        self._has_logits = stage == len(model.stages) - 1
+        self._has_logits = stage == len(model.stages) - 1 and model.has_head
         self._pages = min(pages_for(model.config.max_seq_len), store.num_pages)
         self._buckets = PROMPT_BUCKETS if model.num_ranks == 1 else LONG_BUCKETS
         # Graphs of first chunks are for torch's attention, which reads 16-bit keys and values. For
@@ -238,7 +238,10 @@ class CudaGraphs:
 
     def next_ids(self, segments: Sequence[Segment]) -> Tensor | None:
         """Token input of the graph for these segments: int64 [n] on the device. None unless they
-        form a decode pass whose graph has been captured."""
+        form a decode pass whose graph has been captured, or if the host waits for other hosts in
+        each pass."""
+        if not self._model.has_head:
+            return None
         shape = shape_of(segments, self._pages, self._buckets)
         if shape is None or not shape.is_decoding or shape not in self._graphs:
             return None
@@ -271,11 +274,14 @@ class CudaGraphs:
                 is_rare = _capturable_bytes(self._device) < LONG_PASS_BYTES
             if is_rare and not is_decided:
                 return None
-        with self._model.replaying(self._store, segments):
-            result = self._replay(shape, segments, x, has_tokens=has_tokens)
-        if not self._has_logits:
-            return result[: sum(len(one.token_ids) for one in segments)]
-        return select_logits(result, shape, segments)
+        with self._model.replaying(self._store, segments) as received:
+            states = x if received is None else received
+            result = self._replay(shape, segments, states, has_tokens=has_tokens)
+            if self._has_logits:
+                found = select_logits(result, shape, segments)
+            else:
+                found = result[: sum(len(one.token_ids) for one in segments)]
+            return self._model.replayed(found, segments)
 
     def _replay(
         self, shape: Shape, segments: Sequence[Segment], x: Tensor | None, *, has_tokens: bool

@@ -108,6 +108,7 @@ class MtpModel:
         self.ops = target.ops
         self.stages = (Stage(layer.config, range(1), self.ops),)
         self.num_ranks = 1
+        self.has_head = True
         # A capture does not span devices.
         self.can_capture = target.can_capture and target.embedding_ops.device == self.ops.device
         self._layer = layer
@@ -145,6 +146,9 @@ class MtpModel:
         segments: Sequence[Segment],  # noqa: ARG002
     ) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def replayed(self, found: Tensor, segments: Sequence[Segment]) -> Tensor:  # noqa: ARG002
+        return found
 
     def check_loaded(self) -> None:
         """Raises RequestError if the weights have been freed."""

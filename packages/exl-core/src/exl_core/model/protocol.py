@@ -69,11 +69,23 @@ class Model(Protocol):
         """Whether passes on a GPU can be captured as graphs: the host does nothing in them."""
         ...
 
+    @property
+    def has_head(self) -> bool:
+        """Whether the last stage computes logits. Otherwise later hosts do, and this process waits
+        for them in every pass."""
+        ...
+
     def replaying(
         self, store: KVStore, segments: Sequence[Segment]
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[Tensor | None]:
         """Context of a pass over `segments` as a captured graph, which is captured inside if it is
-        missing. The other ranks do the same."""
+        missing. The other ranks do the same. Yields the states [R, hidden] after the layers of the
+        host before, if there is one."""
+        ...
+
+    def replayed(self, found: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """The logits [n, vocab_size] of such a pass, which ends inside the context. `found`: result
+        of the graph, states [R, hidden] without `has_head`."""
         ...
 
     def check_loaded(self) -> None:

@@ -110,7 +110,7 @@ class Transformer:
         *,
         observe: Observer | None = None,
     ) -> Tensor:
-        """The logits of the last stage, or the states [R, hidden] after another one.
+        """The logits of the last stage with `has_head`, or the states [R, hidden] after the stage.
 
         `x`: states [R, hidden] after the stage before, on any device; its memory may be
         overwritten. The first stage takes none and reads the tokens of the batch.
@@ -127,7 +127,7 @@ class Transformer:
             x = stage.receive(x)
         state = stage.bind(batch, store, self._smoothing_for(store))
         x = stage.run(x, steps, self._weights.blocks, state)  # [R, hidden]
-        if stage is not self.stages[-1]:
+        if stage is not self.stages[-1] or not self.has_head:
             return x
         if store.final_states is not None:
             final = normed(stage.ops, x, self._weights.final_norm)
@@ -156,9 +156,19 @@ class Transformer:
         self,
         store: KVStore,  # noqa: ARG002 # ranks need both
         segments: Sequence[Segment],  # noqa: ARG002
-    ) -> AbstractContextManager[None]:
-        """Context of a pass over `segments` as a captured graph."""
+    ) -> AbstractContextManager[Tensor | None]:
+        """Context of a pass over `segments` as a captured graph. Yields the states [R, hidden]
+        after the layers of the host before, if there is one."""
         return nullcontext()
+
+    def replayed(self, found: Tensor, segments: Sequence[Segment]) -> Tensor:  # noqa: ARG002
+        """The logits of such a pass, from the result of the graph."""
+        return found
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the last stage computes logits. Otherwise later hosts do."""
+        return True
 
     @property
     def whole_config(self) -> ModelConfig:
@@ -357,7 +367,7 @@ class Transformer:
 
     def _smoothing_for(self, store: KVStore) -> tuple[KeySmoothing | None, ...]:
         """Key smoothing by layer; None for keys that are cached as they are."""
-        has_keys = any(isinstance(layer.mixer, Attention) for layer in self.config.layers)
+        has_keys = any(isinstance(layer.mixer, Attention) for layer in self.whole_config.layers)
         is_coarse = store.kv_format.key_rows is RowFormat.CODES4
         if has_keys and is_coarse and len(self._sample_ids) > 1:
             return self._key_smoothing
@@ -387,7 +397,11 @@ class Transformer:
             steps = with_ops(self._steps, partial(self._smoothing_ops, stage, positions, found))
             state = stage.bind(batch, store, (None,) * config.num_layers)
             x = stage.run(stage.receive(x), steps, self._weights.blocks, state)
+        self._pass_on(x)
         return tuple(found.get(layer) for layer in range(config.num_layers))
+
+    def _pass_on(self, x: Tensor) -> None:
+        """Gives the states x [R, hidden] after the last stage to the next host, if there is one."""
 
     def _smoothing_ops(
         self,

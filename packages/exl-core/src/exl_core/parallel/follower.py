@@ -229,17 +229,22 @@ class Follower:
             cuda.synchronize(device)
 
     def _replay(self, message: Message) -> None:
-        """Runs a graph, which is captured the first time, as on rank 0."""
+        """Runs a graph, which is captured the first time, as on rank 0. A host whose layers have no
+        such graph, or without a GPU, computes the pass without one."""
         from torch import inference_mode
 
         from exl_core.model.cuda_graphs import CudaGraphs
+        from exl_core.model.runner import make_batch
         from exl_core.parallel.wire import segments_of
 
-        number = message.header.store
-        if number not in self._graphs:
-            self._graphs[number] = CudaGraphs(self._model, self._store(number))
+        number, segments = message.header.store, segments_of(message)
+        store, has_gpu = self._store(number), self._model.ops.device.type == "cuda"
+        if has_gpu and number not in self._graphs:
+            self._graphs[number] = CudaGraphs(self._model, store)
         with inference_mode():
-            self._graphs[number].run(segments_of(message), is_decided=True)
+            found = self._graphs[number].run(segments, is_decided=True) if has_gpu else None
+            if found is None:
+                self._model.forward(make_batch(segments, store.page_size), store)
 
     def _adapter(self, number: int) -> Adapter:
         from exl_core.errors import RankError

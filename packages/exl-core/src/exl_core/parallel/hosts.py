@@ -3,11 +3,16 @@
 The states of all rows go from each host to the next one, and the logits from the last host to
 rank 0. If the matrices of a host are divided among several ranks, each of them sends its states,
 which are equal, to the rank in the same place of the next host.
+
+Transfers are made by gloo, from the host's memory to the host's memory. States of a GPU are copied
+to pinned memory first, for which the host synchronizes. A captured graph has the layers of one host
+only, and the transfers come before and after its replay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,14 +25,14 @@ from exl_core.arch.spec import ModelConfig
 from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
 from exl_core.model.batch import Batch
-from exl_core.model.layers.state import PassState
-from exl_core.model.layers.steps import Steps
 from exl_core.model.observe import Observer
+from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.stage import Stage
-from exl_core.model.weights import BlockWeights, ModelWeights
+from exl_core.model.weights import ModelWeights
 from exl_core.ops.table import OpTable
 from exl_core.parallel.exchange import Exchange, wait_for
 from exl_core.parallel.model import RankTransformer
+from exl_core.parallel.peers import MAX_ROWS, PeerExchange
 from exl_core.parallel.plan import Grid
 from exl_core.parallel.shares import Shares
 
@@ -56,9 +61,9 @@ class Hops:
         wait_for(group.allgather([parts], [torch.zeros(1)]), rank)
         self._returns_logits = self.is_last and grid.rank_in_host(rank).index == 0
 
-    def receive(self, rows: int, width: int) -> Tensor:
-        """States [rows, width] after the layers of the host before."""
-        return self._received(rows, width, self._rank - self._grid.local, _STATES)
+    def receive(self, rows: int, width: int, device: torch.device) -> Tensor:
+        """States [rows, width], float32, after the layers of the host before."""
+        return self._received((rows, width), device, self._rank - self._grid.local, _STATES)
 
     def pass_on(self, x: Tensor) -> None:
         """Sends the states after this host's layers to the next host."""
@@ -69,36 +74,52 @@ class Hops:
         if self._returns_logits and not self.is_leader:
             self._send(logits, 0, _LOGITS)
 
-    def returned_logits(self, rows: int, width: int) -> Tensor:
-        """Logits [rows, width] of the last host, on rank 0; no columns on other ranks."""
+    def returned_logits(self, rows: int, width: int, device: torch.device) -> Tensor:
+        """Logits [rows, width], float32, of the last host, on rank 0; no columns on other ranks."""
         if not self.is_leader:
-            return torch.empty(rows, 0)
-        return self._received(rows, width, self._grid.count - self._grid.local, _LOGITS)
+            return torch.empty(rows, 0, device=device)
+        source = self._grid.count - self._grid.local
+        return self._received((rows, width), device, source, _LOGITS)
 
-    def _received(self, rows: int, width: int, source: int, tag: int) -> Tensor:
-        found = torch.empty(rows, width)
-        if rows:
+    def _received(
+        self, shape: tuple[int, int], device: torch.device, source: int, tag: int
+    ) -> Tensor:
+        found = torch.empty(shape, pin_memory=device.type == "cuda")
+        if found.numel():
             wait_for(self._group.recv([found], source, tag), self._rank)
-        return found
+        return found.to(device, non_blocking=True)
 
     def _send(self, x: Tensor, target: int, tag: int) -> None:
-        if len(x):
-            wait_for(self._group.send([x.contiguous()], target, tag), self._rank)
+        if x.numel():
+            wait_for(self._group.send([_on_host(x)], target, tag), self._rank)
 
 
-class _PassingStage(Stage):
-    """The layers of a host, whose states go to the next one."""
+def _on_host(x: Tensor) -> Tensor:
+    """Contiguous values in the host's memory. For those of a GPU, the host synchronizes."""
+    if x.device.type == "cpu":
+        return x.contiguous()
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
 
-    def __init__(self, config: ModelConfig, layers: range, ops: OpTable, hops: Hops) -> None:
+
+class _LaterStage(Stage):
+    """Layers of a host after the first one, whose ranks share memory.
+
+    Passes through shared memory begin with an exchange that synchronizes the ranks
+    (`exl/cuda/exchange.h`). On the first host that is the one of the embedding. Here, rank 0 sends
+    the states that it has received, and the others send zeros.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layers: range, ops: OpTable, exchange: PeerExchange
+    ) -> None:
         super().__init__(config, layers, ops)
-        self._hops = hops
+        self._peers = exchange.peers
+        is_own = int(exchange.rank.index == 0)
+        self._is_own = torch.full((MAX_ROWS,), is_own, dtype=torch.int32, device=ops.device)
 
-    def run(
-        self, x: Tensor, steps: Steps, blocks: Sequence[BlockWeights], state: PassState
-    ) -> Tensor:
-        x = super().run(x, steps, blocks, state)
-        self._hops.pass_on(x)
-        return x
+    def receive(self, x: Tensor) -> Tensor:
+        x = super().receive(x)
+        return self._peers.embed(x, self._is_own[: len(x)]) if self._peers.is_active else x
 
 
 class HostTransformer(RankTransformer):
@@ -123,9 +144,10 @@ class HostTransformer(RankTransformer):
         super().__init__(config, weights, ops, exchange, shares=shares, sample_ids=sample_ids)
         self._hops = hops
         self._whole = whole
-        if hops is not None and not hops.is_last:
+        self._is_replaying = False  # the caller receives states and passes them on
+        if hops is not None and not hops.is_first and self._peers is not None:
             (stage,) = self.stages
-            self.stages = (_PassingStage(self.config, stage.layers, ops, hops),)
+            self.stages = (_LaterStage(self.config, stage.layers, ops, self._peers),)
 
     def run_stage(
         self,
@@ -136,10 +158,54 @@ class HostTransformer(RankTransformer):
         *,
         observe: Observer | None = None,
     ) -> Tensor:
+        if self._hops is None or self._is_replaying:
+            return super().run_stage(index, batch, store, x, observe=observe)
+        # Measured by a pass of its own, which must not come between this one's transfers.
+        self._smoothing_for(store)
+        if not self._hops.is_first:
+            x = self._received(len(batch.token_ids))
+        found = super().run_stage(index, batch, store, x, observe=observe)
+        return self._handed_over(found, len(batch.logit_rows))
+
+    @contextmanager
+    def replaying(self, store: KVStore, segments: Sequence[Segment]) -> Iterator[Tensor | None]:
+        received = None
         if self._hops is not None:
-            # Measured by a pass of its own, which must not come between this one's transfers.
             self._smoothing_for(store)
-        return super().run_stage(index, batch, store, x, observe=observe)
+            if not self._hops.is_first:
+                received = self._received(sum(len(one.token_ids) for one in segments))
+        self._is_replaying = True
+        try:
+            yield received
+        finally:
+            self._is_replaying = False
+
+    def replayed(self, found: Tensor, segments: Sequence[Segment]) -> Tensor:
+        return self._handed_over(found, sum(map(_num_logits, segments)))
+
+    @property
+    def has_head(self) -> bool:
+        return self._hops is None or self._hops.is_last
+
+    def _handed_over(self, found: Tensor, num_logits: int) -> Tensor:
+        """The logits [num_logits, vocab_size] of a pass on rank 0. `found`: the states [R, hidden]
+        after the layers of this host, or logits on the last one."""
+        hops = self._hops
+        if hops is None:
+            return found
+        if hops.is_last:
+            hops.return_logits(found)
+            return found
+        hops.pass_on(found)
+        return hops.returned_logits(num_logits, self.config.vocab_size, self.ops.device)
+
+    def _received(self, rows: int) -> Tensor:
+        assert self._hops is not None, "there is a host before"
+        return self._hops.receive(rows, self.config.hidden_size, self.ops.device)
+
+    def _pass_on(self, x: Tensor) -> None:
+        if self._hops is not None and not self._hops.is_last:
+            self._hops.pass_on(x)
 
     def check_pass(self, observe: Observer | None) -> None:
         """RequestError for a pass that the ranks cannot run."""
@@ -174,22 +240,19 @@ class HostTransformer(RankTransformer):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         if self._hops is not None and not self._hops.is_first:
-            return torch.empty(0, self.config.hidden_size)  # the first host has answered
+            return torch.empty(0, self.config.hidden_size)  # the first host has the answer
         return super().embed(token_ids)
 
     def _embedding(self, batch: Batch) -> Tensor:
         if self._hops is None or self._hops.is_first:
             return super()._embedding(batch)
-        return self._hops.receive(len(batch.token_ids), self.config.hidden_size)
+        return self._received(len(batch.token_ids))  # of the pass that measures key smoothing
 
-    def _logits(self, x: Tensor, batch: Batch, observe: Observer | None) -> Tensor:
-        hops = self._hops
-        if hops is not None and not hops.is_last:
-            return hops.returned_logits(len(batch.logit_rows), self.config.vocab_size)
-        logits = super()._logits(x, batch, observe)
-        if hops is not None:
-            hops.return_logits(logits)
-        return logits
+
+def _num_logits(segment: Segment) -> int:
+    """Rows of a segment that get logits."""
+    counts = {LogitRows.ALL: len(segment.token_ids), LogitRows.LAST: 1}
+    return counts.get(segment.logit_rows, 0)
 
 
 def layer_part(config: ModelConfig, layers: range) -> tuple[ModelConfig, list[ModuleRow]]:

@@ -83,7 +83,6 @@ class LeadingTransformer(HostTransformer):
         self._dropped: list[Header] = []  # caches and adapters that are gone: sent before the next
         self._adapters: weakref.WeakKeyDictionary[Adapter, int] = weakref.WeakKeyDictionary()
         self._num_adapters = 0
-        self._is_replaying = False
         weakref.finalize(self, followers.close)
 
     def run_stage(
@@ -109,15 +108,14 @@ class LeadingTransformer(HostTransformer):
                 return super().run_stage(index, batch, store, x, observe=observe)
 
     @contextmanager
-    def replaying(self, store: KVStore, segments: Sequence[Segment]) -> Iterator[None]:
+    def replaying(self, store: KVStore, segments: Sequence[Segment]) -> Iterator[Tensor | None]:
         with self._lock:
             number = self.number_of(store)
-            with self._telling(replay_message(number, segments)):
-                self._is_replaying = True
-                try:
-                    yield
-                finally:
-                    self._is_replaying = False
+            with (
+                self._telling(replay_message(number, segments)),
+                super().replaying(store, segments) as received,
+            ):
+                yield received
 
     def embed(self, token_ids: Tensor) -> Tensor:
         ids = token_ids.to("cpu", torch.int64).view(-1)

@@ -31,6 +31,7 @@ from exl_core.parallel.exchange import (
 from exl_core.parallel.followers import Follower, Group
 from exl_core.parallel.hosts import Hops
 from exl_core.parallel.liveness import Watchdog
+from exl_core.parallel.nccl_library import new_id
 from exl_core.parallel.plan import Grid, Rank
 from exl_core.settings import Launched
 
@@ -44,6 +45,7 @@ _HELLO = struct.Struct("<4s16s4i")  # magic, token, version, channel, rank, rank
 _MAGIC, _VERSION = b"exlr", 1
 _CHANNELS = _MESSAGES, _REPORTS = 0, 1
 _LEADER = "leader"
+_NCCL_ID = "nccl"
 
 
 class Ends(NamedTuple):
@@ -71,6 +73,7 @@ class Meeting:
         self.hops: Hops | None = None
         """Transfers between hosts, after `connect`; None for a single host."""
         self._store = PrefixStore(f"exl/{job.run}", _store(job.address))
+        self._own_store = PrefixStore(f"host{self.grid.host_of(job.rank)}", self._store)
 
     def lead(self, watchdog: Watchdog | None = None) -> Group:
         """Waits for all other processes, on rank 0. RankError if they do not come. `watchdog` ends
@@ -104,13 +107,25 @@ class Meeting:
         rank = self.grid.rank_in_host(self.job.rank)
         exchange: Exchange = NoExchange()
         if rank.count > 1:
-            store = PrefixStore(f"host{self.grid.host_of(self.job.rank)}", self._store)
-            exchange = GlooExchange(store, rank)  # over the loopback interface
+            exchange = GlooExchange(self._own_store, rank)  # over the loopback interface
         if self.grid.hosts > 1:
             everyone = Rank(self.job.rank, self.grid.count)
             group = gloo_group(PrefixStore("hops", self._store), everyone, self.address)
             self.hops = Hops(group, self.grid, self.job.rank)
         return exchange
+
+    def nccl_id(self) -> bytes:
+        """Id with which the GPUs of this host connect, of rank 0 among its ranks. Waits for it on
+        the other ones. RankError if it does not come, and what `new_id` raises."""
+        if self.grid.rank_in_host(self.job.rank).index == 0:
+            identity = new_id()
+            self._own_store.set(_NCCL_ID, identity.hex())
+            return identity
+        try:
+            return bytes.fromhex(self._own_store.get(_NCCL_ID).decode())
+        except RuntimeError as error:
+            got = str(error).partition("\n")[0]
+            raise RankError("the first rank of this host has no GPU ready", got=got) from error
 
     def _accepted(self, listening: socket.socket, token: bytes) -> dict[int, list[socket.socket]]:
         """Both connections of every other rank."""

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from exl_core.settings import Launched
 
 
+CAUSE_S = 2.0
+"""Time for rank 0 to notice the end of another rank, which may be the cause of an error here."""
 _LOG = logging.getLogger("exl.load")
 
 
@@ -67,6 +70,10 @@ def run(reports: Reports, follow: Callable[[], None]) -> NoReturn:
     except EOFError:
         reports.lost()
     except ExlError as error:
+        if isinstance(error, RankError):
+            # An exchange also fails if another rank has ended. Rank 0 reports that one, and ends
+            # this process meanwhile.
+            time.sleep(CAUSE_S)
         reports.failed(str(error), error.exit_code)
         os._exit(error.exit_code)
     except BaseException as error:  # noqa: BLE001 - the process ends, and rank 0 reports it
@@ -240,9 +247,11 @@ def follow_job(
     host's copies of the adapters: rank 0 names them by their contents. `on_loss` is called if rank
     0 ends without a word, or hangs.
     """
+    from exl_core.parallel.peers import with_peers
     from exl_core.parallel.rendezvous import Meeting
     from exl_core.session.hosts import (
         check_job,
+        connecting_in,
         job_digest,
         open_table,
         part_of,
@@ -273,13 +282,14 @@ def follow_job(
         check_job(options, job)
         rank = meeting.grid.rank_in_host(job.rank)
         ops = open_table(options, rank, threads_of_job(options, job))
-        connecting = _connecting(ends.messages, rank, ops)
+        connecting = connecting_in(meeting, ops)
         part = part_of(meeting, files, options, ops)
 
         def join(sample_ids: tuple[int, ...]) -> HostTransformer:
             exchange = meeting.connect()
             if connecting is not None:
                 exchange = connecting.exchange.result()
+            exchange, _ = with_peers(exchange, ops, part.config, options.exchange)
             return part.model(exchange, sample_ids, meeting.hops)
 
         follow(ends.messages, reports, job_digest(files, options), join, load)

@@ -2,7 +2,8 @@
 host's layers among its processes.
 
 Every process reads its own part of its own host's copy of the model. Rank 0 has the engine; the
-others run its messages (`session/follower.py`).
+others run its messages (`session/follower.py`). The GPUs of each host are a group of their own:
+they exchange as the GPUs of `tensor_parallel` do.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from exl_core.parallel.followers import Group
 from exl_core.parallel.hosts import Hops, HostTransformer, WholeModel, layer_part
 from exl_core.parallel.leader import LeadingTransformer
 from exl_core.parallel.liveness import Watchdog
-from exl_core.parallel.peers import Link
-from exl_core.parallel.plan import Rank
+from exl_core.parallel.nccl import Connecting
+from exl_core.parallel.plan import Rank, check_alternatives
 from exl_core.parallel.rendezvous import Meeting
 from exl_core.parallel.shares import Shares
 from exl_core.session.load import (
@@ -38,6 +39,7 @@ from exl_core.session.load import (
     LoadOptions,
     changes_of,
     checkpoint_of,
+    config_on,
     fields_of,
     resolve_device,
     with_options,
@@ -45,12 +47,11 @@ from exl_core.session.load import (
 from exl_core.session.open import ModelFiles, open_model
 from exl_core.session.ranks import (
     check_ranks,
-    connecting_leader,
     device_of,
     digest_of,
     met,
-    send_nccl_id,
     sharded,
+    with_shared_memory,
 )
 from exl_core.session.weights import Loading
 from exl_core.settings import Launched, read_settings
@@ -65,8 +66,6 @@ _OWN_FIELDS = (
     "job",
 )
 """Fields of `LoadOptions` that each process chooses, or that rank 0 alone knows."""
-_LINK = Link(False, "torchrun has started their processes")
-"""How the GPUs of a job exchange, whatever `LoadOptions.exchange` asks for."""
 _LOG = logging.getLogger("exl.load")
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
@@ -172,7 +171,7 @@ def load_on_hosts(
     assert job.rank == 0, "the others call `follow_job`"
     check_job(options, job)
     files = model if isinstance(model, ModelFiles) else open_model(model)
-    config = with_options(files.config, options)
+    config = config_on(resolve_device(options.device, is_exact=options.exact), files, options)
     weights_bytes = checkpoint_of(files, config, options).packed_bytes
     meeting = Meeting(job)
     group = meeting.lead(Watchdog() if options.is_command else None)
@@ -185,11 +184,12 @@ def load_on_hosts(
     try:
         rank = meeting.grid.rank_in_host(0)
         ops = open_table(options, rank, threads_of_job(options, job))
-        if ops.device.type == "cuda":
-            send_nccl_id(group)
-        connecting = connecting_leader(group, rank, ops)
+        connecting = connecting_in(meeting, ops)
+        if connecting is not None:
+            group.on_failure = group.on_close = connecting.abort
         part = part_of(meeting, files, options, ops, report)
         exchange = met(group, job_digest(files, options), files.sample_ids, connecting)
+        exchange, link = with_shared_memory(exchange, group, ops, part.config, options.exchange)
         transformer = part.leading_model(exchange, files.sample_ids, group, meeting.hops)
     except BaseException:
         group.close()
@@ -206,7 +206,7 @@ def load_on_hosts(
         load_s=time.perf_counter() - started,
         exact=options.exact,
         changes=changes_of(options),
-        link=_LINK if ops.device.type == "cuda" and rank.count > 1 else None,
+        link=link,
     )
 
 
@@ -224,14 +224,19 @@ def check_job(options: LoadOptions, job: Launched) -> None:
             expected="--mtp or torchrun",
             got="both",
         )
+    has_limit = options.held_bytes is not None
+    check_alternatives(options.split, options.cpu_layers, options.experts_on, has_limit=has_limit)
     device = resolve_device(options.device, is_exact=options.exact)
-    if device.startswith("cuda") and job.world_size > job.local_size:
-        raise RequestError(
-            "several hosts of torchrun run on the CPU only so far",
-            expected="--device cpu, or the GPUs of one host",
-            got=device,
-        )
-    check_ranks(replace(options, tensor_parallel=job.world_size), device)
+    check_ranks(replace(options, tensor_parallel=job.local_size), device)
+
+
+def connecting_in(meeting: Meeting, ops: OpTable) -> Connecting | None:
+    """Begins to connect this process's GPU with the others of its host, while weights are read.
+    None on the CPU, and for the only process of a host."""
+    rank = meeting.grid.rank_in_host(meeting.job.rank)
+    if ops.device.type != "cuda" or rank.count == 1:
+        return None
+    return Connecting(meeting.nccl_id, rank, ops.device, in_order=ops.is_batch_invariant)
 
 
 def job_digest(files: ModelFiles, options: LoadOptions) -> str:
@@ -265,6 +270,7 @@ def part_of(
 ) -> Part:
     """This process's part of the model, on the device of `ops`."""
     grid, rank = meeting.grid, meeting.job.rank
-    layers = None if grid.hosts == 1 else grid.layers(with_options(files.config, options), rank)
+    config = config_on(str(ops.device), files, options)
+    layers = None if grid.hosts == 1 else grid.layers(config, rank)
     own = grid.rank_in_host(rank)
     return load_part(files, options, own, ops, layers=layers, progress=progress)

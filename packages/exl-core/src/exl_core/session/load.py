@@ -240,7 +240,7 @@ def load_model(
     make_table = partial(_make_table, options, settings, threads)
     opening = _start_device(partial(make_table, device)) if device.startswith("cuda") else None
     files = model if isinstance(model, ModelFiles) else open_model(path)
-    config, others = _config_on(device, files, options), fields_of(options, threads)
+    config, others = config_on(device, files, options), fields_of(options, threads)
     with started_followers(files.path, config, device, others) as followers:
         checkpoint = checkpoint_of(files, config, options)
         ops = make_table(device) if opening is None else _started(opening, checkpoint)
@@ -336,7 +336,7 @@ def _with_ranks(
     return replace(options, tensor_parallel=choice.count), choice
 
 
-def _config_on(device: str, files: ModelFiles, options: LoadOptions) -> ModelConfig:
+def config_on(device: str, files: ModelFiles, options: LoadOptions) -> ModelConfig:
     """The model's numbers with `options`. DeviceError for heads that a GPU cannot run."""
     config = with_options(files.config, options)
     if device.startswith("cuda"):

@@ -289,7 +289,7 @@ def load_leader(
         connecting = connecting_leader(followers, Rank(0, num_ranks), ops)
         weights = own.whole(ops, None)
         exchange = met(followers, digest_of(files), files.sample_ids, connecting)
-        exchange, link = _with_peers(exchange, followers, ops, loading.config, kind)
+        exchange, link = with_shared_memory(exchange, followers, ops, loading.config, kind)
         model = LeadingTransformer(
             loading.config,
             weights,
@@ -337,17 +337,17 @@ def met(
     return group.wait_for(connecting.exchange)
 
 
-def _with_peers(
-    exchange: Exchange, followers: Followers, ops: OpTable, config: ModelConfig, kind: ExchangeKind
+def with_shared_memory(
+    exchange: Exchange, group: Group, ops: OpTable, config: ModelConfig, kind: ExchangeKind
 ) -> tuple[Exchange, Link | None]:
-    """The exchange with memory that the ranks share, if they can. The end of the group ends what
-    waits in it."""
+    """Rank 0's exchange with memory that the ranks share, if they can. The end of the group ends
+    what waits in it."""
     try:
         connected, link = with_peers(exchange, ops, config, kind)
     except RankError as error:
-        raise followers.cause(error) from error
+        raise group.cause(error) from error
     if isinstance(connected, PeerExchange):
-        followers.on_failure = followers.on_close = connected.abort
+        group.on_failure = group.on_close = connected.abort
     return connected, link
 
 
