@@ -127,7 +127,7 @@ class Linears:
         self._trellis = Trellis(gpu)
 
     def begin_pass(self) -> None:
-        """Starts a pass: `CudaTable.attention_batch` calls this before its first product."""
+        """Starts a pass: `Stage.bind` calls this before the first product of its layers."""
         self.slices.begin_pass()
 
     def new(self, layout: WeightLayout, on_host: bool) -> Part:
