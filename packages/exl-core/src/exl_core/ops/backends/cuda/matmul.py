@@ -58,7 +58,7 @@ PlainKind = Literal["silu", "gelu_tanh", "relu2"]
 ANY_ROWS = 1 << 20  # more than a pass has
 
 SCRATCH_HALVES = 48 << 20
-"""Largest slice of dequantized weights, in float16 numbers: 96 MiB. `Slices` has two or three."""
+"""Largest slice of dequantized weights, in float16 numbers: 96 MiB. `Slices` has several."""
 
 
 class CudaLinear(DenseLinear):
