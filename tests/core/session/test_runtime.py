@@ -118,7 +118,7 @@ def test_a_draft_model_is_planned_together_with_the_model(
 def test_plans_know_the_states_of_the_engine(
     folder: Path, draft: DraftOptions | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a hybrid, for all sequences of a batch, twice with drafts."""
+    """Those of all sequences of a batch of a hybrid, twice with drafts."""
     hybrid = tiny_models.save(tiny_lfm2(), tmp_path / "lfm2")
     if draft is not None and draft.model is not None:
         draft = DraftOptions(str(folder))

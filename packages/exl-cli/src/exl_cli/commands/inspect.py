@@ -38,6 +38,25 @@ SHOW_EXAMPLES = (
     ("exl show owner/name", "a model of 'exl list', or any other model"),
     ("exl show model.gguf --tensors", "every tensor, with shape and type"),
 )
+Fit = Annotated[
+    bool,
+    typer.Option(
+        "--fit",
+        help="Show which devices the model fits on, the longest context by cache type, and the "
+        "devices of the layers.",
+    ),
+]
+MaxBatch = Annotated[
+    int,
+    typer.Option(
+        "--max-batch",
+        metavar="N",
+        min=1,
+        max=1024,
+        help="Sequences at the same time that the memory is shown for. A model with recurrent "
+        "layers has a state of each in memory.",
+    ),
+]
 SCHEMA_VERSION = 1
 _TABLE_CTX = (2048, 4096, 8192, 32768, 131072)
 
@@ -57,29 +76,12 @@ def inspect_model(
         bool,
         typer.Option("--verify", help="Read and check all weights, and print the problems found."),
     ] = False,
-    fit: Annotated[
-        bool,
-        typer.Option(
-            "--fit",
-            help="Show which devices the model fits on, the longest context by cache type, and "
-            "the devices of the layers.",
-        ),
-    ] = False,
+    fit: Fit = False,
     split: options.Split = "auto",
     cpu_layers: options.CpuLayers = None,
     experts_on: options.ExpertsOn = "auto",
     reserve: Reserve = "0",
-    max_batch: Annotated[
-        int,
-        typer.Option(
-            "--max-batch",
-            metavar="N",
-            min=1,
-            max=1024,
-            help="Sequences at the same time. Of a model with recurrent layers, each has a state "
-            "in memory.",
-        ),
-    ] = 1,
+    max_batch: MaxBatch = 1,
     json: options.Json = False,
 ) -> None:
     """Show architecture, sizes, bits per weight, tokenizer, memory and backends of a model.

@@ -248,16 +248,15 @@ def load_model(
         mtp = _mtp_of(files, config, divided, checkpoint) if options.mtp else None
         sizes = partial(sizes_of, divided, config, checkpoint, mtp)
         plan = plan_of(divided, split, config, sizes, ops, device=device, reserve=reserve)
-        on_host = options.embeddings_on == "cpu"
+        on_host, kind = options.embeddings_on == "cpu", options.exchange
         loading = Loading(config, checkpoint, files.path, threads, progress, on_host)
         if divided.tensor_parallel == 1:
             tables = _tables(plan, device, ops, make_table)
             weights, stages, last = loading.read(plan, tables, ops, options.held_bytes)
             transformer = Transformer(config, weights, last, files.sample_ids, split=stages)
         else:
-            # Followers start here if the number of ranks was open.
             rest = followers or start_followers(files.path, device, fields_of(divided, threads))
-            room, kind = RankRoom(need_of(options, config), reserve), options.exchange
+            room = RankRoom(need_of(options, config), reserve)
             transformer = load_leader(loading, checkpoint, ops, files, rest, kind=kind, room=room)
         return LoadedModel(
             name=files.name,

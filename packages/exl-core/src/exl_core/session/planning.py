@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Literal, Protocol
 
 from exl_core.arch.spec import ModelConfig
+from exl_core.cache.format import KVFormat
 from exl_core.cache.memory import free_memory_bytes
 from exl_core.cache.need import CacheNeed
 from exl_core.errors import RequestError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.ops.table import OpTable
+from exl_core.parallel.plan import RankCount
+from exl_core.session.mtp import MtpFiles
 from exl_core.session.placement import DeviceMemory, device_memory
 from exl_core.session.reserve import Reserve
 from exl_core.session.split import (
@@ -26,15 +29,38 @@ from exl_core.session.split import (
     plan_split,
 )
 
-if TYPE_CHECKING:
-    from exl_core.session.load import LoadOptions
-    from exl_core.session.mtp import MtpFiles
-
 DEFAULT_CTX_LIMIT = 8192
 """Longest default context. The whole context of a 128k model would take gigabytes of cache."""
 
 
-def need_of(options: LoadOptions, config: ModelConfig) -> CacheNeed:
+class PlanOptions(Protocol):
+    """Options of a run that its plan depends on; `LoadOptions` has them."""
+
+    @property
+    def cache_tokens(self) -> int | None: ...
+    @property
+    def kv_format(self) -> KVFormat: ...
+    @property
+    def max_batch(self) -> int: ...
+    @property
+    def has_drafts(self) -> bool: ...
+    @property
+    def tensor_parallel(self) -> RankCount: ...
+    @property
+    def embeddings_on(self) -> Literal["device", "cpu"]: ...
+    @property
+    def reserved_bytes(self) -> int: ...
+    @property
+    def experts_on(self) -> str: ...
+    @property
+    def cpu_layers(self) -> int | None: ...
+    @property
+    def held_bytes(self) -> int | None: ...
+    @property
+    def device(self) -> str: ...
+
+
+def need_of(options: PlanOptions, config: ModelConfig) -> CacheNeed:
     """The cache that the options leave memory for."""
     return CacheNeed(
         options.cache_tokens or min(config.max_seq_len, DEFAULT_CTX_LIMIT),
@@ -45,7 +71,7 @@ def need_of(options: LoadOptions, config: ModelConfig) -> CacheNeed:
 
 
 def sizes_of(
-    options: LoadOptions, config: ModelConfig, checkpoint: Checkpoint, mtp: MtpFiles | None
+    options: PlanOptions, config: ModelConfig, checkpoint: Checkpoint, mtp: MtpFiles | None
 ) -> LayerSizes:
     """Sizes of the model and of the cache that `options` ask for. The layer for multi-token
     prediction, its cache, and the states that it reads are on the device of the head."""
@@ -59,7 +85,7 @@ def sizes_of(
 
 
 def plan_of(
-    options: LoadOptions,
+    options: PlanOptions,
     split: Split,
     config: ModelConfig,
     make_sizes: Callable[[], LayerSizes],
@@ -91,7 +117,7 @@ def plan_of(
 
 
 def _divided(
-    options: LoadOptions,
+    options: PlanOptions,
     split: Split,
     config: ModelConfig,
     make_sizes: Callable[[], LayerSizes],
@@ -136,7 +162,7 @@ def _divided(
 
 
 def _check_kept(
-    options: LoadOptions,
+    options: PlanOptions,
     plan: tuple[StagePlan, ...],
     sizes: LayerSizes,
     own: DeviceMemory,
