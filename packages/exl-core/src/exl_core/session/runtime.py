@@ -190,9 +190,9 @@ def open_runtime(
     cache_tokens, max_batch = max(ctx, PAGE_SIZE, options.cache_tokens or 0), options.max_batch
     if options.has_guidance:
         cache_tokens, max_batch = 2 * pages_for(cache_tokens) * PAGE_SIZE, 2 * max_batch
-    reserved_bytes = 0
+    reserved_bytes, has_drafts = 0, options.draft is not None
+    need = CacheNeed(cache_tokens, options.kv_format, max_batch, has_drafts=has_drafts)
     if draft_files is not None:
-        need = CacheNeed(cache_tokens, options.kv_format, max_batch, has_drafts=True)
         reserved_bytes = _check_both(files, draft_files, options, ctx, need)
     warning = context_warning(ctx, files.config, options.load)
     how = replace(
@@ -200,7 +200,7 @@ def open_runtime(
         cache_tokens=cache_tokens,
         kv_format=options.kv_format,
         max_batch=max_batch,
-        has_drafts=options.draft is not None,
+        has_drafts=has_drafts,
         reserved_bytes=reserved_bytes,
         mtp=options.draft is not None and options.draft.mtp,
     )
@@ -212,7 +212,7 @@ def open_runtime(
     if options.draft is not None:
         draft = None if draft_files is None else load_draft(draft_files, ctx, options.load, load)
         drafter = _drafter(options, loaded, draft, cache_tokens)
-    with _naming_cheaper_caches(loaded, options.kv_format, cache_tokens):
+    with _naming_cheaper_caches(loaded, need):
         engine = Engine(
             loaded.model,
             loaded.tokenizer,
@@ -324,7 +324,7 @@ def _drafter(
         )
     if draft is None:
         return NgramDrafter(max_tokens=most or DEFAULT_NGRAM_TOKENS)
-    with _naming_cheaper_caches(draft, options.kv_format, cache_tokens):
+    with _naming_cheaper_caches(draft, CacheNeed(cache_tokens, options.kv_format)):
         return ModelDrafter(
             draft.model,
             num_pages=pages_for(cache_tokens),
@@ -335,9 +335,7 @@ def _drafter(
 
 
 @contextmanager
-def _naming_cheaper_caches(
-    loaded: LoadedModel, kv_format: KVFormat, cache_tokens: int
-) -> Iterator[None]:
+def _naming_cheaper_caches(loaded: LoadedModel, need: CacheNeed) -> Iterator[None]:
     """If the cache does not fit into memory, names the cache formats that would fit."""
     try:
         yield
@@ -345,16 +343,16 @@ def _naming_cheaper_caches(
         free = free_memory_bytes(loaded.model.ops.device)
         if error.where != "cache" or free is None:
             raise
-        shapes = loaded.config.kv_shapes
+        config, has_spare = loaded.config, loaded.model.ops.device.type == "cuda"
 
         def size(wanted: KVFormat) -> int:
-            each = kv_bytes_per_token(shapes, wanted)
-            return each * pages_for(cache_tokens) * PAGE_SIZE
+            return need.with_format(wanted).total_bytes(config, has_spare=has_spare)
 
         fitting = [
             cheaper.value
             for cheaper in KVFormat
-            if _can_hold(shapes, cheaper) and size(cheaper) <= min(free, size(kv_format) - 1)
+            if _can_hold(config.kv_shapes, cheaper)
+            and size(cheaper) <= min(free, size(need.kv_format) - 1)
         ]
         advice = [f"--cache-type {' or '.join(fitting)} would fit."] if fitting else []
         if error.next_step is not None:
