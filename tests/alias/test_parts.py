@@ -262,7 +262,9 @@ def test_splits_become_those_of_exl(old: Any, monkeypatch: pytest.MonkeyPatch) -
     assert [one.tensor_parallel for one in asked] == [1, 1, 2, 3, 3, 1]
     last = asked[-1]
     assert (last.split, last.cache_tokens, last.kv_format) == ("auto", 2048, KVFormat.FP8)
-    assert last.reserved_bytes == 1 << 20
+    assert last.reserve == "0.001049,0.000000,0.000000"
+    assert model._reserve_fields(None) == model._reserve_fields([]) == {}
+    assert model._reserve_fields(1 << 30) == {"reserve": "1.073742"}
 
 
 def test_a_batch_shares_the_memory_of_a_smaller_cache(

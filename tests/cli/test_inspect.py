@@ -113,7 +113,9 @@ def test_state_of_a_hybrid(inspect_json: JsonCommand, tmp_path: Path) -> None:
     assert memory["state_bytes_per_sequence"] == state
     kv = 2 * 2 * 20 * 2 * 2  # layers, heads, head size, key and value, fp16
     assert memory["kv_bytes_per_token"] == kv
-    assert memory["total_bytes"] == memory["weights_bytes"] + 512 * kv + state
+    assert memory["most_snapshots"] == 2  # one for each page
+    assert memory["state_bytes"] == 3 * state
+    assert memory["total_bytes"] == memory["weights_bytes"] + 512 * kv + 3 * state
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,8 @@ def test_state_of_a_hybrid(inspect_json: JsonCommand, tmp_path: Path) -> None:
 def test_snapshots_of_a_hybrid_are_those_of_an_engine(
     inspect_json: JsonCommand, hybrid_dir: Path, pages: int, snapshots: int
 ) -> None:
-    memory = inspect_json(hybrid_dir, "--ctx", 256 * pages - 255)["memory"]
+    ctx = 256 * pages - 255
+    memory = inspect_json(hybrid_dir, "--ctx", ctx, "--max-batch", 16)["memory"]
     state = 3 * (3 * 208 + 6 * 24 * 16) * 4  # layers, inputs of the convolution, heads' matrices
     assert memory["state_bytes_per_sequence"] == state
     assert memory["most_snapshots"] == snapshots
@@ -138,15 +141,65 @@ def test_snapshots_of_a_hybrid_are_those_of_an_engine(
     assert states is not None
     assert states.num_slots == options.max_batch + snapshots
     assert states.bytes_per_slot == state
+    assert memory["state_bytes"] == states.size_bytes
 
 
 def test_table_of_a_hybrid(exl: Command, hybrid_dir: Path) -> None:
     done = exl("inspect", hybrid_dir)
     assert (done.code, done.err) == (0, "")
     assert (
-        "3 of 4 layers are recurrent, with a state of 35.1 kB a sequence and at most 8 snapshots "
+        "3 of 4 layers are recurrent, with a state of 35.1 kB a sequence and at most 5 snapshots "
         "of it"
     ) in " ".join(done.out.split())
+    assert "context weights cache states total" in " ".join(done.out.split())
+
+
+def test_fit_of_a_hybrid_counts_its_states(
+    exl: Command, inspect_json: JsonCommand, hybrid_dir: Path, memory_is: SetsMemory
+) -> None:
+    """States of two layers are on one GPU, and those of the third on the other."""
+    layer = (3 * 208 + 6 * 24 * 16) * 4
+    slots = 40 + 8  # sequences, and a snapshot for each page
+    cache = 8 * 24576
+    memory_is(None, 10**12, 10**12)
+    options = ("--fit", "--ctx", 2048, "--max-batch", 40)
+    cpu, gpu, _ = inspect_json(hybrid_dir, *options)["fit"]
+    assert cpu["state_bytes"] == 3 * layer * slots
+    assert gpu["state_bytes"] == 3 * layer * (slots + 1)
+    weights = size_of(hybrid_dir, "")
+    assert gpu["needed_bytes"] == weights + cache + gpu["state_bytes"] + GPU_OVERHEAD
+    (stage,) = inspect_json(hybrid_dir, *options)["split"]
+    assert (stage["cache_bytes"], stage["state_bytes"]) == (cache, gpu["state_bytes"])
+
+    room = gpu["needed_bytes"]
+    memory_is(None, room - 1, room - 1)
+    stages = inspect_json(hybrid_dir, *options)["split"]
+    assert [one["device"] for one in stages] == ["cuda:0", "cuda:1"]
+    assert sum(one["state_bytes"] for one in stages) == gpu["state_bytes"]
+    assert len(inspect_json(hybrid_dir, "--fit", "--ctx", 2048)["split"]) == 1  # one sequence
+    text = " ".join(exl("inspect", hybrid_dir, *options).out.split())
+    assert "and recurrent states of 1.72 MB; contexts in tokens." in text
+    assert "GB states)" in text
+
+
+def test_fit_leaves_a_reserve(
+    exl: Command, inspect_json: JsonCommand, wide_dir: Path, memory_is: SetsMemory
+) -> None:
+    memory_is(None, 10**10, 10**10)
+
+    def devices(*options: object) -> list[str]:
+        answer = inspect_json(wide_dir, "--fit", *options)
+        return [stage["device"] for stage in answer["split"]]
+
+    assert devices() == devices("--reserve", "9") == ["cuda:0"]
+    assert devices("--reserve", "9.9,1") == ["cuda:1"]
+    refused = exl("inspect", wide_dir, "--fit", "--reserve", "10")
+    assert "do not fit" in refused.error_line(4) or "does not fit" in refused.error_line(4)
+    refused = exl("inspect", wide_dir, "--fit", "--reserve", "1,2,3")
+    assert "expected 1 number, or 2 for 2 GPUs" in refused.error_line(2)
+    assert "needs --fit" in exl("inspect", wide_dir, "--reserve", "1").error_line(2)
+    refused = exl("generate", wide_dir, "-p", "x", "--device", "cpu", "--reserve", "much")
+    assert "not a reserve" in refused.error_line(2)
 
 
 @pytest.fixture
@@ -194,13 +247,14 @@ def test_fit_on_the_cpu_reads_no_weights(
             "free_bytes": needed,
             "ctx": 512,
             "needed_bytes": needed,
+            "state_bytes": 0,
             "fits": True,
             "max_ctx": contexts,
             "advice": "",
         }
     ]
     stage = {"device": "cpu", "first_layer": 0, "last_layer": 2}
-    stage |= {"weights_bytes": weights, "cache_bytes": cache}
+    stage |= {"weights_bytes": weights, "cache_bytes": cache, "state_bytes": 0}
     assert answer["split"] == [
         {**stage, "layers_with_experts_on_cpu": [], "bytes_of_experts_on_cpu": 0}
     ]

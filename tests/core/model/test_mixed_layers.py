@@ -13,6 +13,7 @@ from torch.nn.functional import linear, rms_norm
 from exl_core.arch.checks import check_config
 from exl_core.arch.layers import FeedForward, LayerSpec, Mixer
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
+from exl_core.cache.need import CacheNeed
 from exl_core.convert.layers import LayerSource, compute_type, read_layer
 from exl_core.convert.parallel import worker_pool
 from exl_core.convert.passes import CapturingPass, LayerFunction
@@ -148,7 +149,7 @@ def test_the_cache_is_the_sum_over_layers(tmp_path: Path) -> None:
         (3, 256, 64),
         (4, 256, 24),
     ]
-    fit = fit_all(1000, CONFIG, 300, [DeviceMemory("cuda:0", "a GPU", 1 << 40)])[0]
+    fit = fit_all(1000, CONFIG, CacheNeed(300), [DeviceMemory("cuda:0", "a GPU", 1 << 40)])[0]
     assert fit.needed_bytes - fit.memory.overhead_bytes - 1000 == context.store.size_bytes
     assert KVFormat.Q4 not in fit.contexts  # two of the head sizes are no multiples of 32
 

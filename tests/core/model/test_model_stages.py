@@ -21,8 +21,13 @@ from exl_core.model.runner import Runner, make_batch, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.stage import StageTable
 from exl_core.model.transformer import Transformer
+from exl_core.ops.backends.cpu.table import CpuTable
+from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.open import get_table
+from exl_core.session.load import load_model
 from support.mixed_model import CODES_CONFIG, CONFIG, mixed_model, random_tensors, write_tensors
+from support.tiny_hybrids import tiny_lfm2
+from support.tiny_models import save
 
 SAMPLE_IDS = tuple(range(3, 50))
 
@@ -105,6 +110,30 @@ def test_the_cache_of_a_layer_is_on_the_device_of_its_stage(tmp_path: Path) -> N
     assert split.ops_of(3) is split.ops is split.stages[1].ops
     store = store_for(split, KVFormat.FP16, 2)
     assert store.devices == tuple(split.ops_of(layer).device for layer in range(4))
+
+
+def test_every_stage_begins_its_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage without attention too: its products may use memory that a graph has used."""
+    called: list[str] = []
+    multiply = CpuTable.linear_add_
+
+    def counted(table: CpuTable, x: Inputs, w: PackedLinear, residual: Tensor) -> Tensor:
+        called.append("product")
+        return multiply(table, x, w, residual)
+
+    monkeypatch.setattr(CpuTable, "linear_add_", counted)
+    monkeypatch.setattr(CpuTable, "begin_pass", lambda _: called.append("begin"))
+    folder = save(tiny_lfm2(), tmp_path / "lfm2")  # two short convolutions first
+    split = load_model(folder, device="cpu", threads=1, split="cpu=2,cpu=3").model
+    store, rows = store_for(split, KVFormat.FP16, 1), LogitRows.LAST
+    segment = Segment(SAMPLE_IDS, 0, (0,), logit_rows=rows, state_slot=0)
+    called.clear()
+    split.forward(make_batch([segment]), store)
+    products = [index for index, name in enumerate(called) if name == "product"]
+    begins = [index for index, name in enumerate(called) if name == "begin"]
+    assert len(begins) == 2
+    assert begins[0] == 0
+    assert products[0] < begins[1] < products[-1]
 
 
 segment_lists = st.lists(

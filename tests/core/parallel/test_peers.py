@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from exl_core.parallel.peers import (
     Agreement,
     Link,
     PeerExchange,
+    buffers_of,
     connected,
     tried,
     with_peers,
@@ -52,11 +54,12 @@ CPU = torch.device("cpu")
 class FakeMemory:
     """Memory whose handle names it: address 100 + rank."""
 
-    def __init__(self, rank: int, *, refuses: bool = False) -> None:
+    def __init__(self, rank: int, *, refuses: bool = False, is_small: bool = False) -> None:
         self.address = 100 + rank
         self.handle = b"\0handle " + bytes([rank])
         self.opened: list[bytes] = []
         self.is_closed = False
+        self.is_small = is_small
         self._refuses = refuses
 
     def open(self, handle: bytes) -> int:
@@ -74,6 +77,7 @@ class FakeSums:
     """Sums of `exchange`, and changes to them."""
 
     exchange: Exchange
+    has_large: bool = True
     is_wrong: bool = False
     is_wrong_if_large: bool = False
     has_ended: bool = False
@@ -83,7 +87,9 @@ class FakeSums:
     was_aborted: bool = False
     num_ended: int = 0
 
-    def add(self, part: Tensor) -> Tensor:
+    def add(self, part: Tensor) -> Tensor | None:
+        if not self.has_large:
+            return None
         total = self.exchange.sum(part)
         return total + 1 if self.is_wrong_if_large else total
 
@@ -116,14 +122,16 @@ def connect(
     """One rank's part. None: its driver shares no memory."""
     seen: list[int] = []
 
-    def make() -> FakeMemory:
+    def make(has_large: bool) -> FakeMemory:
         if memory is None:
             raise RuntimeError("exl_cuda_shared_new: not supported")
+        if has_large and memory.is_small:
+            raise RuntimeError("exl_cuda_shared_new: out of memory")
         return memory
 
-    def trial(buffers: Sequence[int]) -> tuple[Any, str | None]:
+    def trial(buffers: Sequence[int], has_large: bool) -> tuple[Any, str | None]:
         seen.extend(buffers)
-        sums: Any = FakeSums(exchange, **changes)
+        sums: Any = FakeSums(exchange, has_large=has_large, **changes)
         return sums, tried(sums, exchange, width, CPU)
 
     found, link = connected(exchange, make, trial, width, CPU)
@@ -174,6 +182,39 @@ def test_a_fault_of_one_rank_makes_all_of_them_take_nccl(fault: str, expected: s
         assert memory.is_closed or (is_faulty and fault == "memory")
 
     on_ranks(2, work)
+
+
+@pytest.mark.parametrize("small", [(1,), (0,), (0, 1, 2)])
+def test_large_sums_alone_take_nccl_without_memory_for_them(
+    small: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The places of a buffer depend on the ranks' agreement about large sums."""
+    caplog.set_level(logging.DEBUG, "exl.load")
+
+    def work(exchange: ThreadExchange) -> bool:
+        index = exchange.rank.index
+        memory = FakeMemory(index, is_small=index in small)
+        found, link, buffers = connect(exchange, memory)
+        assert isinstance(found, PeerExchange)
+        assert link.is_shared
+        assert buffers == [100, 101, 102]
+        assert not memory.is_closed
+        sums: Any = found.peers
+        return bool(sums.has_large)
+
+    assert on_ranks(3, work) == [False] * 3
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 3
+    assert all(line.startswith("large sums go through NCCL: rank ") for line in lines)
+    assert sum("exl_cuda_shared_new: out of memory" in line for line in lines) == len(small)
+
+
+def test_places_without_large_sums_are_the_first_ones_of_a_buffer() -> None:
+    config: Any = SimpleNamespace(hidden_size=8192, vocab_size=128256)
+    whole, small = (buffers_of(config, [0, 0], has_large=has) for has in (True, False))
+    assert whole.large_parts_at(0) == small.size_bytes
+    assert whole.size_bytes - small.size_bytes > 2 * 64 << 20
+    assert (small.rows, small.width, small.vocab, small.large) == (MAX_ROWS, 8192, 128256, 0)
 
 
 def test_states_that_are_no_whole_vectors_take_nccl() -> None:

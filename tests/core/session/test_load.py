@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from exl_core.arch.layers import MLA
 from exl_core.arch.spec import RopeMethod
 from exl_core.cache.format import KVFormat
+from exl_core.cache.need import CacheNeed
 from exl_core.engine.engine import EngineOptions
 from exl_core.errors import ExlError, OutOfMemoryError, RequestError, TokenizerError
 from exl_core.formats.codecs.rounded.matrix import layout_of, rounded
@@ -200,9 +201,8 @@ def test_a_description_counts_parameters_layers_and_memory(tmp_path: Path) -> No
         *(f"layer {i}" for i in range(4)),
         "norm",
     ]
-    assert (
-        described.memory_bytes(100) == described.weights_bytes_in_memory + 100 * 4 * 2 * 2 * 20 * 2
-    )
+    cache = 100 * 4 * 2 * 2 * 20 * 2
+    assert described.memory_bytes(CacheNeed(100)) == described.weights_bytes_in_memory + cache
     assert described.tokenizer.vocab_size == byte_tokenizer().get_vocab_size()
     assert not described.has_template
     assert described.unused_tensors == ()

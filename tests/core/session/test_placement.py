@@ -4,21 +4,34 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from exl_core.arch.layers import KVShape
-from exl_core.cache.format import PAGE_SIZE, KVFormat
+import pytest
+
+from exl_core.arch.layers import KVShape, StateShape
+from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
+from exl_core.cache.need import CacheNeed
 from exl_core.session.placement import GPU_OVERHEAD, DeviceMemory, Fit, device_memory, fit_all
 
 
 class Shape(NamedTuple):
-    kv_shapes: tuple[KVShape, ...] = (KVShape(2, 64),) * 4
+    kv_shapes: tuple[KVShape | None, ...] = (KVShape(2, 64),) * 4
+    state_shapes: tuple[StateShape | None, ...] = (None,) * 4
     max_seq_len: int = 4096
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(shape.size_bytes for shape in self.state_shapes if shape is not None)
+
+
+STATE = StateShape((3, 100), (2, 50, 50))  # 4 * (300 + 5000) bytes
+HYBRID = Shape((KVShape(2, 64), None, None), (None, STATE, STATE))
+RECURRENT = Shape((None,), (STATE,))
 
 
 FP16_PAGE = 4 * 2 * 64 * 2 * 2 * PAGE_SIZE  # layers, heads, d, key and value, bytes
 
 
 def fit_on_gpu(free: int | None, ctx: int = 1024) -> Fit:
-    return fit_all(1000, Shape(), ctx, [DeviceMemory("cuda:0", "a GPU", free)])[0]
+    return fit_all(1000, Shape(), CacheNeed(ctx), [DeviceMemory("cuda:0", "a GPU", free)])[0]
 
 
 def test_needed_bytes_are_weights_overhead_and_whole_pages() -> None:
@@ -54,6 +67,37 @@ def test_unknown_memory_stays_unknown() -> None:
     assert fit.fits is None
     assert set(fit.contexts.values()) == {None}
     assert fit.advice == ""
+
+
+def test_states_of_sequences_and_snapshots_are_needed() -> None:
+    """Two sequences, of 8 pages with 65536 bytes each: their memory holds 12 states of 42400
+    bytes, but 8 pages have 8 snapshots at most. A GPU has a slot beside."""
+    need = CacheNeed(2048, max_batch=2)
+    memories = [DeviceMemory("cpu", "", None), DeviceMemory("cuda:0", "", None)]
+    cpu, gpu = fit_all(1000, HYBRID, need, memories)
+    assert (cpu.state_bytes, gpu.state_bytes) == (10 * 42400, 11 * 42400)
+    for fit in (cpu, gpu):
+        cache = 8 * 2 * 64 * 2 * 2 * PAGE_SIZE
+        assert fit.needed_bytes == 1000 + fit.memory.overhead_bytes + cache + fit.state_bytes
+
+
+@pytest.mark.parametrize("shape", [HYBRID, RECURRENT], ids=["hybrid", "recurrent"])
+@pytest.mark.parametrize("max_batch", [1, 7])
+@pytest.mark.parametrize("room", [0, 300_000, 700_001, 1_234_567, 10**7])
+def test_longest_context_of_a_hybrid_fits_and_one_page_more_does_not(
+    shape: Shape, max_batch: int, room: int
+) -> None:
+    memory = DeviceMemory("cuda:0", "", 1000 + GPU_OVERHEAD + room)
+    fit = fit_all(1000, shape, CacheNeed(256, max_batch=max_batch), [memory])[0]
+    for kind, most in fit.contexts.items():
+        assert most is not None
+        pages = pages_for(most)
+        sizes = [
+            CacheNeed(PAGE_SIZE * count, kind, max_batch).total_bytes(shape, has_spare=True)
+            for count in (pages, pages + 1)
+        ]
+        assert pages == 0 or sizes[0] <= room
+        assert most == shape.max_seq_len or sizes[1] > room
 
 
 def test_the_cpu_is_always_listed() -> None:

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from exl_core.arch.spec import ModelConfig
-from exl_core.errors import RequestError
-from exl_core.parallel.plan import Rank, parse_ranks
+from exl_core.cache.format import KVFormat, kv_bytes_per_token
+from exl_core.cache.need import CacheNeed
+from exl_core.cache.state import SPARE_SLOTS, default_snapshots
+from exl_core.errors import OutOfMemoryError, RequestError
+from exl_core.parallel.plan import Rank, parse_ranks, share_config
 from exl_core.session import ranks
 from exl_core.session.load import LoadOptions, load_model
 from exl_core.session.open import open_model
-from exl_core.session.placement import GPU_OVERHEAD, DeviceMemory
-from exl_core.session.ranks import check_ranks, choose_ranks, device_of, ranks_for
+from exl_core.session.placement import CPU_OVERHEAD, GPU_OVERHEAD, DeviceMemory
+from exl_core.session.ranks import (
+    RankRoom,
+    check_ranks,
+    choose_ranks,
+    device_of,
+    rank_buffer_bytes,
+    rank_cache_bytes,
+    ranks_for,
+)
+from exl_core.session.reserve import Reserve
 from exl_core.session.split import LayerSizes
-from support.tiny_hybrids import tiny_lfm2
+from exl_kernels.cuda_exchange import MAX_PEERS, REDUCE_BLOCKS, STAGES
+from support.tiny_hybrids import tiny_lfm2, tiny_qwen35
 from support.tiny_models import save, tiny_llama
 
 GB = 10**9
+NEED = CacheNeed(256)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +57,7 @@ def gpus(*gigabytes: float | None) -> list[DeviceMemory]:
 
 
 def choice(config: ModelConfig, weights: float, free: Sequence[float | None]) -> tuple[int, str]:
-    found = ranks_for(sizes(config, weights), config, gpus(*free), lambda *_: True)
+    found = ranks_for(sizes(config, weights), config, NEED, gpus(*free), lambda *_: True)
     return found.count, found.reason
 
 
@@ -77,21 +92,83 @@ def test_recurrent_layers_are_divided_among_gpus(tmp_path: Path) -> None:
 
 def test_copies_of_key_value_heads_count(config: ModelConfig) -> None:
     """With more ranks than key-value heads, a rank has the cache of a whole head."""
-    heads = max(shape.num_kv_heads for shape in config.kv_shapes if shape is not None)
+    shapes = [shape for shape in config.kv_shapes if shape is not None]
+    heads = max(shape.num_kv_heads for shape in shapes)
+    each = kv_bytes_per_token([shape._replace(num_kv_heads=1) for shape in shapes], KVFormat.FP16)
+    need = CacheNeed(24 * GB // each)
     whole = sizes(config, 0.1, cache_gb=24.0 * heads)
-    found = ranks_for(whole, config, gpus(*[23.9] * (heads + 1)), lambda *_: True)
-    assert found.count == 1
-    found = ranks_for(whole, config, gpus(*[24.2] * (heads + 1)), lambda *_: True)
-    assert found.count == heads
+    for free, count in ((24.0, 1), (24.2, heads)):
+        found = ranks_for(whole, config, need, gpus(*[free] * (heads + 1)), lambda *_: True)
+        assert found.count == count
+
+
+def test_recurrent_states_of_a_rank_count(tmp_path: Path) -> None:
+    """Its part of each state, in as many slots as the engine of rank 0 has."""
+    config = open_model(save(tiny_qwen35(), tmp_path)).config
+    need = CacheNeed(10**6, max_batch=40_000, has_drafts=True)
+    part = share_config(config, Rank(0, 2))
+    slots = 2 * 40_000 + default_snapshots(
+        need.kv_bytes(part.kv_shapes), part.state_bytes, need.num_pages, 40_000
+    )
+    cache = need.kv_bytes(part.kv_shapes) + part.state_bytes * (slots + SPARE_SLOTS)
+    assert [rank_cache_bytes(config, need, Rank(rank, 2)) for rank in (0, 1)] == [cache] * 2
+    whole = sizes(config, 40)
+    fits = 21 + (cache + rank_buffer_bytes(config, 2)) / GB
+    assert need.kv_bytes(part.kv_shapes) < cache / 3, "states are most of it"
+    for free, count in ((fits - 0.01, 1), (fits + 0.01, 2)):
+        assert ranks_for(whole, config, need, gpus(free, free), lambda *_: True).count == count
+
+
+def test_buffers_of_ranks_count(config: ModelConfig) -> None:
+    """A model as wide as Llama 70B: a third slice of 96 MiB, and twice 64 MiB for large sums in the
+    buffer that the ranks share."""
+    wide = replace(config, hidden_size=8192, vocab_size=128256)
+    rows = 2 * (STAGES + 1) + STAGES  # partial sums of both ranks, and whole sums
+    small = 64 * (8192 * rows + 1 + 128256) * 4
+    flags = 4 * REDUCE_BLOCKS * (MAX_PEERS + 1)
+    assert rank_buffer_bytes(wide, 2) == (96 + 2 * 64 << 20) + small + flags
+    for free, count in ((21.2, 1), (21.3, 2)):  # shares of 21 GB
+        found = ranks_for(sizes(wide, 40), wide, NEED, gpus(free, free), lambda *_: True)
+        assert found.count == count
+
+
+def test_a_reserve_is_no_room_for_ranks(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "device_memory", lambda: [None, *gpus(24, 24)])
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for reserve, count in (("2", 2), ("0,4", 1), ("4", 1)):
+        options = LoadOptions(device="auto", reserve=reserve)
+        found = choose_ranks(options, "cuda", lambda: sizes(config, 40), config, NEED)
+        assert found.count == count
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_rank_that_leaves_no_reserve_is_refused(
+    config: ModelConfig, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of a CPU has all ranks, and a GPU has one of them, with its buffers."""
+    need, device = CacheNeed(10**6), torch.device(kind)
+    parts = [rank_cache_bytes(config, need, Rank(rank, 2)) for rank in (0, 1)]
+    other = CPU_OVERHEAD if kind == "cpu" else GPU_OVERHEAD + rank_buffer_bytes(config, 2)
+    needed = 5 * GB + (sum(parts) if kind == "cpu" else parts[0]) + other
+    room = RankRoom(need, Reserve((GB,), is_on_gpus=kind == "cuda"))
+    monkeypatch.setattr(ranks, "free_memory_bytes", lambda _: needed + GB)
+    room.check(config, 5 * GB, Rank(0, 2), device)
+    monkeypatch.setattr(ranks, "free_memory_bytes", lambda _: needed + GB - 1)
+    with pytest.raises(OutOfMemoryError, match=f"does not leave the reserve free on {kind}"):
+        room.check(config, 5 * GB, Rank(0, 2), device)
+    RankRoom(need, Reserve()).check(config, 5 * GB, Rank(0, 2), device)  # as ever
 
 
 def test_every_pair_of_gpus_needs_access(config: ModelConfig) -> None:
     whole, four = sizes(config, 40), gpus(24, 24, 0, 0)
-    found = ranks_for(whole, config, four, lambda one, other: (one, other) != (1, 0))
+    found = ranks_for(whole, config, NEED, four, lambda one, other: (one, other) != (1, 0))
     assert str(found) == (
         "--tensor-parallel auto: 1 process, because cuda:1 has no access to the memory of cuda:0"
     )
-    assert ranks_for(whole, config, four, lambda one, other: max(one, other) < 2).count == 2
+    assert ranks_for(whole, config, NEED, four, lambda one, other: max(one, other) < 2).count == 2
 
 
 @pytest.mark.parametrize(
@@ -111,7 +188,7 @@ def test_reasons_for_one_rank_on_gpus(
 ) -> None:
     monkeypatch.setattr(ranks, "device_memory", lambda: [None, *gpus(*free)])
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
-    found = choose_ranks(LoadOptions(device=asked), "cuda", lambda: sizes(config, 40), config)
+    found = choose_ranks(LoadOptions(device=asked), "cuda", lambda: sizes(config, 40), config, NEED)
     assert found.count == 1
     assert found.reason.startswith(reason)
 
@@ -119,7 +196,9 @@ def test_reasons_for_one_rank_on_gpus(
 def test_two_gpus_are_two_ranks(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "device_memory", lambda: [None, *gpus(24, 24)])
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
-    found = choose_ranks(LoadOptions(device="auto"), "cuda", lambda: sizes(config, 40), config)
+    found = choose_ranks(
+        LoadOptions(device="auto"), "cuda", lambda: sizes(config, 40), config, NEED
+    )
     assert str(found) == (
         "--tensor-parallel auto: 2 processes, because 2 GPUs hold the 40.00 GB of weights and cache"
     )

@@ -25,12 +25,14 @@ from exl_core.session import runtime as planning
 from exl_core.session.load import LoadedModel, LoadOptions, load_model, resolve_device
 from exl_core.session.open import open_model
 from exl_core.session.placement import Need, check_together
+from exl_core.session.planning import need_of
 from exl_core.session.runtime import DraftOptions, Runtime, RuntimeOptions, open_runtime
 from exl_core.speculate.stats import DraftStats
 from exl_core.tokenizer.base import Tokenizer
 from support import tiny_models
 from support.driving import ask, run_one
 from support.rank_failures import starting_with
+from support.tiny_hybrids import tiny_lfm2
 
 GREEDY = SamplerParams(temperature=0)
 ON_CPU = LoadOptions(device="cpu")
@@ -110,6 +112,35 @@ def test_a_draft_model_is_planned_together_with_the_model(
         open_runtime(folder, options, never)
     monkeypatch.setattr(planning, "free_memory_bytes", lambda _: together)
     open_runtime(folder, options)
+
+
+@pytest.mark.parametrize("draft", [None, DraftOptions(), DraftOptions("llama")])
+def test_plans_know_the_states_of_the_engine(
+    folder: Path, draft: DraftOptions | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all sequences of a batch of a hybrid, twice with drafts."""
+    hybrid = tiny_models.save(tiny_lfm2(), tmp_path / "lfm2")
+    if draft is not None and draft.model is not None:
+        draft = DraftOptions(str(folder))
+    loads: list[LoadOptions] = []
+    needs: list[Need] = []
+
+    def load(model: Any, options: LoadOptions) -> LoadedModel:
+        loads.append(options)
+        return load_model(model, options)
+
+    monkeypatch.setattr(planning, "check_together", lambda found, *_: needs.extend(found))
+    options = RuntimeOptions(
+        load=ON_CPU, ctx_size=300, cache_tokens=900, max_batch=3, draft=draft, has_guidance=True
+    )
+    runtime = open_runtime(hybrid, options, load)
+    store, config = runtime.engine.store, runtime.loaded.config
+    assert store.states is not None
+    need = need_of(loads[0], config)
+    assert need.slots(config) == store.states.num_slots
+    assert need.num_pages == store.num_pages
+    for one in needs[:1]:  # of the model, beside that of its draft model
+        assert one.cache_bytes == store.size_bytes + store.states.size_bytes
 
 
 def with_large_logits(noise: float) -> Any:

@@ -17,7 +17,9 @@ from exl_core.engine.request import Request
 from exl_core.errors import RequestError, UnsupportedModelError
 from exl_core.sampling.params import SamplerParams
 from exl_core.session.describe import describe_model
-from exl_core.session.load import LoadedModel, LoadOptions, load_model
+from exl_core.session.load import LoadedModel, LoadOptions, _mtp_of, checkpoint_of, load_model
+from exl_core.session.open import open_model
+from exl_core.session.planning import sizes_of
 from exl_core.session.runtime import DraftOptions, RuntimeOptions, open_runtime
 from exl_core.speculate.drafter import Draft, Drafter, DraftJob
 from exl_core.speculate.mtp import MtpDrafter
@@ -290,6 +292,23 @@ def test_an_open_runtime_drafts(tmp_path: Path) -> None:
     for end in replies[1:]:
         assert end.drafting is not None
         assert end.drafting.rejected == 0 < end.drafting.accepted
+
+
+def test_a_plan_counts_the_cache_of_the_layer(tiny: tuple[MtpCheckpoint, LoadedModel]) -> None:
+    """And the states that the layer reads, on the device of the last layers."""
+    _, loaded = tiny
+    drafter = drafter_of(loaded)
+    store, config = engine_of(loaded, drafter).store, loaded.config
+    options = LoadOptions(
+        device="cpu", exact=True, mtp=True, cache_tokens=4096, kv_format=KVFormat.FP32
+    )
+    files = open_model(loaded.path)
+    checkpoint = checkpoint_of(files, config, options)
+    mtp = _mtp_of(files, config, options, checkpoint)
+    with_layer, without = (sizes_of(options, config, checkpoint, one) for one in (mtp, None))
+    assert sum(with_layer.cache) == store.size_bytes + drafter._attached.store.size_bytes
+    assert with_layer.cache[:-1] == without.cache[:-1]
+    assert with_layer.head == without.head + mtp.packed_bytes
 
 
 def test_refusals_by_name(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from exl_core.errors import RequestError, printable
+from exl_core.session.split import parse_reserve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -76,10 +77,22 @@ EmbeddingsOn = Annotated[
     ),
 ]
 
+Reserve = Annotated[
+    str,
+    typer.Option(
+        "--reserve",
+        metavar="GB",
+        help="GB that stay free on each GPU beside the model and its cache, or one number for each "
+        "GPU: '1.5,0.5'. Without a GPU, one number for the machine's memory. A model that does "
+        "not leave so much free is refused.",
+        rich_help_panel="Running",
+    ),
+]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """How the files of a model are changed while it is loaded."""
+    """How the files of a model are changed while it is loaded, and the memory that must be left."""
 
     rope_scale: RopeScale = None
     rope_alpha: RopeAlpha = None
@@ -87,12 +100,14 @@ class ModelOptions:
     experts_per_token: ExpertsPerToken = None
     load_in_4bit: LoadIn4Bit = False
     embeddings_on: EmbeddingsOn = "device"
+    reserve: Reserve = "0"
 
     def load_options(self) -> LoadOptions:
         """`LoadOptions` with these options. Raises RequestError if they contradict. Imports
         torch."""
         from exl_core.session.load import LoadOptions
 
+        parse_reserve(self.reserve)
         if self.rope_scale is not None and self.rope_yarn is not None:
             raise RequestError(
                 "two ways to stretch the positions",
@@ -106,6 +121,7 @@ class ModelOptions:
             experts_per_token=self.experts_per_token,
             load_in_4bit=self.load_in_4bit,
             embeddings_on=self.embeddings_on,
+            reserve=self.reserve,
             is_command=True,
         )
 

@@ -22,7 +22,7 @@ from exl_core.parallel.plan import AUTO, check_alternatives, parse_exchange, par
 from exl_core.parallel.processes import start_ahead
 from exl_core.prompt.formats import PromptFormat, find_format
 from exl_core.session.resolve import resolve_model
-from exl_core.session.split import parse_experts_on, parse_split
+from exl_core.session.split import parse_experts_on, parse_reserve, parse_split
 
 if TYPE_CHECKING:
     from exl_cli.chat.prompt_style import PromptStyle
@@ -61,6 +61,7 @@ class RunningOptions(ModelOptions):
         parse_ranks(self.tensor_parallel)
         parse_exchange(self.exchange)
         parse_experts_on(self.experts_on)
+        parse_reserve(self.reserve)
         return engine_options.choices_of(
             *(self.cache_type, self.lora, self.draft_model, self.draft_tokens),
             ngram=self.ngram,
@@ -136,8 +137,11 @@ class DeviceOptions:
     cpu_layers: options.CpuLayers = None
     experts_on: options.ExpertsOn = "auto"
 
-    def applied(self, to: LoadOptions, cache_tokens: int, kv_format: KVFormat) -> LoadOptions:
-        """`to` with these devices. A split leaves memory for a cache of `cache_tokens` tokens."""
+    def applied(
+        self, to: LoadOptions, cache_tokens: int, kv_format: KVFormat, max_batch: int
+    ) -> LoadOptions:
+        """`to` with these devices. A split leaves memory for a cache of `cache_tokens` tokens, and
+        for the states of `max_batch` sequences."""
         return replace(
             to,
             device=self.device,
@@ -149,6 +153,7 @@ class DeviceOptions:
             experts_on=self.experts_on,
             cache_tokens=cache_tokens,
             kv_format=kv_format,
+            max_batch=max_batch,
         )
 
 

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from exl_cli import output
 from exl_cli.render import columns_table, format_bytes, print_answer
-from exl_core.cache.format import KVFormat
+from exl_core.cache.need import CacheNeed
 from exl_core.errors import OutOfMemoryError
 from exl_core.session.describe import ModelDescription
 from exl_core.session.placement import DeviceMemory, Fit, device_memory, fit_all
+from exl_core.session.reserve import Reserve
 from exl_core.session.runtime import settle_ctx_size
 from exl_core.session.split import (
     StagePlan,
@@ -25,28 +26,33 @@ SCHEMA_VERSION = 1
 
 
 class PlanChoice(NamedTuple):
-    """Options that divide a model among devices."""
+    """Options that divide a model among devices, as text."""
 
     split: str = "auto"
     cpu_layers: int | None = None
     experts_on: str = "auto"
-
-
-DEFAULT_CHOICE = PlanChoice()
+    reserve: str = "0"
 
 
 def run(
-    model: ModelDescription, ctx: int | None, choice: PlanChoice = DEFAULT_CHOICE, *, is_json: bool
+    model: ModelDescription,
+    ctx: int | None,
+    choice: PlanChoice,
+    *,
+    max_batch: int,
+    is_json: bool,
 ) -> None:
-    """Print the memory needed at `ctx` tokens (None: the default context size of the commands),
-    and the plan of a split."""
-    at = settle_ctx_size(ctx, model.config.max_seq_len)
-    devices = device_memory()
-    fits = fit_all(model.weights_bytes_in_memory, model.config, at, devices)
+    """Print the memory needed at `ctx` tokens (None: the default context size of the commands) that
+    `max_batch` sequences share, and the plan of a split."""
+    need = CacheNeed(settle_ctx_size(ctx, model.config.max_seq_len), max_batch=max_batch)
+    found = device_memory()
+    reserve = Reserve.of(choice.reserve, found[-1].device, num_gpus=len(found) - 1)
+    devices = [reserve.kept_from(one) for one in found]
+    fits = fit_all(model.weights_bytes_in_memory, model.config, need, devices)
     try:
-        plan, refusal = _plan(model, at, choice, devices), ""
+        plan, refusal = _plan(model, need, choice, devices), ""
     except OutOfMemoryError as error:
-        if choice != DEFAULT_CHOICE:
+        if choice != PlanChoice():
             raise
         plan, refusal = (), f"No split: {error}"
     if is_json:
@@ -63,12 +69,12 @@ def run(
 
 def _plan(
     model: ModelDescription,
-    ctx: int,
+    need: CacheNeed,
     choice: PlanChoice,
     devices: list[DeviceMemory],
 ) -> tuple[StagePlan, ...]:
     cpu, *gpus = devices
-    sizes = layer_sizes(model.bytes_by_part, model.config, KVFormat.FP16, ctx, model.expert_bytes)
+    sizes = layer_sizes(model.bytes_by_part, model.config, need, model.expert_bytes)
     split, experts = parse_split(choice.split), parse_experts_on(choice.experts_on)
     return plan_split(sizes, split, gpus or [cpu], cpu, choice.cpu_layers, experts_on_cpu=experts)
 
@@ -80,6 +86,7 @@ def _stage_dict(stage: StagePlan) -> dict[str, object]:
         "last_layer": stage.layers.stop - 1,
         "weights_bytes": stage.weights_bytes,
         "cache_bytes": stage.cache_bytes,
+        "state_bytes": stage.state_bytes,
         "layers_with_experts_on_cpu": list(stage.host_layers),
         "bytes_of_experts_on_cpu": stage.host_bytes,
     }
@@ -92,6 +99,7 @@ def as_dict(fit: Fit) -> dict[str, object]:
         "free_bytes": fit.memory.free_bytes,
         "ctx": fit.ctx,
         "needed_bytes": fit.needed_bytes,
+        "state_bytes": fit.state_bytes,
         "fits": fit.fits,
         "max_ctx": {kind.value: most for kind, most in fit.contexts.items()},
         "advice": fit.advice,
@@ -115,4 +123,7 @@ def _show(model: ModelDescription, fits: list[Fit], notes: list[str]) -> None:
         )
     advice = [f"{fit.memory.device}: {fit.advice} would fit." for fit in fits if fit.advice]
     weights = format_bytes(model.weights_bytes_in_memory)
-    print_answer(f"{model.name}: weights of {weights}; contexts in tokens.", table, *advice, *notes)
+    states = format_bytes(fits[-1].state_bytes)
+    held = f" and recurrent states of {states}" if fits[-1].state_bytes else ""
+    head = f"{model.name}: weights of {weights}{held}; contexts in tokens."
+    print_answer(head, table, *advice, *notes)

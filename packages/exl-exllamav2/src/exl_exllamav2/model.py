@@ -112,8 +112,8 @@ class ExLlamaV2:
     ) -> None:
         """Load the weights and allocate `cache`.
 
-        Layers are divided over as many GPUs as weights and cache need. `reserve_vram` bytes of the
-        first one stay free.
+        Layers are divided over as many GPUs as weights and cache need. `reserve_vram` bytes stay
+        free: one number for all GPUs, or one for each of the first ones.
         """
         steps = self.load_autosplit_gen(cache, reserve_vram, last_id_only, callback, callback_gen)
         self._drain(steps, progress)
@@ -126,11 +126,10 @@ class ExLlamaV2:
         callback: Progress | None = None,
         callback_gen: Progress | None = None,
     ) -> Iterator[Any]:
-        reserved = reserve_vram[0] if isinstance(reserve_vram, Sequence) else reserve_vram
         fields: LoadFields = {
             "cache_tokens": cache.num_tokens,
             "kv_format": cache.kv_format,
-            "reserved_bytes": reserved or 0,
+            **self._reserve_fields(reserve_vram),
         }
         yield from self._load(callback, callback_gen, **fields)
         cache.allocate()
@@ -182,6 +181,16 @@ class ExLlamaV2:
         if sum(size > 0 for size in sizes) > 1:
             warn_once("gpu_split", "is not used: the model runs on the CPU")
         return {}
+
+    def _reserve_fields(self, reserve_vram: int | Sequence[int] | None) -> LoadFields:
+        """Options for memory that stays free. exllamav2 reserves none of the machine's memory."""
+        if not reserve_vram or not self.config.is_on_gpu():
+            return {}
+        if not isinstance(reserve_vram, Sequence):
+            return {"reserve": f"{reserve_vram / 1e9:.6f}"}
+        num_gpus = torch.cuda.device_count()
+        sizes = [*reserve_vram, *[0] * num_gpus][:num_gpus]
+        return {"reserve": ",".join(f"{size / 1e9:.6f}" for size in sizes)}
 
     def _parallel_fields(self, gpu_split: Sequence[float] | None) -> LoadFields:
         """Options for `load_tp`."""

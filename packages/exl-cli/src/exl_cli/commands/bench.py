@@ -118,7 +118,7 @@ def bench(
     longest = max(*prompts, depth + decode)
     how = longer_context(longest, files, changes.load_options())
     check_options(choices, with_options(files.config, how))  # needs headers only; loading is slow
-    how = running.applied(how, max(batches) * longest, kv_format)
+    how = running.applied(how, max(batches) * longest, kv_format, max(batches))
     loaded = loader(is_quiet=quiet)(files, how)
     measure = partial(measure_speed, loaded, choices, start_memory_bytes=before)
     with repeats_progress(is_quiet=quiet) as on_measured:

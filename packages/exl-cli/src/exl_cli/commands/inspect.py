@@ -13,10 +13,11 @@ import typer
 
 from exl_cli import options, output
 from exl_cli.interrupt import exits_at_once
+from exl_cli.model_options import Reserve
 from exl_core.arch.layers import MLA, Attention, FeedForward, LayerSpec, MoE, NoFeedForward
-from exl_core.cache.format import PAGE_SIZE, pages_for
-from exl_core.cache.state import default_snapshots
+from exl_core.cache.need import CacheNeed
 from exl_core.errors import RequestError
+from exl_core.session.split import parse_reserve
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,6 +38,25 @@ SHOW_EXAMPLES = (
     ("exl show owner/name", "a model of 'exl list', or any other model"),
     ("exl show model.gguf --tensors", "every tensor, with shape and type"),
 )
+Fit = Annotated[
+    bool,
+    typer.Option(
+        "--fit",
+        help="Show which devices the model fits on, the longest context by cache type, and the "
+        "devices of the layers.",
+    ),
+]
+MaxBatch = Annotated[
+    int,
+    typer.Option(
+        "--max-batch",
+        metavar="N",
+        min=1,
+        max=1024,
+        help="Sequences at the same time that the memory is shown for. A model with recurrent "
+        "layers has a state of each in memory.",
+    ),
+]
 SCHEMA_VERSION = 1
 _TABLE_CTX = (2048, 4096, 8192, 32768, 131072)
 
@@ -56,17 +76,12 @@ def inspect_model(
         bool,
         typer.Option("--verify", help="Read and check all weights, and print the problems found."),
     ] = False,
-    fit: Annotated[
-        bool,
-        typer.Option(
-            "--fit",
-            help="Show which devices the model fits on, the longest context by cache type, and "
-            "the devices of the layers.",
-        ),
-    ] = False,
+    fit: Fit = False,
     split: options.Split = "auto",
     cpu_layers: options.CpuLayers = None,
     experts_on: options.ExpertsOn = "auto",
+    reserve: Reserve = "0",
+    max_batch: MaxBatch = 1,
     json: options.Json = False,
 ) -> None:
     """Show architecture, sizes, bits per weight, tokenizer, memory and backends of a model.
@@ -78,9 +93,12 @@ def inspect_model(
     if verify and (tensors or fit or ctx is not None):
         other = "--tensors" if tensors else "--fit" if fit else "--ctx"
         raise RequestError("--verify stands alone", got=other)
-    if not fit and (split != "auto" or cpu_layers is not None or experts_on != "auto"):
+    parse_reserve(reserve)
+    given = (split, cpu_layers, experts_on, reserve)
+    if not fit and given != ("auto", None, "auto", "0"):
         raise RequestError(
-            "a plan of the devices needs --fit", got="--split, --cpu-layers or --experts-on"
+            "a plan of the devices needs --fit",
+            got="--split, --cpu-layers, --experts-on or --reserve",
         )
     with exits_at_once():
         from exl_cli import placement, verification
@@ -90,18 +108,20 @@ def inspect_model(
         return
     description = describe_model(spec)
     if fit:
-        choice = placement.PlanChoice(split, cpu_layers, experts_on)
-        placement.run(description, ctx, choice, is_json=json)
+        choice = placement.PlanChoice(*given)
+        placement.run(description, ctx, choice, max_batch=max_batch, is_json=json)
     elif json:
-        output.write_json(as_dict(description, ctx, with_tensors=tensors))
+        output.write_json(as_dict(description, ctx, max_batch, with_tensors=tensors))
     else:
-        _show(description, ctx, with_tensors=tensors)
+        _show(description, ctx, max_batch, with_tensors=tensors)
 
 
-def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> dict[str, object]:
-    """The object that `--json` prints."""
+def as_dict(
+    model: ModelDescription, ctx: int | None, max_batch: int = 1, *, with_tensors: bool
+) -> dict[str, object]:
+    """The object that `--json` prints. `max_batch`: sequences that run at the same time."""
     config = model.config
-    at = ctx if ctx is not None else config.max_seq_len
+    need = CacheNeed(config.max_seq_len if ctx is None else ctx, max_batch=max_batch)
     value: dict[str, object] = {
         "schema_version": SCHEMA_VERSION,
         "name": model.name,
@@ -134,7 +154,7 @@ def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> 
             "adds_bos": model.tokenizer.adds_bos,
             "has_chat_template": model.has_template,
         },
-        "memory": _memory_as_dict(model, at),
+        "memory": _memory_as_dict(model, need),
         "backends": dict(model.backends),
         "layers": [
             {
@@ -200,18 +220,18 @@ def _as_dict(tensor: TensorDescription) -> dict[str, object]:
     }
 
 
-def _show(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> None:
+def _show(model: ModelDescription, ctx: int | None, max_batch: int, *, with_tensors: bool) -> None:
     from exl_cli.render import print_answer
 
     parts: list[Table | str] = [
-        _facts(model),
+        _facts(model, max_batch),
         _layers(model),
         *(
             [_matrices(model.matrices)]
             if any(m.groups or m.trellis for m in model.matrices)
             else []
         ),
-        _memory(model, ctx),
+        _memory(model, ctx, max_batch),
     ]
     if with_tensors:
         parts.append(_tensors(model.tensors))
@@ -257,7 +277,7 @@ def _mixer(layer: LayerSpec) -> str:
             return type(other).__name__
 
 
-def _facts(model: ModelDescription) -> Table:
+def _facts(model: ModelDescription, max_batch: int) -> Table:
     from exl_cli.render import facts_table, format_bytes, format_count
 
     c = model.config
@@ -269,10 +289,11 @@ def _facts(model: ModelDescription) -> Table:
         attention += f"; {len(windows)} of {c.num_layers} layers see the last {seen} tokens"
     recurrent = sum(layer.state_shape is not None for layer in c.layers)
     if recurrent:
+        longest = CacheNeed(c.max_seq_len, max_batch=max_batch)
         attention += (
             f"; {recurrent} of {c.num_layers} layers are recurrent, with a state of "
             f"{format_bytes(c.state_bytes)} a sequence and at most "
-            f"{_most_snapshots(model, c.max_seq_len)} snapshots of it"
+            f"{longest.snapshots_of(c)} snapshots of it"
         )
     chunks = [one.chunk for layer in c.layers if (one := layer.attending) and one.chunk]
     if chunks:
@@ -397,30 +418,37 @@ def _group_sizes(matrices: Sequence[MatrixDescription]) -> str:
     return ", ".join(map(str, sorted(sizes))) or "none"
 
 
-def _memory(model: ModelDescription, ctx: int | None) -> Table:
+def _memory(model: ModelDescription, ctx: int | None, max_batch: int) -> Table:
     from exl_cli.render import columns_table, format_bytes
 
-    table = columns_table("context", "weights", "cache", "total")
+    has_states = model.config.state_bytes > 0
+    columns = ("context", "weights", "cache", *["states"] * has_states, "total")
+    table = columns_table(*columns)
     longest = model.config.max_seq_len
     sizes = [ctx] if ctx is not None else sorted({*(n for n in _TABLE_CTX if n < longest), longest})
     for size in sizes:
+        need = CacheNeed(size, max_batch=max_batch)
+        states = model.state_bytes(need)
         table.add_row(
             str(size),
             format_bytes(model.weights_bytes_in_memory),
-            format_bytes(size * model.kv_bytes_per_token() + model.config.state_bytes),
-            format_bytes(model.memory_bytes(size)),
+            format_bytes(size * model.kv_bytes_per_token()),
+            *[format_bytes(states)] * has_states,
+            format_bytes(model.memory_bytes(need)),
         )
     return table
 
 
-def _memory_as_dict(model: ModelDescription, ctx: int) -> dict[str, int]:
+def _memory_as_dict(model: ModelDescription, need: CacheNeed) -> dict[str, int]:
     return {
         "weights_bytes": model.weights_bytes_in_memory,
         "kv_bytes_per_token": model.kv_bytes_per_token(),
         "state_bytes_per_sequence": model.config.state_bytes,
-        "most_snapshots": _most_snapshots(model, ctx),
-        "ctx": ctx,
-        "total_bytes": model.memory_bytes(ctx),
+        "most_snapshots": need.snapshots_of(model.config),
+        "state_bytes": model.state_bytes(need),
+        "ctx": need.tokens,
+        "max_batch": need.max_batch,
+        "total_bytes": model.memory_bytes(need),
     }
 
 
@@ -428,16 +456,6 @@ def _window_of(layer: LayerSpec) -> str:
     if layer.state_shape is not None:
         return "recurrent"
     return "local" if layer.attention.window else "global"
-
-
-def _most_snapshots(model: ModelDescription, ctx: int) -> int:
-    """Snapshots of recurrent states that an engine keeps by default beside a cache of `ctx`
-    tokens."""
-    from exl_core.engine.engine import EngineOptions
-
-    pages = pages_for(ctx)
-    cache = pages * PAGE_SIZE * model.kv_bytes_per_token()
-    return default_snapshots(cache, model.config.state_bytes, pages, EngineOptions().max_batch)
 
 
 def _tensors(tensors: Sequence[TensorDescription]) -> Table:

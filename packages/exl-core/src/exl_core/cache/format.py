@@ -113,6 +113,12 @@ def kv_bytes_per_token(kv_shapes: Iterable[KVShape | None], kv_format: KVFormat)
     )
 
 
+def final_itemsize(kv_format: KVFormat) -> int:
+    """Bytes of a value of the states after the final norm that a cache keeps for a layer for
+    multi-token prediction: float32 beside a cache in float32, otherwise bfloat16."""
+    return 4 if kv_format is KVFormat.FP32 else 2
+
+
 def pages_for(num_tokens: int, page_size: int = PAGE_SIZE) -> int:
     """Pages that hold this many tokens."""
     return -(-num_tokens // page_size)

@@ -24,6 +24,9 @@ from typing import NamedTuple
 
 from exl_core.cache.page_pool import PageKey
 
+SPARE_SLOTS = 1
+"""Slots of a layer on a GPU beside those of the pool. Padding rows of a batch write there."""
+
 
 class StateCopy(NamedTuple):
     """Copies the state in slot `source` to slot `target`, in every layer."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from exl_core.arch.layers import StateShape
 from exl_core.cache.memory import free_memory_bytes, zeros_when_touched
-from exl_core.cache.state import StateCopy
+from exl_core.cache.state import SPARE_SLOTS, StateCopy
 from exl_core.errors import OutOfMemoryError, RequestError
 
 _MIB = 1024 * 1024
@@ -103,7 +103,11 @@ class StateStore:
     def _slots(self, shape: Sequence[int], where: torch.device) -> Tensor:
         if where.type == "cpu":
             return zeros_when_touched((self.num_slots, *shape), torch.float32)
-        return torch.zeros((self.num_slots + 1, *shape), device=where)
+        return torch.zeros((self._slots_on(where), *shape), device=where)
+
+    def _slots_on(self, where: torch.device) -> int:
+        """Slots of a layer on a device."""
+        return self.num_slots + (0 if where.type == "cpu" else SPARE_SLOTS)
 
     def _check_fits(
         self, shapes: Sequence[StateShape | None], devices: Sequence[torch.device]
@@ -113,11 +117,11 @@ class StateStore:
         for shape, where in zip(shapes, devices, strict=True):
             sizes[where] = sizes.get(where, 0) + (0 if shape is None else shape.size_bytes)
         for where, each in sizes.items():
-            available = free_memory_bytes(where)
-            if available is not None and each * self.num_slots > available:
+            available, size = free_memory_bytes(where), each * self._slots_on(where)
+            if available is not None and size > available:
                 raise OutOfMemoryError(
                     f"the states of {self.num_slots} sequences and snapshots take "
-                    f"{each * self.num_slots / _MIB:.0f} MiB on {where}",
+                    f"{size / _MIB:.0f} MiB on {where}",
                     where="cache",
                     expected=f"at most {available / _MIB:.0f} MiB, which is what is free",
                     next_step="Run fewer sequences at once, or make the cache smaller.",

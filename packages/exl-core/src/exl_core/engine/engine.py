@@ -17,9 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from exl_core.cache.format import PAGE_SIZE, KVFormat, kv_bytes_per_token, pages_for
+from exl_core.cache.format import PAGE_SIZE, KVFormat
+from exl_core.cache.need import CacheNeed
 from exl_core.cache.page_pool import PagePool
-from exl_core.cache.state import StatePool, default_snapshots
+from exl_core.cache.state import StatePool
 from exl_core.cache.store import KVStore
 from exl_core.constrain.filter import Filter
 from exl_core.constrain.filter_set import FilterSet
@@ -482,19 +483,19 @@ def _new_store(
     model: Model, options: EngineOptions, num_tokens: int, drafter: Drafter | None
 ) -> KVStore:
     """A store for `num_tokens` tokens, and for the states of the sequences if there are some."""
-    num_pages, config = pages_for(num_tokens), model.config
-    snapshots = options.snapshots
-    if snapshots is None:
-        kv_bytes = kv_bytes_per_token(config.kv_shapes, options.kv_format) * PAGE_SIZE * num_pages
-        snapshots = default_snapshots(kv_bytes, config.state_bytes, num_pages, options.max_batch)
-    has_drafts = drafter is not None
-    live = options.max_batch * (2 if has_drafts else 1)  # before a draft, its state is kept
+    need = CacheNeed(
+        num_tokens,
+        options.kv_format,
+        options.max_batch,
+        has_drafts=drafter is not None,
+        snapshots=options.snapshots,
+    )
     return store_for(
         model,
         options.kv_format,
-        num_pages,
+        need.num_pages,
         grows=options.lazy_cache,
-        num_states=live + snapshots,
+        num_states=need.slots(model.config),
         keeps_final=isinstance(drafter, StateDrafter),
     )
 

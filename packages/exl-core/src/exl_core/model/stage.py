@@ -86,6 +86,7 @@ class Stage:
     ) -> PassState:
         """Checks the batch and allocates buffers, once for all layers. `smoothing` is by layer of
         the model."""
+        self.ops.begin_pass()
         if batch.slots.device.type == "cpu" and len(batch.slots):
             store.grow(int(batch.slots.max()) // store.page_size + 1)
         rows = AttentionRows(batch.page_table, batch.row_starts, batch.past_lens, batch.is_fresh)

@@ -85,6 +85,11 @@ class OpTable(
         which is free when none of them is in use."""
         ...
 
+    def begin_pass(self) -> None:
+        """Precedes all products of a pass, or of a stage of it, after work of any other kind, such
+        as a captured graph. `Stage.bind` calls it."""
+        ...
+
     def activations(self, rows: int, columns: int) -> Tensor:
         """Allocates activations between two fused ops: [rows, columns], uninitialized."""
         ...

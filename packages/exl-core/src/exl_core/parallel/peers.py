@@ -8,6 +8,7 @@ tried at load, because drivers report access on some machines where zeros arrive
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -23,8 +24,9 @@ from exl_core.parallel.exchange import Exchange, in_order_of_ranks
 from exl_core.parallel.plan import ExchangeKind, Rank
 
 if TYPE_CHECKING:
-    from exl_core.ops.backends.cuda.peers import PeerSums
+    from exl_core.ops.backends.cuda.peers import PeerBuffers, PeerSums
 
+_LOG = logging.getLogger("exl.load")
 MAX_RANKS = 8
 MAX_ROWS = 64
 """Most rows of a pass whose products send their sums to all ranks. With more, the ranks divide the
@@ -118,7 +120,7 @@ def with_peers(
     """
     if ops.device.type != "cuda" or exchange.rank.count == 1:
         return exchange, None
-    from exl_core.ops.backends.cuda.peers import PeerBuffers, SharedMemory
+    from exl_core.ops.backends.cuda.peers import SharedMemory
     from exl_core.ops.backends.cuda.table import CudaTable
     from exl_core.parallel.nccl import NcclExchange
 
@@ -129,56 +131,72 @@ def with_peers(
         return exchange, Link(False, "--exchange nccl asks for it")
     table, device, rank, width = ops, ops.device, exchange.rank, config.hidden_size
 
-    def placed(addresses: Sequence[int]) -> PeerBuffers:
-        large = min(MAX_SUM_VALUES, LONG_BUCKETS[-1] * width)
-        return PeerBuffers(tuple(addresses), MAX_ROWS, width, config.vocab_size, large)
-
-    def trial(addresses: Sequence[int]) -> tuple[PeerSums, str | None]:
-        peers = table.peer_sums(rank.index, placed(addresses))
+    def trial(addresses: Sequence[int], has_large: bool) -> tuple[PeerSums, str | None]:
+        placed = buffers_of(config, addresses, has_large=has_large)
+        peers = table.peer_sums(rank.index, placed)
         peers.is_alone = True
         return peers, tried(peers, exchange, width, device)
 
-    def make() -> SharedMemory:
+    def make(has_large: bool) -> SharedMemory:
         with torch.cuda.device(device):
             torch.cuda.empty_cache()  # the driver allocates the buffer, not torch
-        return SharedMemory(device, placed([0] * rank.count).size_bytes)
+        placed = buffers_of(config, [0] * rank.count, has_large=has_large)
+        return SharedMemory(device, placed.size_bytes)
 
     return connected(exchange, make, trial, width, device)
 
 
+def buffers_of(
+    config: ModelConfig, addresses: Sequence[int], *, has_large: bool = True
+) -> PeerBuffers:
+    """Places in the ranks' buffers, which begin at `addresses`, for the sums of a model.
+    `has_large`: there are places for large sums."""
+    from exl_core.ops.backends.cuda.peers import PeerBuffers
+
+    width = config.hidden_size
+    large = min(MAX_SUM_VALUES, LONG_BUCKETS[-1] * width) if has_large else 0
+    return PeerBuffers(tuple(addresses), MAX_ROWS, width, config.vocab_size, large)
+
+
 def connected(
     exchange: Exchange,
-    make_memory: Callable[[], Memory],
-    trial: Callable[[Sequence[int]], tuple[PeerSums, str | None]],
+    make_memory: Callable[[bool], Memory],
+    trial: Callable[[Sequence[int], bool], tuple[PeerSums, str | None]],
     width: int,
     device: torch.device,
 ) -> tuple[Exchange, Link]:
     """The exchange with shared memory in addition, if all ranks can connect to it.
 
-    `make_memory` allocates this rank's buffer. `trial` gets the addresses of all buffers, and
-    returns their sums and what is wrong with them. A rank whose driver refuses says so to all
-    others: either all ranks use the memory or none does.
+    `make_memory` allocates this rank's buffer, with places for large sums if its argument is true.
+    Only if all ranks have these do large sums go through the memory. `trial` gets the addresses of
+    all buffers, and whether they have places for large sums. It returns the sums, and what is wrong
+    with them. A rank whose driver refuses says so to all others: either all ranks use the memory or
+    none does.
     """
     table = Agreement(exchange, device)
     fault = _fault_of(exchange.rank.count, width)
     memory: Memory | None = None
+    large_fault: str | None = None
     if fault is None:
-        try:
-            memory = make_memory()
-        except RuntimeError as error:  # of the driver
-            fault = f"memory cannot be shared ({error})"
-    handles = table.all_bytes(memory.handle if memory is not None else b"")
+        memory, large_fault, fault = _allocated(make_memory)
+    own = b"" if memory is None else bytes([large_fault is None]) + memory.handle
+    handles = table.all_bytes(own)
     buffers: list[int] = []
     if fault is None and memory is not None and all(handles):
         try:
             for index, handle in enumerate(handles):
                 is_own = index == exchange.rank.index
-                buffers.append(memory.address if is_own else memory.open(handle))
+                buffers.append(memory.address if is_own else memory.open(handle[1:]))
         except RuntimeError as error:
             fault = f"the memory of rank {len(buffers)} cannot be opened ({error})"
     reason = table.first_fault(fault)
     if reason is None:
-        peers, fault = trial(buffers)
+        without = [index for index, handle in enumerate(handles) if not handle[0]]
+        if without:
+            first = without[0] if large_fault is None else exchange.rank.index
+            cause = "" if large_fault is None else f" ({large_fault})"
+            _LOG.debug("large sums go through NCCL: rank %d has no memory for them%s", first, cause)
+        peers, fault = trial(buffers, not without)
         reason = table.first_fault(fault)
         if reason is None and memory is not None:
             link = Link(True, "every rank can read what the others write there")
@@ -187,6 +205,21 @@ def connected(
         with suppress(RuntimeError):
             memory.close()
     return exchange, Link(False, reason or "a rank has no memory")
+
+
+def _allocated(
+    make_memory: Callable[[bool], Memory],
+) -> tuple[Memory | None, str | None, str | None]:
+    """This rank's buffer, why it has no places for large sums, and why there is none. Large sums
+    need most of the memory: without them a buffer may still fit on a full GPU."""
+    try:
+        return make_memory(True), None, None
+    except RuntimeError as error:  # of the driver
+        fault = str(error)
+    try:
+        return make_memory(False), fault, None
+    except RuntimeError as error:
+        return None, None, f"memory cannot be shared ({error})"
 
 
 def _fault_of(ranks: int, width: int) -> str | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from exl_core.arch.modules import ModuleRow
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
+from exl_core.cache.need import CacheNeed
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.source import Progress, StoredTensor
 from exl_core.formats.verify import VerifyReport, verify
@@ -105,11 +106,14 @@ class ModelDescription:
     def kv_bytes_per_token(self, kv_format: KVFormat = KVFormat.FP16) -> int:
         return kv_bytes_per_token(self.config.kv_shapes, kv_format)
 
-    def memory_bytes(self, context: int, kv_format: KVFormat = KVFormat.FP16) -> int:
-        """Bytes of the weights and of the cache of one sequence of `context` tokens, its recurrent
-        state included."""
-        cache = context * self.kv_bytes_per_token(kv_format) + self.config.state_bytes
-        return self.weights_bytes_in_memory + cache
+    def state_bytes(self, need: CacheNeed) -> int:
+        """Bytes of the recurrent states of the sequences and snapshots of a cache, on the CPU."""
+        return sum(need.state_bytes(self.config, has_spare=False))
+
+    def memory_bytes(self, need: CacheNeed) -> int:
+        """Bytes of the weights and of a cache. Of its last page, only the tokens count."""
+        keys_and_values = need.tokens * self.kv_bytes_per_token(need.kv_format)
+        return self.weights_bytes_in_memory + keys_and_values + self.state_bytes(need)
 
 
 def describe_model(spec: str | None = None) -> ModelDescription:

@@ -45,7 +45,9 @@ from exl_core.session.load import (
     with_options,
 )
 from exl_core.session.open import ModelFiles, open_model
+from exl_core.session.planning import need_of
 from exl_core.session.ranks import (
+    RankRoom,
     check_ranks,
     device_of,
     digest_of,
@@ -53,6 +55,7 @@ from exl_core.session.ranks import (
     sharded,
     with_shared_memory,
 )
+from exl_core.session.reserve import Reserve
 from exl_core.session.weights import Loading
 from exl_core.settings import Launched, read_settings
 
@@ -62,6 +65,9 @@ _OWN_FIELDS = (
     "tensor_parallel",
     "cache_tokens",
     "kv_format",
+    "max_batch",
+    "has_drafts",
+    "reserve",
     "reserved_bytes",
     "job",
 )
@@ -150,6 +156,11 @@ def load_part(
         divided, own = sharded(whole, config, rank)
         tensors, shares = divided, divided.shares
     torch.set_num_threads(1 if ops.device.type == "cuda" else ops.threads)
+    kind = ops.device.type
+    if kind == "cuda" or rank.index == 0:  # on a CPU one rank checks for all of its host
+        room = RankRoom(need_of(options, config), Reserve.of(options.reserve, kind))
+        needed = tensors.packed_bytes if kind == "cuda" else whole.packed_bytes
+        room.check(config, needed, rank, ops.device)
     on_host = options.embeddings_on == "cpu"
     loading = Loading(own, tensors, files.path, ops.threads, progress, on_host)
     weights = loading.whole(ops, None)

@@ -21,7 +21,6 @@ from exl_core.arch.layers import GatedDeltaNet, KimiDeltaNet, LayerSpec, Mamba2,
 from exl_core.arch.modules import ModuleRow
 from exl_core.arch.spec import ModelConfig, RopeMethod
 from exl_core.cache.format import KVFormat
-from exl_core.cache.memory import free_memory_bytes
 from exl_core.errors import RequestError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.source import Progress
@@ -38,9 +37,10 @@ from exl_core.session.mtp import MtpFiles, open_mtp
 from exl_core.session.open import ModelFiles, open_model
 from exl_core.session.option_types import check_option_types
 from exl_core.session.parameters import NO_PARAMETERS, Parameters, count_parameters
-from exl_core.session.placement import DeviceMemory, device_memory
+from exl_core.session.planning import need_of, plan_of, sizes_of
 from exl_core.session.ranks import (
     RankChoice,
+    RankRoom,
     check_ranks,
     choose_ranks,
     load_leader,
@@ -49,23 +49,14 @@ from exl_core.session.ranks import (
     threads_of_rank,
 )
 from exl_core.session.request_fields import check_argument
+from exl_core.session.reserve import NO_RESERVE, Reserve
 from exl_core.session.resolve import resolve_model
-from exl_core.session.split import (
-    LayerSizes,
-    Split,
-    StagePlan,
-    layer_sizes,
-    parse_experts_on,
-    parse_split,
-    plan_split,
-)
+from exl_core.session.split import StagePlan, parse_experts_on, parse_split
 from exl_core.session.weights import Loading
 from exl_core.settings import Launched, Settings, available_cpus, read_settings
 from exl_core.tokenizer.base import Tokenizer
 
 _LOG = logging.getLogger("exl.load")
-DEFAULT_CTX_LIMIT = 8192
-"""Longest default context. The whole context of a 128k model would take gigabytes of cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +113,12 @@ class LoadOptions:
     """Tokens of cache that a split leaves memory for; None: one default context."""
     kv_format: KVFormat = KVFormat.FP16
     """Precision of that cache."""
+    max_batch: int = 1
+    """Sequences of one pass, for whose recurrent states a split leaves memory."""
+    has_drafts: bool = False
+    """The split leaves memory for the states of sequences with drafts, which are kept twice."""
+    reserve: str = NO_RESERVE
+    """GB that stay free on each GPU, as in `1.5`, or one number for each GPU, as in `1.5,0.5`."""
     reserved_bytes: int = 0
     """Memory that a split leaves free on `device`, for a draft model."""
     job: Launched | None = None
@@ -162,6 +159,9 @@ class LoadFields(TypedDict, total=False):
     exchange: ExchangeKind
     cache_tokens: int | None
     kv_format: KVFormat
+    max_batch: int
+    has_drafts: bool
+    reserve: str
     reserved_bytes: int
     job: Launched | None
     is_command: bool
@@ -235,7 +235,7 @@ def load_model(
     found = resolve_device(options.device, is_exact=options.exact)
     device = split.stages[-1][0] if split.stages else found
     check_ranks(options, device)
-    threads = threads_of_rank(options, settings)
+    reserve, threads = Reserve.of(options.reserve, device), threads_of_rank(options, settings)
     path = None if isinstance(model, ModelFiles) else resolve_model(model)
     make_table = partial(_make_table, options, settings, threads)
     opening = _start_device(partial(make_table, device)) if device.startswith("cuda") else None
@@ -246,18 +246,18 @@ def load_model(
         ops = make_table(device) if opening is None else _started(opening, checkpoint)
         divided, ranks = _with_ranks(options, device, config, checkpoint)
         mtp = _mtp_of(files, config, divided, checkpoint) if options.mtp else None
-        sizes = partial(_sizes, divided, config, checkpoint, mtp)
-        plan = _plan(divided, split, config, sizes, ops, device=device)
-        on_host = options.embeddings_on == "cpu"
+        sizes = partial(sizes_of, divided, config, checkpoint, mtp)
+        plan = plan_of(divided, split, config, sizes, ops, device=device, reserve=reserve)
+        on_host, kind = options.embeddings_on == "cpu", options.exchange
         loading = Loading(config, checkpoint, files.path, threads, progress, on_host)
         if divided.tensor_parallel == 1:
             tables = _tables(plan, device, ops, make_table)
             weights, stages, last = loading.read(plan, tables, ops, options.held_bytes)
             transformer = Transformer(config, weights, last, files.sample_ids, split=stages)
         else:
-            fields_of_all = fields_of(divided, threads)  # the number of ranks may have been open
-            rest = followers or start_followers(files.path, device, fields_of_all)
-            transformer = load_leader(loading, checkpoint, ops, files, rest, kind=options.exchange)
+            rest = followers or start_followers(files.path, device, fields_of(divided, threads))
+            room = RankRoom(need_of(options, config), reserve)
+            transformer = load_leader(loading, checkpoint, ops, files, rest, kind=kind, room=room)
         return LoadedModel(
             name=files.name,
             path=files.path,
@@ -331,8 +331,8 @@ def _with_ranks(
     """The options with a number of ranks, and the choice of that number if it was left open."""
     if options.tensor_parallel != AUTO:
         return options, None
-    sizes = partial(_sizes, options, config, checkpoint, None)
-    choice = choose_ranks(options, device, sizes, config)
+    sizes = partial(sizes_of, options, config, checkpoint, None)
+    choice = choose_ranks(options, device, sizes, config, need_of(options, config))
     return replace(options, tensor_parallel=choice.count), choice
 
 
@@ -360,68 +360,6 @@ def _state_sizes(layer: LayerSpec) -> Iterator[tuple[str, int]]:
         ):
             yield "taps", taps
             yield "depth", depth
-
-
-def _plan(
-    options: LoadOptions,
-    split: Split,
-    config: ModelConfig,
-    sizes_of: Callable[[], LayerSizes],
-    ops: OpTable,
-    *,
-    device: str,
-) -> tuple[StagePlan, ...]:
-    """Stages of the model; () for all of it on `device`, which `ops` is the table of, and for ranks
-    that have a part of every layer each. `sizes_of` computes the sizes of its layers."""
-    if options.tensor_parallel != 1:
-        return ()
-    experts = parse_experts_on(options.experts_on)
-    is_default = split.is_auto and options.cpu_layers is None and not experts
-    if options.held_bytes is not None:
-        if not is_default:
-            raise RequestError(
-                "a model whose layers are read in every pass is on one device",
-                got="--held-memory with --split, --cpu-layers or --experts-on",
-            )
-        return ()
-    if not (split.is_auto or split.gigabytes or split.stages or options.cpu_layers or experts):
-        return ()
-    if ops.device.type != "cuda" and not split.stages:
-        if is_default:
-            return ()
-        if experts and split.is_auto and options.cpu_layers is None:
-            # All experts of a CPU are there. The reference takes those of the CPU's kernels.
-            split = Split(is_auto=False, stages=((device, config.num_layers),))
-    if ops.device.type != "cuda" and not split.stages:
-        raise RequestError("no GPU to split the model over", got=f"--device {options.device}")
-    sizes = sizes_of()
-    if options.embeddings_on == "cpu" and not sizes.is_tied:
-        sizes = replace(sizes, embedding=0)
-    own = DeviceMemory(str(ops.device), "", free_memory_bytes(ops.device))
-    own = own.without(options.reserved_bytes)
-    needed = sizes.total_bytes + own.overhead_bytes
-    if is_default and own.free_bytes is not None and needed <= own.free_bytes:
-        return ()  # without a question to the other GPUs, which would start them
-    cpu, *gpus = device_memory()
-    devices = [own if one.device == own.device else one for one in gpus]
-    if options.device.startswith("cuda:"):
-        devices = [own]
-    plan = plan_split(sizes, split, devices, cpu, options.cpu_layers, experts_on_cpu=experts)
-    is_near = plan[0].device == str(ops.device) and not plan[0].host_layers
-    is_whole = len(plan) == 1 and is_near
-    return () if is_whole else plan
-
-
-def _sizes(
-    options: LoadOptions, config: ModelConfig, checkpoint: Checkpoint, mtp: MtpFiles | None
-) -> LayerSizes:
-    """Sizes of the model and of the cache that `options` ask for. The layer for multi-token
-    prediction is on the device of the head."""
-    tokens = options.cache_tokens or min(config.max_seq_len, DEFAULT_CTX_LIMIT)
-    sizes = layer_sizes(
-        checkpoint.bytes_by_part, config, options.kv_format, tokens, checkpoint.expert_bytes
-    )
-    return sizes if mtp is None else replace(sizes, head=sizes.head + mtp.packed_bytes)
 
 
 def checkpoint_of(

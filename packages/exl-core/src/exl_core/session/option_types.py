@@ -10,8 +10,11 @@ from typing import Any
 
 from exl_core.errors import RequestError, wrong_type
 
-_TEXTS = ("device", "isa", "split", "experts_on", "embeddings_on", "exchange")
-_WHOLE = ("threads", "max_seq_len", "experts_per_token", "held_bytes", "cpu_layers", "cache_tokens")
+_TEXTS = ("device", "isa", "split", "experts_on", "embeddings_on", "exchange", "reserve")
+_WHOLE = (
+    *("threads", "max_seq_len", "experts_per_token", "held_bytes", "cpu_layers", "cache_tokens"),
+    *("max_batch",),
+)
 _NUMBERS = ("rope_factor", "rope_alpha", "yarn_factor")
 _KINDS: tuple[tuple[tuple[str, ...], type, str], ...] = (
     (_TEXTS, str, "a text"),

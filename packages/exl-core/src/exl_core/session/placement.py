@@ -6,15 +6,16 @@ placed on one device as a whole.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from exl_core.arch.layers import KVShape
-from exl_core.cache.format import PAGE_SIZE, KVFormat, kv_bytes_per_token, pages_for
+from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
 from exl_core.cache.memory import free_memory_bytes
+from exl_core.cache.need import CacheNeed, CacheShape
 from exl_core.errors import OutOfMemoryError, RequestError
 
 GPU_OVERHEAD = 600 << 20
@@ -23,11 +24,9 @@ GPU_OVERHEAD = 600 << 20
 CPU_OVERHEAD = 256 << 20
 
 
-class CacheShape(Protocol):
-    """The numbers of a model that its cache depends on."""
+class ContextShape(CacheShape, Protocol):
+    """The numbers of a model that its longest context on a device depends on."""
 
-    @property
-    def kv_shapes(self) -> Sequence[KVShape | None]: ...
     @property
     def max_seq_len(self) -> int: ...
 
@@ -55,13 +54,15 @@ class DeviceMemory:
 class Fit:
     """A model on a device: bytes needed for a context of `ctx`, longest context per cache format.
 
-    `contexts` are tokens of one sequence, at most the model's own maximum. A value is 0 if not even
-    one page fits. All values are None if the device's free memory is unknown.
+    `needed_bytes` include `state_bytes`, those of the recurrent layers' states. `contexts` are
+    tokens that all sequences share, at most the model's own maximum. A value is 0 if not even one
+    page fits. All values are None if the device's free memory is unknown.
     """
 
     memory: DeviceMemory
     ctx: int
     needed_bytes: int
+    state_bytes: int
     contexts: Mapping[KVFormat, int | None]
 
     @property
@@ -127,28 +128,42 @@ def check_together(needs: Sequence[Need], free_bytes: int | None, where: object)
 
 
 def fit_all(
-    weights_bytes: int, config: CacheShape, ctx: int, where: Sequence[DeviceMemory] | None = None
+    weights_bytes: int,
+    config: ContextShape,
+    need: CacheNeed,
+    where: Sequence[DeviceMemory] | None = None,
 ) -> list[Fit]:
-    """The model on each device of `where` (default: `device_memory()`), needing one sequence of
-    `ctx` tokens cached in fp16."""
+    """The model with a cache of `need` on each device of `where` (default: `device_memory()`)."""
     devices = device_memory() if where is None else where
-    return [_fit(weights_bytes, config, ctx, memory) for memory in devices]
+    return [_fit(weights_bytes, config, need, memory) for memory in devices]
 
 
-def _fit(weights_bytes: int, config: CacheShape, ctx: int, memory: DeviceMemory) -> Fit:
-    fixed = weights_bytes + memory.overhead_bytes
+def _fit(weights_bytes: int, config: ContextShape, need: CacheNeed, memory: DeviceMemory) -> Fit:
+    fixed, has_spare = weights_bytes + memory.overhead_bytes, memory.device != "cpu"
     contexts: dict[KVFormat, int | None] = {}
     for kind in KVFormat:
         if kind is KVFormat.FP32:
             continue
         try:
-            each = kv_bytes_per_token(config.kv_shapes, kind)
+            need.with_format(kind).kv_bytes(config.kv_shapes)
         except RequestError:  # the format does not support this head size
             continue
-        if memory.free_bytes is None:
-            contexts[kind] = None
-            continue
-        pages = max(memory.free_bytes - fixed, 0) // (each * PAGE_SIZE)
-        contexts[kind] = min(pages * PAGE_SIZE, config.max_seq_len)
-    cache = pages_for(ctx) * PAGE_SIZE * kv_bytes_per_token(config.kv_shapes, KVFormat.FP16)
-    return Fit(memory, ctx, fixed + cache, contexts)
+        contexts[kind] = None
+        if memory.free_bytes is not None:
+            room = memory.free_bytes - fixed
+            pages = _most_pages(config, need.with_format(kind), room, has_spare=has_spare)
+            contexts[kind] = min(pages * PAGE_SIZE, config.max_seq_len)
+    states = sum(need.state_bytes(config, has_spare=has_spare))
+    needed = fixed + need.total_bytes(config, has_spare=has_spare)
+    return Fit(memory, need.tokens, needed, states, contexts)
+
+
+def _most_pages(config: ContextShape, need: CacheNeed, room: int, *, has_spare: bool) -> int:
+    """Pages of the longest context whose cache has at most `room` bytes. The number of snapshots
+    grows with the pages."""
+
+    def exceeds(pages: int) -> bool:
+        longer = replace(need, tokens=pages * PAGE_SIZE)
+        return longer.total_bytes(config, has_spare=has_spare) > room
+
+    return bisect_left(range(1, pages_for(config.max_seq_len) + 1), x=True, key=exceeds)

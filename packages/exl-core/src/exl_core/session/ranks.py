@@ -20,6 +20,8 @@ import torch
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import free_memory_bytes
+from exl_core.cache.need import CacheNeed
+from exl_core.cache.state import SPARE_SLOTS
 from exl_core.errors import ExlError, RankError, RequestError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.ops.table import OpTable
@@ -30,7 +32,7 @@ from exl_core.parallel.followers import Followers, Group
 from exl_core.parallel.leader import LeadingTransformer
 from exl_core.parallel.nccl import Connecting
 from exl_core.parallel.nccl_library import free_when_made, new_id
-from exl_core.parallel.peers import Link, PeerExchange, with_peers
+from exl_core.parallel.peers import Link, PeerExchange, buffers_of, with_peers
 from exl_core.parallel.plan import (
     AUTO,
     MOST_RANKS,
@@ -44,6 +46,7 @@ from exl_core.parallel.plan import (
 from exl_core.parallel.processes import MODULE, drop_ahead, take_connection
 from exl_core.session.open import ModelFiles
 from exl_core.session.placement import GPU_OVERHEAD, DeviceMemory, device_memory
+from exl_core.session.reserve import Reserve
 from exl_core.session.split import GB, LayerSizes
 from exl_core.session.weights import Loading, check_memory
 from exl_core.settings import Settings
@@ -72,6 +75,8 @@ class RankOptions(Protocol):
     def held_bytes(self) -> int | None: ...
     @property
     def exchange(self) -> ExchangeKind: ...
+    @property
+    def reserve(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +91,52 @@ class RankChoice:
         return f"--tensor-parallel auto: {ranks}, because {self.reason}"
 
 
+@dataclass(frozen=True, slots=True)
+class RankRoom:
+    """The cache that the ranks leave memory for, and the memory that stays free on their GPUs."""
+
+    need: CacheNeed
+    reserve: Reserve
+
+    def check(
+        self, config: ModelConfig, weights_bytes: int, rank: Rank, device: torch.device
+    ) -> None:
+        """Raises OutOfMemoryError if a rank's part does not leave the reserve of its device free.
+
+        `config`: the numbers of the whole model. `weights_bytes`: those of the rank's weights; on a
+        CPU, whose memory all ranks share, of all of them.
+        """
+        memory = DeviceMemory(str(device), "", free_memory_bytes(device))
+        if device.type == "cuda":
+            cache = rank_cache_bytes(config, self.need, rank)
+            buffers = rank_buffer_bytes(config, rank.count)
+            self.reserve.check(memory, weights_bytes + cache, buffer_bytes=buffers)
+            return
+        ranks = (Rank(index, rank.count) for index in range(rank.count))
+        cache = sum(rank_cache_bytes(config, self.need, one) for one in ranks)
+        self.reserve.check(memory, weights_bytes + cache)
+
+
 def choose_ranks(
-    options: RankOptions, device: str, sizes: Callable[[], LayerSizes], config: ModelConfig
+    options: RankOptions,
+    device: str,
+    sizes: Callable[[], LayerSizes],
+    config: ModelConfig,
+    need: CacheNeed,
 ) -> RankChoice:
-    """The number of ranks for `auto` on this machine. `device`: the resolved one."""
+    """The number of ranks for `auto` on this machine. `device`: the resolved one. `need`: the cache
+    that `sizes` count."""
     if not device.startswith("cuda"):
         return RankChoice(1, "on the CPU one process is faster than several")
     if options.device.startswith("cuda:"):
         return RankChoice(1, f"--device {options.device} is one GPU")
-    _, *gpus = device_memory()
+    reserve = Reserve.of(options.reserve, device)
+    _, *found = device_memory()
+    gpus = [reserve.kept_from(gpu) for gpu in found]
     access = torch.cuda.can_device_access_peer
-    choice = ranks_for(sizes(), config, gpus, access)
-    if choice.count > 1 and ranks_for(sizes(), config, gpus[: choice.count], access) != choice:
+    choice = ranks_for(sizes(), config, need, gpus, access)
+    first = gpus[: choice.count]
+    if choice.count > 1 and ranks_for(sizes(), config, need, first, access) != choice:
         return RankChoice(1, f"the first {choice.count} GPUs do not hold equal shares")
     return choice
 
@@ -105,6 +144,7 @@ def choose_ranks(
 def ranks_for(
     sizes: LayerSizes,
     config: ModelConfig,
+    need: CacheNeed,
     gpus: Sequence[DeviceMemory],
     has_access: Callable[[int, int], bool],
 ) -> RankChoice:
@@ -121,7 +161,7 @@ def ranks_for(
     if free[largest[0]] >= needed:
         return RankChoice(1, "the model fits one GPU")
     for count in range(2, min(len(largest), MOST_RANKS) + 1):
-        if _rank_bytes(sizes, config, count) <= free[largest[count - 1]]:
+        if _rank_bytes(sizes, config, need, count) <= free[largest[count - 1]]:
             obstacle = _obstacle(sorted(largest[:count]), config, gpus, has_access)
             if obstacle is not None:
                 return RankChoice(1, obstacle)
@@ -148,14 +188,37 @@ def _obstacle(
     return None
 
 
-def _rank_bytes(sizes: LayerSizes, config: ModelConfig, count: int) -> float:
-    """Bytes of the largest rank: its share of weights and cache. Ranks beyond the number of
-    key-value heads have copies of their cache."""
-    cache = 0.0
-    for layer_bytes, shape in zip(sizes.cache, config.kv_shapes, strict=True):
-        heads = 1 if shape is None else shape.num_kv_heads
-        cache += layer_bytes / heads * -(-heads // count)
-    return (sizes.total_bytes - sum(sizes.cache)) / count * _RANK_OVERHEAD + cache
+def _rank_bytes(sizes: LayerSizes, config: ModelConfig, need: CacheNeed, count: int) -> float:
+    """Bytes of the largest rank: its share of the weights, its cache, and its buffers for the
+    exchange."""
+    whole_cache = sum(sizes.cache) + sum(sizes.states)
+    weights = (sizes.total_bytes - whole_cache) / count * _RANK_OVERHEAD
+    try:
+        cache = max(rank_cache_bytes(config, need, Rank(i, count)) for i in range(count))
+    except ExlError:  # the model cannot be divided so: `_obstacle` says why
+        cache = whole_cache // count
+    return weights + cache + rank_buffer_bytes(config, count)
+
+
+def rank_cache_bytes(config: ModelConfig, need: CacheNeed, rank: Rank) -> int:
+    """Bytes of one rank's keys, values and recurrent states of a model with the numbers `config`.
+    Ranks beyond the number of key-value heads have copies of them. All ranks have as many slots for
+    states as rank 0, whose engine counts them by its own part of the model."""
+    own, first = share_config(config, rank), share_config(config, Rank(0, rank.count))
+    slots = need.slots(first) + SPARE_SLOTS
+    states = sum(shape.size_bytes for shape in own.state_shapes if shape is not None)
+    return need.kv_bytes(own.kv_shapes) + states * slots
+
+
+def rank_buffer_bytes(config: ModelConfig, count: int) -> int:
+    """Bytes that a rank's GPU needs beside `GPU_OVERHEAD`: the buffer for sums that the ranks share
+    (`PeerBuffers`), and the slices of dequantized weights that it has beside those of one GPU
+    (`Slices`)."""
+    from exl_core.ops.backends.cuda.matmul import SCRATCH_HALVES
+    from exl_core.ops.backends.cuda.slices import EXCHANGE_BUFFERS
+
+    slices = EXCHANGE_BUFFERS * SCRATCH_HALVES * torch.float16.itemsize
+    return buffers_of(config, [0] * count).size_bytes + slices
 
 
 def check_ranks(options: RankOptions, device: str) -> None:
@@ -264,10 +327,12 @@ def load_leader(
     followers: Followers,
     *,
     kind: ExchangeKind,
+    room: RankRoom,
 ) -> LeadingTransformer:
     """Loads rank 0's part of a model, and connects the ranks. `followers` end if it fails.
 
-    `loading` and `checkpoint` are those of the whole model. `kind`: how GPUs exchange.
+    `loading` and `checkpoint` are those of the whole model. `kind`: how GPUs exchange. `room`:
+    memory that must be left, which is checked before anything is read.
     """
     num_ranks = followers.num_ranks
     is_shared = ops.device.type == "cpu"  # by all ranks
@@ -284,6 +349,7 @@ def load_leader(
 
     try:
         check_memory(needed, free_memory_bytes(ops.device), files.path)
+        room.check(loading.config, needed, Rank(0, num_ranks), ops.device)
         tensors, config = sharded(checkpoint, loading.config, Rank(0, num_ranks))
         own = replace(loading, config=config, checkpoint=tensors, progress=report)
         connecting = connecting_leader(followers, Rank(0, num_ranks), ops)

@@ -18,6 +18,7 @@ from exl_core.arch.modules import module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import PAGE_SIZE, KVFormat, kv_bytes_per_token, pages_for
 from exl_core.cache.memory import free_memory_bytes
+from exl_core.cache.need import CacheNeed
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Request
 from exl_core.errors import ContextLengthError, OutOfMemoryError, RequestError
@@ -25,7 +26,6 @@ from exl_core.lora.adapter import load_adapter
 from exl_core.lora.config import read_adapter_config
 from exl_core.model.adapters import AdapterUse
 from exl_core.session.load import (
-    DEFAULT_CTX_LIMIT,
     LoadedModel,
     LoadOptions,
     checkpoint_of,
@@ -34,8 +34,10 @@ from exl_core.session.load import (
     with_options,
 )
 from exl_core.session.open import ModelFiles, open_model, stop_ids
-from exl_core.session.placement import Need, check_together
+from exl_core.session.placement import DeviceMemory, Need, check_together
+from exl_core.session.planning import DEFAULT_CTX_LIMIT
 from exl_core.session.request_fields import RequestFields, Stops, build_request, split_stops
+from exl_core.session.reserve import Reserve
 from exl_core.speculate.compatible import check_same_vocabulary, draft_rope_alpha
 from exl_core.speculate.controller import (
     DEFAULT_DRAFT_TOKENS,
@@ -188,14 +190,17 @@ def open_runtime(
     cache_tokens, max_batch = max(ctx, PAGE_SIZE, options.cache_tokens or 0), options.max_batch
     if options.has_guidance:
         cache_tokens, max_batch = 2 * pages_for(cache_tokens) * PAGE_SIZE, 2 * max_batch
-    reserved_bytes = 0
+    reserved_bytes, has_drafts = 0, options.draft is not None
+    need = CacheNeed(cache_tokens, options.kv_format, max_batch, has_drafts=has_drafts)
     if draft_files is not None:
-        reserved_bytes = _check_both(files, draft_files, options, ctx, cache_tokens)
+        reserved_bytes = _check_both(files, draft_files, options, ctx, need)
     warning = context_warning(ctx, files.config, options.load)
     how = replace(
         options.load,
         cache_tokens=cache_tokens,
         kv_format=options.kv_format,
+        max_batch=max_batch,
+        has_drafts=has_drafts,
         reserved_bytes=reserved_bytes,
         mtp=options.draft is not None and options.draft.mtp,
     )
@@ -207,7 +212,7 @@ def open_runtime(
     if options.draft is not None:
         draft = None if draft_files is None else load_draft(draft_files, ctx, options.load, load)
         drafter = _drafter(options, loaded, draft, cache_tokens)
-    with _naming_cheaper_caches(loaded, options.kv_format, cache_tokens):
+    with _naming_cheaper_caches(loaded, need):
         engine = Engine(
             loaded.model,
             loaded.tokenizer,
@@ -222,30 +227,32 @@ def open_runtime(
 
 
 def _check_both(
-    files: ModelFiles, draft: ModelFiles, options: RuntimeOptions, ctx: int, cache_tokens: int
+    files: ModelFiles, draft: ModelFiles, options: RuntimeOptions, ctx: int, need: CacheNeed
 ) -> int:
     """Raises OutOfMemoryError if a model, its draft model and both caches do not fit together, and
     no layers may move to other devices. Returns the bytes of the draft model and its cache.
+    `need`: the cache of the model.
 
     Reads headers only.
     """
     device = resolve_device(options.load.device, is_exact=options.load.exact)
     where = torch.device("cpu" if device == "reference" else device)
-    slots = pages_for(cache_tokens) * PAGE_SIZE
     needs = []
     for one, how in (
         (files, fitted_to(ctx, files.config, options.load)),
         (draft, draft_options(draft, ctx, options.load)),
     ):
         config = with_options(one.config, how)
-        each = kv_bytes_per_token(config.kv_shapes, options.kv_format)
+        cache = need.total_bytes(config, has_spare=where.type == "cuda")
         checkpoint, table = checkpoint_of(one, config, how), module_table(config)
         weights = checkpoint.packed_bytes
         if how.embeddings_on == "cpu" and where.type == "cuda" and not table.is_tied:
             weights -= checkpoint.packed_bytes_of(table.embed)
-        needs.append(Need(one.name, weights, each * slots))
+        needs.append(Need(one.name, weights, cache))
     if where.type == "cpu" or options.load.split == "none":
-        check_together(needs, free_memory_bytes(where), files.path)
+        free = DeviceMemory(device, "", free_memory_bytes(where))
+        kept = Reserve.of(options.load.reserve, device).kept_from(free)
+        check_together(needs, kept.free_bytes, files.path)
     return needs[1].weights_bytes + needs[1].cache_bytes
 
 
@@ -317,7 +324,7 @@ def _drafter(
         )
     if draft is None:
         return NgramDrafter(max_tokens=most or DEFAULT_NGRAM_TOKENS)
-    with _naming_cheaper_caches(draft, options.kv_format, cache_tokens):
+    with _naming_cheaper_caches(draft, CacheNeed(cache_tokens, options.kv_format)):
         return ModelDrafter(
             draft.model,
             num_pages=pages_for(cache_tokens),
@@ -328,9 +335,7 @@ def _drafter(
 
 
 @contextmanager
-def _naming_cheaper_caches(
-    loaded: LoadedModel, kv_format: KVFormat, cache_tokens: int
-) -> Iterator[None]:
+def _naming_cheaper_caches(loaded: LoadedModel, need: CacheNeed) -> Iterator[None]:
     """If the cache does not fit into memory, names the cache formats that would fit."""
     try:
         yield
@@ -338,16 +343,16 @@ def _naming_cheaper_caches(
         free = free_memory_bytes(loaded.model.ops.device)
         if error.where != "cache" or free is None:
             raise
-        shapes = loaded.config.kv_shapes
+        config, has_spare = loaded.config, loaded.model.ops.device.type == "cuda"
 
         def size(wanted: KVFormat) -> int:
-            each = kv_bytes_per_token(shapes, wanted)
-            return each * pages_for(cache_tokens) * PAGE_SIZE
+            return need.with_format(wanted).total_bytes(config, has_spare=has_spare)
 
         fitting = [
             cheaper.value
             for cheaper in KVFormat
-            if _can_hold(shapes, cheaper) and size(cheaper) <= min(free, size(kv_format) - 1)
+            if _can_hold(config.kv_shapes, cheaper)
+            and size(cheaper) <= min(free, size(need.kv_format) - 1)
         ]
         advice = [f"--cache-type {' or '.join(fitting)} would fit."] if fitting else []
         if error.next_step is not None:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from exl_core.cache.format import PAGE_SIZE, KVFormat, kv_bytes_per_token, pages_for
 from exl_core.errors import OutOfMemoryError, RequestError
 
 if TYPE_CHECKING:
     from exl_core.arch.spec import ModelConfig
+    from exl_core.cache.need import CacheNeed
     from exl_core.session.placement import DeviceMemory
 
 GB = 1e9
@@ -40,7 +40,8 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """Bytes of a model in memory: weights and cache of each layer, and what is outside them."""
+    """Bytes of a model in memory: weights, cache and recurrent states of each layer, and what is
+    outside them."""
 
     weights: tuple[int, ...]
     cache: tuple[int, ...]
@@ -52,6 +53,8 @@ class LayerSizes:
     """The part of `weights` that is experts; () if no layer has any."""
     host_layers: frozenset[int] = frozenset()
     """Layers whose experts are on the CPU, wherever the layers are."""
+    states: tuple[int, ...] = ()
+    """Recurrent states of all sequences and snapshots; () if no layer has any."""
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
@@ -81,12 +84,14 @@ class LayerSizes:
         has_embedding = is_first or (is_last and self.is_tied)
         ends = (self.embedding if has_embedding else 0) + (self.head if is_last else 0)
         weights = sum(self.weights[part]) - (0 if has_experts else self.host_bytes(layers))
-        return weights + ends + (sum(self.cache[part]) if has_cache else 0)
+        cached = sum(self.cache[part]) + sum(self.states[part]) if has_cache else 0
+        return weights + ends + cached
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Layers on one device, and the bytes of their weights and of their cache there.
+    """Layers on one device, and the bytes of their weights, of their keys and values and of their
+    recurrent states there.
 
     The experts of `host_layers`, which have `host_bytes`, are on the CPU.
     """
@@ -97,12 +102,14 @@ class StagePlan:
     cache_bytes: int
     host_layers: tuple[int, ...] = ()
     host_bytes: int = 0
+    state_bytes: int = 0
 
     def __str__(self) -> str:
         first, last = self.layers.start, self.layers.stop - 1
         span = f"layer {first}" if first == last else f"layers {first} to {last}"
         sizes = f"{self.weights_bytes / GB:.2f} GB weights, {self.cache_bytes / GB:.2f} GB cache"
-        own = f"{self.device}: {span} ({sizes})"
+        states = f", {self.state_bytes / GB:.2f} GB states" if self.state_bytes else ""
+        own = f"{self.device}: {span} ({sizes}{states})"
         if not self.host_layers:
             return own
         count = len(self.host_layers)
@@ -113,22 +120,21 @@ class StagePlan:
 def layer_sizes(
     bytes_by_part: Mapping[int | str, int],
     config: ModelConfig,
-    kv_format: KVFormat,
-    cache_tokens: int,
+    need: CacheNeed,
     expert_bytes: Sequence[int] = (),
 ) -> LayerSizes:
-    """Sizes of a model whose cache holds `cache_tokens` tokens, from `Checkpoint.bytes_by_part` and
-    `Checkpoint.expert_bytes`."""
-    tokens = pages_for(cache_tokens) * PAGE_SIZE
+    """Sizes of a model with the cache of `need`, from `Checkpoint.bytes_by_part` and
+    `Checkpoint.expert_bytes`. States are those of layers on GPUs, which have a slot more."""
     ends = {part: size for part, size in bytes_by_part.items() if isinstance(part, str)}
     embedding = ends.pop("embed") + ends.pop("positions", 0)  # on one device
     return LayerSizes(
         weights=tuple(bytes_by_part[layer] for layer in range(config.num_layers)),
-        cache=tuple(kv_bytes_per_token([shape], kv_format) * tokens for shape in config.kv_shapes),
+        cache=tuple(need.kv_bytes([shape]) for shape in config.kv_shapes),
         embedding=embedding,
         head=sum(ends.values()),
         is_tied=config.has_tied_embeddings,
         experts=tuple(expert_bytes),
+        states=need.state_bytes(config, has_spare=True),
     )
 
 
@@ -171,6 +177,20 @@ def parse_split(text: str) -> Split:
             got=text or "nothing",
         )
     return Split(is_auto=False, gigabytes=sizes)
+
+
+def parse_reserve(text: str) -> tuple[float, ...]:
+    """GB that stay free: one number for every GPU, or one for each, as in `1.5,0.5`. RequestError
+    for anything else."""
+    sizes = tuple(_gigabytes(part.strip()) for part in text.split(","))
+    if min(sizes) < 0 or inf in sizes:
+        raise RequestError(
+            "not a reserve",
+            expected="GB that stay free on each GPU as in 1.5, or one number for each GPU as in "
+            "1.5,0.5",
+            got=text or "nothing",
+        )
+    return sizes
 
 
 def _stage_of(part: str) -> tuple[str, int] | None:
@@ -293,13 +313,15 @@ def _plans(
 
 
 def _stage_plan(sizes: LayerSizes, device: str, layers: range) -> StagePlan:
-    cache = sum(sizes.cache[layers.start : layers.stop])
+    part = slice(layers.start, layers.stop)
+    cache, states = sum(sizes.cache[part]), sum(sizes.states[part])
     if device == "cpu":
         weights = sizes.stage_bytes(layers, has_cache=False, has_experts=True)
-        return StagePlan(device, layers, weights, cache)
+        return StagePlan(device, layers, weights, cache, state_bytes=states)
     weights = sizes.stage_bytes(layers, has_cache=False)
     host_layers = tuple(layer for layer in layers if layer in sizes.host_layers)
-    return StagePlan(device, layers, weights, cache, host_layers, sizes.host_bytes(layers))
+    host_bytes = sizes.host_bytes(layers)
+    return StagePlan(device, layers, weights, cache, host_layers, host_bytes, states)
 
 
 def _free(memory: DeviceMemory) -> float:
@@ -334,7 +356,7 @@ def _by_gigabytes(
             got=len(gigabytes),
         )
     used = [(one, size * GB) for one, size in zip(devices, gigabytes, strict=False) if size > 0]
-    weights_only = replace(sizes, cache=(0,) * len(sizes.cache))
+    weights_only = replace(sizes, cache=(0,) * len(sizes.cache), states=())
     found = _filled(weights_only, on_cpu, used)
     if found is None:
         count = len(sizes.weights)
@@ -406,7 +428,7 @@ def _filled(
 def _check_cpu(plan: Sequence[StagePlan], cpu: DeviceMemory) -> None:
     """Raises OutOfMemoryError if what a plan puts on the CPU does not fit there."""
     layers = [stage for stage in plan if stage.device == cpu.device]
-    needed = sum(stage.weights_bytes + stage.cache_bytes for stage in layers)
+    needed = sum(stage.weights_bytes + stage.cache_bytes + stage.state_bytes for stage in layers)
     needed += sum(stage.host_bytes for stage in plan)
     if needed <= _free(cpu):
         return

@@ -87,7 +87,7 @@ def acceptance(
         is_quiet=quiet,
         exact=exact,
         batch_invariant=batch_invariant,
-        options=replace(changes.load_options(), mtp=mtp),
+        options=replace(changes.load_options(), mtp=mtp, has_drafts=True),
     )
     measured = AcceptanceOptions(
         choices.longest_draft, max_tokens, prompts, seed, choices.kv_format

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from exl_cli import eval_options, options, output
+from exl_cli.engine_options import DEFAULT_CACHE_TOKENS
 from exl_cli.interrupt import exits_at_once
 from exl_cli.model_options import ModelOptions
 from exl_cli.option_groups import spread
@@ -90,13 +92,19 @@ def throughput(
         from exl_cli.load import load_quietly
         from exl_cli.render import repeats_progress
         from exl_eval.throughput import ThroughputOptions, measure_throughput
+    how = replace(
+        changes.load_options(),
+        cache_tokens=cache_tokens or DEFAULT_CACHE_TOKENS,
+        kv_format=kv_format,
+        max_batch=max_batch,
+    )
     loaded = load_quietly(
         model,
         device=device,
         threads=threads,
         is_quiet=quiet,
         exact=exact,
-        options=changes.load_options(),
+        options=how,
     )
     choices = ThroughputOptions(max_batch, cache_tokens, kv_format, seed)
     with repeats_progress(is_quiet=quiet) as on_tokens:

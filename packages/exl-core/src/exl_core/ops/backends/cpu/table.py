@@ -68,5 +68,8 @@ class CpuTable(
     def bring_all(tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
 
+    def begin_pass(self) -> None:
+        """Passes on this backend leave nothing behind that the next one could disturb."""
+
     def activations(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns)

@@ -304,7 +304,6 @@ class CudaAttentionOps:
         num_pages: int,
         page_size: int,
     ) -> AttentionBatch:
-        self._linears.begin_pass()  # a pass starts with this op
         page_table = rows.page_table
         if page_table.is_cuda:
             num_rows, (seqs, pages) = slots.shape[0], page_table.shape

@@ -58,7 +58,7 @@ PlainKind = Literal["silu", "gelu_tanh", "relu2"]
 ANY_ROWS = 1 << 20  # more than a pass has
 
 SCRATCH_HALVES = 48 << 20
-"""Largest slice of dequantized weights, in float16 numbers: 96 MiB. `Slices` has two or three."""
+"""Largest slice of dequantized weights, in float16 numbers: 96 MiB. `Slices` has several."""
 
 
 class CudaLinear(DenseLinear):
@@ -127,7 +127,7 @@ class Linears:
         self._trellis = Trellis(gpu)
 
     def begin_pass(self) -> None:
-        """Starts a pass: `CudaTable.attention_batch` calls this before its first product."""
+        """Starts a pass: `Stage.bind` calls this before the first product of its layers."""
         self.slices.begin_pass()
 
     def new(self, layout: WeightLayout, on_host: bool) -> Part:

@@ -16,6 +16,10 @@ import torch
 
 from exl_core.ops.backends.cuda.library import Gpu
 
+BUFFERS = 2
+EXCHANGE_BUFFERS = 1
+"""Buffers that are added once GPUs exchange."""
+
 
 class Slice:
     """Scratch buffer that the filler stream writes and the current stream reads."""
@@ -95,7 +99,7 @@ class Slices:
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._filler = torch.cuda.Stream(gpu.device)  # type: ignore[no-untyped-call]
-        self._buffers = [Slice(gpu, self._filler) for _ in range(2)]
+        self._buffers = [Slice(gpu, self._filler) for _ in range(BUFFERS)]
         self._next_index = 0
         # Event that no fill has waited for, and whether it belongs to a capture.
         self._gate: tuple[torch.cuda.Event, bool] | None = None
@@ -120,7 +124,7 @@ class Slices:
         if not self._buffers[0].size:
             return
         is_captured = torch.cuda.is_current_stream_capturing()
-        if len(self._buffers) == 2 and not is_captured:
+        if len(self._buffers) < BUFFERS + EXCHANGE_BUFFERS and not is_captured:
             self._buffers.append(Slice(self._gpu, self._filler))
             self._buffers[-1].grow(self._buffers[0].size)
         for buffer in self._buffers:

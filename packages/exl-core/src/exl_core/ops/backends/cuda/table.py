@@ -70,6 +70,9 @@ class CudaTable(
         """Sums of this GPU, that of `rank`, with others through their buffers."""
         return PeerSums(self._gpu, self._linears, rank, buffers)
 
+    def begin_pass(self) -> None:
+        self._linears.begin_pass()
+
     def begin_exchange(self) -> None:
         """Precedes an exchange with other GPUs: the next weights are dequantized beside it."""
         self._linears.slices.begin_exchange()
