@@ -23,6 +23,7 @@ from exl_core.model.cuda_graphs import PASSES_BEFORE_CAPTURE
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
+from exl_core.ops.backends.cuda.peers import LargeSums
 from exl_core.parallel.followers import Followers
 from exl_core.parallel.leader import LeadingTransformer
 from exl_core.parallel.peers import PeerExchange
@@ -269,6 +270,24 @@ def test_rows_have_the_same_bits_in_short_and_long_passes(tmp_path: Path) -> Non
         whole = Context(loaded.model, 128).forward(ids[None])[0]
         context, chunks = Context(loaded.model, 128), (ids[:40], ids[40:41], ids[41:])
         parts = torch.cat([context.feed([chunk.tolist()])[0] for chunk in chunks])
+        assert torch.equal(whole.cpu(), parts.cpu())
+    finally:
+        loaded.unload()
+
+
+def test_the_batch_invariant_mode_does_not_round_large_sums(tmp_path: Path) -> None:
+    """A long pass has as many values as large sums, a short one has not."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 16}
+    path = save(tiny_llama(**sizes, num_key_value_heads=4, head_dim=32), tmp_path / "model")
+    loaded = load_model(path, device="cuda", tensor_parallel=2, batch_invariant=True)
+    try:
+        ids = torch.randint(3, VOCAB_SIZE, (600,), generator=torch.Generator().manual_seed(9))
+        assert len(ids) * sizes["hidden_size"] >= LargeSums.MIN_VALUES
+        whole = Context(loaded.model, 768).forward(ids[None])[0]
+        context = Context(loaded.model, 768)
+        parts = torch.cat(
+            [context.feed([ids[at : at + 50].tolist()])[0] for at in range(0, 600, 50)]
+        )
         assert torch.equal(whole.cpu(), parts.cpu())
     finally:
         loaded.unload()

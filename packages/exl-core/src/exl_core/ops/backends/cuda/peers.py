@@ -215,7 +215,10 @@ class PeerSums:
         kernel that sends this rank's part has ended."""
         self.timeout_ms = 0
         """Longest wait for another rank; 0: until `abort`."""
-        self._large = LargeSums(gpu, rank, buffers) if buffers.large else None
+        # The batch-invariant mode leaves them to the other exchange: packets are rounded, which sums
+        # of short passes are not.
+        has_large = buffers.large and not gpu.is_invariant
+        self._large = LargeSums(gpu, rank, buffers) if has_large else None
         self._gpu.call("exchange_empty", buffers.addresses[rank], buffers.size_bytes)
 
     def add(self, part: Tensor) -> Tensor | None:
