@@ -11,7 +11,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from torch import Tensor
 
 from exl_core.cache.format import KVFormat
 from exl_core.cache.page_pool import PageCopy
-from exl_core.engine.engine import Engine, EngineOptions
-from exl_core.engine.events import FailEvent, FinishEvent
+from exl_core.engine.engine import Engine
+from exl_core.engine.events import FailEvent
 from exl_core.errors import AdapterError, MissingTensorError, RankError, RequestError
 from exl_core.lora.adapter import load_adapter
 from exl_core.model.adapters import AdapterUse
@@ -37,9 +36,9 @@ from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from exl_core.session.weights import Loading
 from support.adapters import random_pairs, stored, write_adapter
 from support.driving import ask, run_all, submit
-from support.quantized_models import quantized_llama
 from support.random_jobs import run_jobs
-from support.rank_failures import is_alive, processes_of, starting_with
+from support.rank_failures import is_alive, listening, nothing_left, processes_of, starting_with
+from support.rank_processes import PROMPTS, loaded_ranks, replies
 from support.real_models import gemma3_gguf, smollm2_gguf
 from support.thread_ranks import logits_of, mean_kl
 from support.tiny_latent import tiny_deepseek3
@@ -48,15 +47,16 @@ from support.tiny_models import save, tiny_llama
 pytestmark = pytest.mark.thorough
 
 END_LIMIT_S = 5.0
-PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time")
 
 
 @pytest.fixture(autouse=True)
-def own_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_remains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A temporary folder of this test alone, since other test processes start ranks too."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with nothing_left(monkeypatch):
+        yield
 
 
 @pytest.fixture
@@ -71,29 +71,6 @@ def raises_interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def loaded_ranks(path: Path, count: int = 2, **changes: Any) -> Iterator[LoadedModel]:
-    """A model divided among processes. At the end none of them is left."""
-    loaded = load_model(path, device="cpu", threads=2, tensor_parallel=count, **changes)
-    processes = processes_of(loaded)
-    try:
-        assert len(processes) == count - 1
-        yield loaded
-    finally:
-        loaded.unload()
-        assert not any(map(is_alive, processes))
-        assert not list(Path(tempfile.gettempdir()).glob("exl-ranks-*"))
-
-
-def replies(loaded: LoadedModel, max_tokens: int) -> list[tuple[int, ...]]:
-    engine = Engine(loaded.model, loaded.tokenizer, EngineOptions(max_batch=2))
-    for number, prompt in enumerate(PROMPTS):
-        ids = loaded.tokenizer.encode(prompt)
-        submit(engine, ask(ids, max_tokens=max_tokens, request_id=str(number)))
-    ends = [event for event in run_all(engine) if isinstance(event, FinishEvent)]
-    return [end.token_ids for end in sorted(ends, key=lambda end: end.request_id)]
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -119,14 +96,6 @@ def test_greedy_text_with_latent_attention(tmp_path: Path) -> None:
     with loaded_ranks(path, exact=True) as divided:
         assert replies(divided, 24) == replies(whole, 24)
         assert mean_kl(logits_of(whole.model)[1], logits_of(divided.model)[1]) < 1e-7
-
-
-@pytest.mark.parametrize("method", ["exl2", "exl3", "gptq"])
-def test_greedy_text_of_quantized_weights(method: str, tmp_path: Path) -> None:
-    path = quantized_llama(method, tmp_path / "model")
-    whole = load_model(path, device="cpu")
-    with loaded_ranks(path, 3) as divided:
-        assert replies(divided, 32) == replies(whole, 32)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -409,22 +378,8 @@ def test_a_program_whose_process_stands_still_is_not_killed(
 
 def test_nothing_listens_beyond_the_loopback_interface(tiny: Path) -> None:
     with loaded_ranks(tiny) as divided:
-        owned = {
-            str(link.readlink())
-            for process in (os.getpid(), *processes_of(divided))
-            for link in Path(f"/proc/{process}/fd").iterdir()
-            if link.is_symlink()  # not that of the listing itself
-        }
-        listening = [
-            (fields[1], f"socket:[{fields[9]}]")
-            for table in ("tcp", "tcp6")
-            for fields in (
-                line.split()
-                for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]
-            )
-            if fields[3] == "0A"
-        ]
-        own = [address for address, inode in listening if inode in owned]
+        processes = (os.getpid(), *processes_of(divided))
+        own = [address for process in processes for address, _ in listening(process)]
         assert all(address.startswith("0100007F:") for address in own), own
 
 
