@@ -21,8 +21,8 @@ from exl_core.session.load import LoadedModel
 
 MARK = "EXL_TEST_MARK"
 """Variable by which processes are found that a test has started, directly or not."""
-LEAVE_S = 1.0
-"""Time for the kernel to remove what has ended."""
+LEAVE_S = 5.0
+"""Time after a test for what it has ended: the limit of every failure."""
 
 
 def is_alive(process: int) -> bool:

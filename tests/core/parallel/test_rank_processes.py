@@ -29,6 +29,7 @@ from exl_core.model.adapters import AdapterUse
 from exl_core.model.context import Context
 from exl_core.model.runner import store_for
 from exl_core.model.transformer import Transformer
+from exl_core.parallel import exchange
 from exl_core.parallel.followers import END_S, Followers
 from exl_core.parallel.leader import LeadingTransformer
 from exl_core.parallel.wire import Message
@@ -224,7 +225,9 @@ def test_the_others_start_before_rank_0_looks_for_its_tensors(
 def test_a_rank_that_is_killed_while_all_meet_is_named(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 waits for the others in a store that does not know about their ends."""
+    """Rank 0 waits for the others in a store that does not know about their ends. A thread of its
+    own does, which also ends after the timeout of an exchange."""
+    monkeypatch.setattr(exchange, "EXCHANGE_TIMEOUT_S", 4)
     started: list[float] = []
     meet = Followers._joined
 
@@ -237,6 +240,9 @@ def test_a_rank_that_is_killed_while_all_meet_is_named(
     with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
         load_model(tiny, device="cpu", tensor_parallel=2)
     assert time.monotonic() - started[0] < END_LIMIT_S
+    for thread in threading.enumerate():
+        if thread.name == "exl-connect":
+            thread.join()
 
 
 def test_followers_end_with_rank_0(tiny: Path) -> None:
@@ -388,8 +394,8 @@ def test_interrupts_wait_for_the_end_of_a_pass(tiny: Path, monkeypatch: pytest.M
     """Ctrl-C during a pass must not leave the other ranks behind in the middle of it."""
     with loaded_ranks(tiny, exact=True) as divided:
         assert isinstance(divided.model, LeadingTransformer)
-        exchange = divided.model._exchange
-        complete, sums, interrupted = exchange.sum, 0, 0
+        inner = divided.model._exchange
+        complete, sums, interrupted = inner.sum, 0, 0
 
         def interrupted_sum(part: Tensor) -> Tensor:
             nonlocal sums
@@ -398,7 +404,7 @@ def test_interrupts_wait_for_the_end_of_a_pass(tiny: Path, monkeypatch: pytest.M
                 signal.raise_signal(signal.SIGINT)
             return complete(part)
 
-        monkeypatch.setattr(exchange, "sum", interrupted_sum)
+        monkeypatch.setattr(inner, "sum", interrupted_sum)
         engine = Engine(divided.model, divided.tokenizer)
         submit(engine, ask([5, 6, 7], max_tokens=None, stop_ids=frozenset()))
         engine.step()

@@ -102,7 +102,9 @@ class GlooExchange:
     @classmethod
     def in_folder(cls, folder: Path, rank: Rank) -> Self:
         """Exchange over the loopback interface, of ranks that all name the same folder."""
-        return cls(FileStore(str(folder / "store"), rank.count), rank)
+        store = FileStore(str(folder / "store"), rank.count)
+        store.set_timeout(timedelta(seconds=EXCHANGE_TIMEOUT_S))  # also for a folder that is gone
+        return cls(store, rank)
 
     @property
     def _group(self) -> dist.ProcessGroup:
