@@ -15,6 +15,9 @@ from support.driving import ask, run_all, submit
 from support.rank_failures import is_alive, processes_of
 
 PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time")
+GROWTH_LIMIT_KB = 6 * 1024
+"""Growth of a process from the second tenth of many jobs to the last: pages of the heap that differ
+by chance. A leak of a batch's tensors in every pass would be some hundred MB."""
 
 
 @contextmanager
@@ -38,3 +41,8 @@ def replies(loaded: LoadedModel, max_tokens: int) -> list[tuple[int, ...]]:
         submit(engine, ask(ids, max_tokens=max_tokens, request_id=str(number)))
     ends = [event for event in run_all(engine) if isinstance(event, FinishEvent)]
     return [end.token_ids for end in sorted(ends, key=lambda end: end.request_id)]
+
+
+def resident_kb(process: int) -> int:
+    text = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+    return int(text.partition("VmRSS:")[2].split()[0])

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from exl_core.cache.format import KVFormat
+from exl_core.cache.memory import return_freed_memory
 from exl_core.cache.page_pool import PageCopy
 from exl_core.engine.engine import Engine
 from exl_core.engine.events import FailEvent
@@ -39,7 +40,7 @@ from support.adapters import random_pairs, stored, write_adapter
 from support.driving import ask, run_all, submit
 from support.random_jobs import run_jobs
 from support.rank_failures import is_alive, listening, nothing_left, processes_of, starting_with
-from support.rank_processes import PROMPTS, loaded_ranks, replies
+from support.rank_processes import GROWTH_LIMIT_KB, PROMPTS, loaded_ranks, replies, resident_kb
 from support.real_models import gemma3_gguf, smollm2_gguf
 from support.thread_ranks import logits_of, mean_kl
 from support.tiny_latent import tiny_deepseek3
@@ -110,10 +111,22 @@ def test_each_rank_smooths_its_own_keys(count: int, tmp_path: Path) -> None:
 
 
 def test_random_jobs_have_the_replies_of_one_process(tiny: Path) -> None:
-    """Shared prefixes, drafts, preemption and cancellations, on a cache of few pages."""
+    """Shared prefixes, drafts, preemption and cancellations, on a cache of few pages. The memory of
+    every rank stays the same."""
+    memory: list[list[int]] = []
     with loaded_ranks(tiny, exact=True) as divided:
         whole = load_model(tiny, device="cpu", exact=True)
-        assert run_jobs(divided, 1000) == run_jobs(whole, 1000)
+        processes = (os.getpid(), *processes_of(divided))
+
+        def measure(_: int) -> None:
+            gc.collect()
+            return_freed_memory({divided.model.ops.device})
+            memory.append([*map(resident_kb, processes)])
+
+        assert run_jobs(divided, 1000, after_tenth=measure) == run_jobs(whole, 1000)
+    for later in memory[2:]:
+        growth = [now - then for then, now in zip(memory[1], later, strict=True)]
+        assert max(growth) < GROWTH_LIMIT_KB, memory
 
 
 def test_contexts_copy_rows_and_embed_on_all_ranks(tiny: Path) -> None:
