@@ -19,16 +19,24 @@ from support.quantized_models import METHODS, TIED, quantize
 from support.tiny_models import save, tiny_llama
 
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2, "head_dim": 64}
-HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-GROUPS = {256: [(6, 128), (4, 128)], 512: [(5, 256), (3, 256)], 1024: [(4, 512), (3, 512)]}
-RATES = {256: 4, 512: 3, 1024: 3}
-TOLERANCE = 0.05
-"""The largest rank over an equal share: norms, which all ranks have whole, and units (rows of the
-vocabulary, groups, blocks) that do not divide evenly."""
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8}
+VOCABULARY = 512
+"""Divides evenly; that of the GGUF files is the tokenizer's 300."""
+GROUPS = {256: [(6, 128), (4, 128)], 1024: [(5, 512), (3, 512)]}
+RATES = {256: 4, 1024: 3}
+TOLERANCE = 0.03
+"""The largest rank over an equal share: norms, which all ranks have whole, and units (groups,
+blocks) that do not divide evenly."""
+OUTPUT_SHARE = 0.17
+"""The attention's last matrix among those of a layer."""
+PADDING = {("exl2", 2): 0.125, ("exl2", 4): 0.25, ("gptq", 2): 1.0, ("gptq", 4): 3.0}
+"""Rows with which that matrix is padded at most, over its share. With act-order every group has
+rows of all heads, and each rank's part of a group takes whole blocks of 32 rows: 8 and 4 blocks of
+512 rows get one more, and groups of 32 rows have one on every rank."""
 
 
 def plain(folder: Path) -> Path:
-    return save(tiny_llama(**SIZES, **HEADS), folder)
+    return save(tiny_llama(**SIZES, **HEADS, vocab_size=VOCABULARY), folder)
 
 
 def with_blocks(kind: str) -> Callable[[Path], Path]:
@@ -40,7 +48,9 @@ def with_blocks(kind: str) -> Callable[[Path], Path]:
 
 def with_method(method: str) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
-        model = tiny_llama(**SIZES, **HEADS, tie_word_embeddings=method in TIED)
+        model = tiny_llama(
+            **SIZES, **HEADS, vocab_size=VOCABULARY, tie_word_embeddings=method in TIED
+        )
         quantize(save(model, folder), *METHODS[method])
         return folder
 
@@ -69,6 +79,7 @@ def test_ranks_load_equal_shares(
     whole = loaded_bytes(0, 1)
     for count in (2, 4):
         found = [loaded_bytes(index, count) for index in range(count)]
-        print(name, count, [size * count / whole for size in found])
-        assert max(found) <= whole / count * (1 + TOLERANCE)
+        print(name, count, [round(size * count / whole, 3) for size in found])
+        excess = TOLERANCE + OUTPUT_SHARE * PADDING.get((name, count), 0.0)
+        assert max(found) <= whole / count * (1 + excess)
         assert sum(found) >= whole  # no part of a matrix is missing
