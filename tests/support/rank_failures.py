@@ -64,18 +64,22 @@ def remains() -> set[Path]:
 
 
 @contextmanager
-def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Checks that the block leaves no process, no port, no folder and no shared memory behind."""
-    mark = uuid.uuid4().hex
+def nothing_left(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
+    """Checks that the block leaves no process, no port, no folder and no shared memory behind. Its
+    temporary files are in `folder`, since other tests start ranks too."""
+    mark, temporary = uuid.uuid4().hex, folder / "temporary"
+    temporary.mkdir()
     monkeypatch.setenv(MARK, mark)
-    folders, ports, shared = _folders(), listening(os.getpid()), _shared_memory()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    ports, shared = listening(os.getpid()), _shared_memory()
     yield
     gc.collect()
     until = time.monotonic() + LEAVE_S
     while marked_processes(mark) and time.monotonic() < until:
         time.sleep(0.05)
     assert not marked_processes(mark), "processes are left"
-    assert not _folders() - folders, "folders are left in which ranks met"
+    assert not _folders(), "folders are left in which ranks met"
     assert not listening(os.getpid()) - ports, "this process still listens"
     assert not {one for one in _shared_memory() - shared if not _is_open(one)}, "shared memory"
 

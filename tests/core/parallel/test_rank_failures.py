@@ -9,7 +9,6 @@ import gc
 import os
 import signal
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Iterator
@@ -36,11 +35,7 @@ MB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def no_remains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    with nothing_left(monkeypatch):
+    with nothing_left(monkeypatch, tmp_path):
         yield
 
 

@@ -53,11 +53,7 @@ END_LIMIT_S = 5.0
 
 @pytest.fixture(autouse=True)
 def no_remains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A temporary folder of this test alone, since other test processes start ranks too."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    with nothing_left(monkeypatch):
+    with nothing_left(monkeypatch, tmp_path):
         yield
 
 

@@ -3,7 +3,6 @@ and long contexts."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -32,10 +31,7 @@ pytestmark = pytest.mark.thorough
 
 @pytest.fixture(autouse=True)
 def no_remains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    with nothing_left(monkeypatch):
+    with nothing_left(monkeypatch, tmp_path):
         yield
 
 
