@@ -31,9 +31,9 @@ def limit_space(limit_bytes: int) -> None:
 def stamp_failure(file: Path) -> None:
     report = Reports.failed
 
-    def failed(reports: Reports, line: str, exit_code: int) -> None:
+    def failed(self: Reports, line: str, exit_code: int) -> None:
         file.write_text(str(time.monotonic()), encoding="ascii")
-        report(reports, line, exit_code)
+        report(self, line, exit_code)
 
     Reports.failed = failed  # type: ignore[method-assign]
 
