@@ -18,6 +18,8 @@ from support.gguf_models import write_gguf
 from support.quantized_models import METHODS, TIED, quantize
 from support.tiny_models import save, tiny_llama
 
+pytestmark = pytest.mark.thorough
+
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2, "head_dim": 64}
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8}
 VOCABULARY = 512
