@@ -228,6 +228,40 @@ def test_a_killed_replica_ends_the_run_and_a_repetition_continues(
     assert [one["index"] for one in records] == list(range(len(records)))
 
 
+@pytest.mark.thorough
+def test_an_interrupted_run_of_ray_continues(
+    generate: Command, tiny_llama_dir: Path, tmp_path: Path
+) -> None:
+    """Two replicas on the CPU. The first run is interrupted, the second killed, the third
+    completes the file, which is then that of one process."""
+    pytest.importorskip("ray")
+    file, one, out = prompts(tmp_path / "p.jsonl", 400), tmp_path / "one", tmp_path / "out"
+    args = ("--batch-file", file, "--batch-invariant", *GREEDY)
+    assert generate(*args, "-q", "--output", one).code == 0
+    command = [sys.executable, "-m", "exl_cli", "generate", "-m", str(tiny_llama_dir), "-q"]
+    command += [*map(str, args), "--output", str(out), "--replicas", "2", "--ray", "local"]
+    command += ["--max-batch", "2", "--json"]
+
+    def lines() -> int:
+        return len(out.read_bytes().splitlines()) if out.exists() else 0
+
+    done = 0
+    for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+            wait_for(lambda before=done: lines() > before)
+            run.send_signal(number)
+            summary, _ = run.communicate(timeout=60)
+        assert run.returncode == code
+        if summary:
+            assert json.loads(summary)["done_earlier"] == done
+        done = lines()
+        assert 0 < done < 400, "it was not interrupted"
+    last = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert (last.returncode, last.stderr) == (0, "")
+    assert json.loads(last.stdout)["done_earlier"] in (done, done - 1)  # a record may be cut off
+    assert out.read_bytes() == one.read_bytes()
+
+
 def command_of(pid: str) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")
 

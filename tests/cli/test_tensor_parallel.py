@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from exl_core.parallel.processes import RankProcess
+from support.commands import Command
+from support.rank_failures import nothing_left
+from support.tiny_hybrids import tiny_qwen35
 from support.tiny_models import save, tiny_llama
 
 pytestmark = pytest.mark.thorough
+
+
+@pytest.fixture(autouse=True)
+def no_remains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    with nothing_left(monkeypatch, tmp_path):
+        yield
 
 
 @pytest.fixture
@@ -147,3 +161,49 @@ def test_a_command_that_a_terminal_has_suspended_goes_on(folder: Path) -> None:
     for end in (leader, terminal):
         os.close(end)
     assert running.returncode == 0, errors
+
+
+def test_a_port_in_use_is_one_line_before_any_rank_starts(
+    exl: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(RankProcess, "__init__", lambda *_, **__: started.append(1))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for _ in range(2):
+            begun = time.monotonic()
+            done = exl(
+                *("serve-lite", folder, "--port", port, "--device", "cpu"),
+                *("--tensor-parallel", "2"),
+            )
+            seconds = time.monotonic() - begun
+            assert port in done.error_line(2)
+    assert seconds < 5  # the first call imports the server
+    assert not started
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_qwen35], ids=["llama", "delta-net"])
+def test_perplexity_is_that_of_one_process(make: Callable[[], Any], tmp_path: Path) -> None:
+    """To rounding: the ranks' sums have another order. --compare-to divides both models."""
+    model = save(make(), tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i}: The quick brown fox. " for i in range(60)), encoding="utf-8")
+    start = [sys.executable, "-m", "exl_cli", "eval", "perplexity", str(model), "--exact"]
+    start += ["--text", str(text), "--ctx", "96", "--device", "cpu", "-q", "--json"]
+
+    def run(*more: str) -> dict[str, Any]:
+        done = subprocess.run(
+            [*start, *more], capture_output=True, text=True, check=False, timeout=120
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    one = run()
+    two = run("--tensor-parallel", "2")
+    assert one["windows"] > 10
+    # Keys and values are cached in half precision, where a rounding may go the other way.
+    assert two["window_nll"] == pytest.approx(one["window_nll"], rel=1e-5)
+    assert two["perplexity"] == pytest.approx(one["perplexity"], rel=1e-6)
+    pair = run("--tensor-parallel", "2", "--compare-to", str(model), "--windows", "2")
+    assert pair["ln_ppl_ratio"] == 0

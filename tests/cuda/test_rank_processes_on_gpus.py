@@ -230,6 +230,27 @@ def test_connections_stay_on_the_loopback_interface(tiny: Path) -> None:
     assert all(address.startswith(loopback) for address in own), own
 
 
+def test_nccl_has_no_multicast_channels(tiny: Path, tmp_path: Path) -> None:
+    """Even if the user's environment turns NVLink multicast on."""
+    script = (
+        "import sys\n"
+        "from exl_core.session.load import load_model\n"
+        "load_model(sys.argv[1], device='cuda', tensor_parallel=2).unload()\n"
+    )
+    debug = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(tmp_path / "nccl.%p")}
+    subprocess.run(
+        [sys.executable, "-c", script, str(tiny)],
+        env={**os.environ, **debug, "NCCL_NVLS_ENABLE": "1"},
+        timeout=90,
+        check=True,
+    )
+    logs = [file.read_text(encoding="utf-8") for file in tmp_path.glob("nccl.*")]
+    assert len(logs) == 2
+    for log in logs:
+        assert " 0 nvls channels" in log, log
+        assert "NVLS multicast support is available" not in log
+
+
 @pytest.fixture
 def has_server() -> None:
     for name in ("httpx2", "fastapi", "uvicorn", "typer", "prometheus_client"):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,11 +38,18 @@ from support.launched_jobs import (
     nodes,
     requests_to,
 )
+from support.rank_failures import nothing_left
 from support.tiny_models import save, tiny_llama
 
 pytestmark = pytest.mark.thorough
 
 END_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def no_remains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    with nothing_left(monkeypatch, tmp_path):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from exl_core.cache.format import KVFormat
+from exl_core.cache.memory import return_freed_memory
 from exl_core.cache.page_pool import PageCopy
-from exl_core.engine.engine import Engine, EngineOptions
-from exl_core.engine.events import FailEvent, FinishEvent
+from exl_core.engine.engine import Engine
+from exl_core.engine.events import FailEvent
 from exl_core.errors import AdapterError, MissingTensorError, RankError, RequestError
 from exl_core.lora.adapter import load_adapter
 from exl_core.model.adapters import AdapterUse
 from exl_core.model.context import Context
 from exl_core.model.runner import store_for
 from exl_core.model.transformer import Transformer
+from exl_core.parallel import exchange
 from exl_core.parallel.followers import END_S, Followers
 from exl_core.parallel.leader import LeadingTransformer
 from exl_core.parallel.wire import Message
@@ -37,9 +38,9 @@ from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from exl_core.session.weights import Loading
 from support.adapters import random_pairs, stored, write_adapter
 from support.driving import ask, run_all, submit
-from support.quantized_models import quantized_llama
 from support.random_jobs import run_jobs
-from support.rank_failures import is_alive, processes_of, starting_with
+from support.rank_failures import is_alive, listening, nothing_left, processes_of, starting_with
+from support.rank_processes import GROWTH_LIMIT_KB, PROMPTS, loaded_ranks, replies, resident_kb
 from support.real_models import gemma3_gguf, smollm2_gguf
 from support.thread_ranks import logits_of, mean_kl
 from support.tiny_latent import tiny_deepseek3
@@ -48,15 +49,12 @@ from support.tiny_models import save, tiny_llama
 pytestmark = pytest.mark.thorough
 
 END_LIMIT_S = 5.0
-PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time")
 
 
 @pytest.fixture(autouse=True)
-def own_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A temporary folder of this test alone, since other test processes start ranks too."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+def no_remains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    with nothing_left(monkeypatch, tmp_path):
+        yield
 
 
 @pytest.fixture
@@ -71,29 +69,6 @@ def raises_interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def loaded_ranks(path: Path, count: int = 2, **changes: Any) -> Iterator[LoadedModel]:
-    """A model divided among processes. At the end none of them is left."""
-    loaded = load_model(path, device="cpu", threads=2, tensor_parallel=count, **changes)
-    processes = processes_of(loaded)
-    try:
-        assert len(processes) == count - 1
-        yield loaded
-    finally:
-        loaded.unload()
-        assert not any(map(is_alive, processes))
-        assert not list(Path(tempfile.gettempdir()).glob("exl-ranks-*"))
-
-
-def replies(loaded: LoadedModel, max_tokens: int) -> list[tuple[int, ...]]:
-    engine = Engine(loaded.model, loaded.tokenizer, EngineOptions(max_batch=2))
-    for number, prompt in enumerate(PROMPTS):
-        ids = loaded.tokenizer.encode(prompt)
-        submit(engine, ask(ids, max_tokens=max_tokens, request_id=str(number)))
-    ends = [event for event in run_all(engine) if isinstance(event, FinishEvent)]
-    return [end.token_ids for end in sorted(ends, key=lambda end: end.request_id)]
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -121,14 +96,6 @@ def test_greedy_text_with_latent_attention(tmp_path: Path) -> None:
         assert mean_kl(logits_of(whole.model)[1], logits_of(divided.model)[1]) < 1e-7
 
 
-@pytest.mark.parametrize("method", ["exl2", "exl3", "gptq"])
-def test_greedy_text_of_quantized_weights(method: str, tmp_path: Path) -> None:
-    path = quantized_llama(method, tmp_path / "model")
-    whole = load_model(path, device="cpu")
-    with loaded_ranks(path, 3) as divided:
-        assert replies(divided, 32) == replies(whole, 32)
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_each_rank_smooths_its_own_keys(count: int, tmp_path: Path) -> None:
     """There are two key heads: two of four ranks have copies of one, and divide its queries."""
@@ -140,10 +107,22 @@ def test_each_rank_smooths_its_own_keys(count: int, tmp_path: Path) -> None:
 
 
 def test_random_jobs_have_the_replies_of_one_process(tiny: Path) -> None:
-    """Shared prefixes, drafts, preemption and cancellations, on a cache of few pages."""
+    """Shared prefixes, drafts, preemption and cancellations, on a cache of few pages. The memory of
+    every rank stays the same."""
+    memory: list[list[int]] = []
     with loaded_ranks(tiny, exact=True) as divided:
         whole = load_model(tiny, device="cpu", exact=True)
-        assert run_jobs(divided, 1000) == run_jobs(whole, 1000)
+        processes = (os.getpid(), *processes_of(divided))
+
+        def measure(_: int) -> None:
+            gc.collect()
+            return_freed_memory({divided.model.ops.device})
+            memory.append([*map(resident_kb, processes)])
+
+        assert run_jobs(divided, 1000, after_tenth=measure) == run_jobs(whole, 1000)
+    for later in memory[2:]:
+        growth = [now - then for then, now in zip(memory[1], later, strict=True)]
+        assert max(growth) < GROWTH_LIMIT_KB, memory
 
 
 def test_contexts_copy_rows_and_embed_on_all_ranks(tiny: Path) -> None:
@@ -255,7 +234,9 @@ def test_the_others_start_before_rank_0_looks_for_its_tensors(
 def test_a_rank_that_is_killed_while_all_meet_is_named(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 waits for the others in a store that does not know about their ends."""
+    """Rank 0 waits for the others in a store that does not know about their ends. A thread of its
+    own does, which also ends after the timeout of an exchange."""
+    monkeypatch.setattr(exchange, "EXCHANGE_TIMEOUT_S", 4)
     started: list[float] = []
     meet = Followers._joined
 
@@ -268,6 +249,9 @@ def test_a_rank_that_is_killed_while_all_meet_is_named(
     with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
         load_model(tiny, device="cpu", tensor_parallel=2)
     assert time.monotonic() - started[0] < END_LIMIT_S
+    for thread in threading.enumerate():
+        if thread.name == "exl-connect":
+            thread.join()
 
 
 def test_followers_end_with_rank_0(tiny: Path) -> None:
@@ -409,22 +393,8 @@ def test_a_program_whose_process_stands_still_is_not_killed(
 
 def test_nothing_listens_beyond_the_loopback_interface(tiny: Path) -> None:
     with loaded_ranks(tiny) as divided:
-        owned = {
-            str(link.readlink())
-            for process in (os.getpid(), *processes_of(divided))
-            for link in Path(f"/proc/{process}/fd").iterdir()
-            if link.is_symlink()  # not that of the listing itself
-        }
-        listening = [
-            (fields[1], f"socket:[{fields[9]}]")
-            for table in ("tcp", "tcp6")
-            for fields in (
-                line.split()
-                for line in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]
-            )
-            if fields[3] == "0A"
-        ]
-        own = [address for address, inode in listening if inode in owned]
+        processes = (os.getpid(), *processes_of(divided))
+        own = [address for process in processes for address, _ in listening(process)]
         assert all(address.startswith("0100007F:") for address in own), own
 
 
@@ -433,8 +403,8 @@ def test_interrupts_wait_for_the_end_of_a_pass(tiny: Path, monkeypatch: pytest.M
     """Ctrl-C during a pass must not leave the other ranks behind in the middle of it."""
     with loaded_ranks(tiny, exact=True) as divided:
         assert isinstance(divided.model, LeadingTransformer)
-        exchange = divided.model._exchange
-        complete, sums, interrupted = exchange.sum, 0, 0
+        inner = divided.model._exchange
+        complete, sums, interrupted = inner.sum, 0, 0
 
         def interrupted_sum(part: Tensor) -> Tensor:
             nonlocal sums
@@ -443,7 +413,7 @@ def test_interrupts_wait_for_the_end_of_a_pass(tiny: Path, monkeypatch: pytest.M
                 signal.raise_signal(signal.SIGINT)
             return complete(part)
 
-        monkeypatch.setattr(exchange, "sum", interrupted_sum)
+        monkeypatch.setattr(inner, "sum", interrupted_sum)
         engine = Engine(divided.model, divided.tokenizer)
         submit(engine, ask([5, 6, 7], max_tokens=None, stop_ids=frozenset()))
         engine.step()

@@ -23,11 +23,8 @@ from exl_core.parallel.leader import LeadingTransformer
 from exl_core.session.load import LoadedModel, load_model
 from support.adapters import random_pairs, stored, write_adapter
 from support.random_jobs import Reply, run_jobs
+from support.rank_processes import GROWTH_LIMIT_KB, resident_kb
 from support.tiny_models import save, tiny_llama
-
-GROWTH_LIMIT_KB = 6 * 1024
-"""Growth of a process from the second tenth of the jobs to the last: pages of the heap that differ
-by chance. A leak of a batch's tensors in every pass would be some hundred MB."""
 
 TIE = 2e-3
 """Logits closer than this may change places: keys and values are cached in half precision."""
@@ -38,11 +35,6 @@ MOST_OTHERS = 5e-4
 """Share of the replies of ranks on the CPU that may differ from those of one process."""
 MOST_COMPARED = 300
 """Replies of GPUs whose every token is compared with the logits of one GPU."""
-
-
-def resident_kb(process: int) -> int:
-    text = Path(f"/proc/{process}/status").read_text(encoding="ascii")
-    return int(text.partition("VmRSS:")[2].split()[0])
 
 
 def used_kb(soak: Soak) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from exl_core.errors import RequestError
 from exl_eval.texts import KNOWN_DATASETS, Text, read_dataset, read_text
 
 if TYPE_CHECKING:
+    from exl_core.parallel.plan import RankCount
     from exl_core.session.load import LoadedModel
     from exl_core.session.open import ModelFiles
     from exl_eval.result import ModelFacts, TextFacts
@@ -146,6 +147,8 @@ class Loading:
     changes: ModelOptions = field(default_factory=ModelOptions)
     ctx: int | None = None
     """Tokens per window, if the caller chose them; may exceed the model's own context."""
+    tensor_parallel: RankCount = 1
+    """Processes among which the model is divided."""
 
     def load(self, model: ModelFiles | str | None) -> LoadedModel:
         from exl_cli.load import load_quietly
@@ -157,7 +160,11 @@ class Loading:
             is_quiet=self.is_quiet,
             exact=self.exact,
             batch_invariant=self.batch_invariant,
-            options=replace(self.changes.load_options(), held_bytes=self.held_bytes),
+            options=replace(
+                self.changes.load_options(),
+                held_bytes=self.held_bytes,
+                tensor_parallel=self.tensor_parallel,
+            ),
             ctx=self.ctx,
         )
 

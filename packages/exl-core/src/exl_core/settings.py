@@ -111,6 +111,12 @@ def is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
+def switch_off_multicast() -> None:
+    """Switches NVLink multicast off in NCCL and in torch's symmetric memory, for this process and
+    for those that it starts. Unlike other settings, the user's values do not stay."""
+    os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
+
+
 def set_for_libraries(**values: str) -> None:
     """Sets environment variables that a library reads when it is imported. The user's values
     stay."""

@@ -94,7 +94,7 @@ class GlooExchange:
     def __init__(self, store: Store, rank: Rank, address: str = LOOPBACK) -> None:
         """Meets the other ranks in `store`. Blocks until all are there."""
         self.rank = rank
-        self._group = gloo_group(store, rank, address)
+        self._connected: dist.ProcessGroup | None = gloo_group(store, rank, address)
         # The first exchange ends once all pairs of ranks are connected. No rank reads `store`
         # afterwards.
         self.sum(torch.zeros(1))
@@ -102,7 +102,19 @@ class GlooExchange:
     @classmethod
     def in_folder(cls, folder: Path, rank: Rank) -> Self:
         """Exchange over the loopback interface, of ranks that all name the same folder."""
-        return cls(FileStore(str(folder / "store"), rank.count), rank)
+        store = FileStore(str(folder / "store"), rank.count)
+        store.set_timeout(timedelta(seconds=EXCHANGE_TIMEOUT_S))  # also for a folder that is gone
+        return cls(store, rank)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        if self._connected is None:
+            raise RankError("the exchange with the other ranks is closed")
+        return self._connected
+
+    def close(self) -> None:
+        """Frees the sockets and the port. Later exchanges raise RankError."""
+        self._connected = None
 
     def sum(self, part: Tensor) -> Tensor:
         if not part.numel():

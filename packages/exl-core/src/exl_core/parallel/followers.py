@@ -206,9 +206,7 @@ class Group:
     def check(self) -> None:
         """Raises RankError if the group has ended."""
         if self.failure is not None:
-            again = RankError(self.failure.what)  # every caller's traceback is its own
-            again.exit_code = self.failure.exit_code
-            raise again
+            raise self._copied(self.failure)
         if self._is_closing:
             raise RankError("the ranks of this model have ended", next_step="Load it again.")
 
@@ -218,7 +216,15 @@ class Group:
         if self.failure is None:
             self._fail(0, str(error))
         assert self.failure is not None, "`_fail` has set it"
-        return self.failure
+        return self._copied(self.failure)
+
+    @staticmethod
+    def _copied(failure: RankError) -> RankError:
+        """An error to raise. Every caller's traceback is its own: the group stays until the program
+        ends, and that of its own error would keep the model with it."""
+        again = RankError(failure.what)
+        again.exit_code = failure.exit_code
+        return again
 
     def abandon(self, why: str) -> None:
         """Ends the group after a failure of rank 0 in the middle of a pass."""

@@ -28,7 +28,7 @@ from exl_core.model.observe import Observer, StateRecorder
 from exl_core.model.segment import Segment
 from exl_core.model.weights import ModelWeights
 from exl_core.ops.table import OpTable
-from exl_core.parallel.exchange import Exchange
+from exl_core.parallel.exchange import Exchange, GlooExchange
 from exl_core.parallel.followers import Group
 from exl_core.parallel.hosts import Hops, HostTransformer, WholeModel
 from exl_core.parallel.peers import Link, PeerExchange
@@ -123,10 +123,10 @@ class LeadingTransformer(HostTransformer):
             return super().embed(ids)
 
     def unload(self) -> None:
-        """Frees the weights on all ranks. Their processes end."""
+        """Frees the weights on all ranks. Their processes end, and rank 0 listens no longer."""
         self.followers.close()
         super().unload()
-        if isinstance(self._exchange, PeerExchange):
+        if isinstance(self._exchange, PeerExchange | GlooExchange):
             self._exchange.close()
 
     def tell(self, message: Message) -> None:

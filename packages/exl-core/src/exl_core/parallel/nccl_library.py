@@ -17,7 +17,7 @@ from pathlib import Path
 from exl_core.errors import DeviceError, RankError
 from exl_core.ops.backends.cuda.driver import start_driver
 from exl_core.parallel.plan import Rank
-from exl_core.settings import set_for_libraries
+from exl_core.settings import set_for_libraries, switch_off_multicast
 
 LIBRARY = "libnccl.so.2"
 DRIVER = "libcuda.so.1"
@@ -59,7 +59,8 @@ def load(*, is_first: bool = False) -> ctypes.CDLL:
     """The library that torch has loaded, or that is installed beside it. With `is_first` torch has
     loaded none yet, and only the installed one is the one that it will load. DeviceError if there
     is none."""
-    set_for_libraries(NCCL_NVLS_ENABLE="0", NCCL_SOCKET_IFNAME="lo")
+    switch_off_multicast()
+    set_for_libraries(NCCL_SOCKET_IFNAME="lo")
     library = None
     for name in (*(() if is_first else (LIBRARY,)), *_installed()):
         try:

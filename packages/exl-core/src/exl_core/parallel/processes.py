@@ -19,7 +19,7 @@ from threading import Event
 from exl_core.parallel.background import in_background
 from exl_core.parallel.nccl_library import Communicator, free_when_made, load, new_id
 from exl_core.parallel.plan import MOST_RANKS, Rank
-from exl_core.settings import visible_gpus
+from exl_core.settings import switch_off_multicast, visible_gpus
 
 MODULE = "exl_core.session.follower"
 CONNECT = b"N"
@@ -36,6 +36,7 @@ class RankProcess:
         ends = [socket.socketpair() for _ in range(2)]
         inherited = [theirs.detach() for _, theirs in ends]
         arguments = (*inherited, rank, int(may_use_gpu))
+        switch_off_multicast()  # before the process exists: it inherits the environment
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *map(str, arguments)],

@@ -16,6 +16,7 @@ from exl_cli.interrupt import exits_at_once
 from exl_cli.model_options import ModelOptions
 from exl_cli.option_groups import spread
 from exl_core.cache.format import parse_cache_type
+from exl_core.parallel.plan import parse_ranks
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -112,6 +113,7 @@ def perplexity(
     by_position: ByPosition = False,
     exact: options.Exact = False,
     held_memory: options.HeldMemory = None,
+    tensor_parallel: options.TensorParallel = "1",
     batch_invariant: options.EvalBatchInvariant = True,
 ) -> None:
     """Measure perplexity of a text, with standard error, word perplexity and bits per byte.
@@ -132,7 +134,8 @@ def perplexity(
     )
     held_bytes = options.held_bytes(held_memory)
     loading = eval_options.Loading(
-        device, threads, quiet, exact, batch_invariant, held_bytes, changes, ctx
+        *(device, threads, quiet, exact, batch_invariant, held_bytes, changes, ctx),
+        tensor_parallel=parse_ranks(tensor_parallel),
     )
     where = eval_options.Where.of(replicas, ray)
     if compare_to is None:
@@ -180,7 +183,9 @@ def _scored(
     with ExitStack() as stack:
         scores: WindowScorer | ReplicatedWindows
         if where is None:
-            scores = WindowScorer(loading.load(spec), text, choices)
+            loaded = loading.load(spec)
+            stack.callback(loaded.unload)
+            scores = WindowScorer(loaded, text, choices)
         else:
             from exl_cli.commands.eval.replicated import WindowJob, replicated
 
