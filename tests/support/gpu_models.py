@@ -1,4 +1,4 @@
-"""Tiny models for comparisons of a GPU with the CPU, with sizes that all kernels and caches take."""
+"""Tiny models that a GPU is compared with the CPU on: sizes that all kernels and caches take."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from support.quantized_models import SIZES, quantized_llama
 from support.tiny_latent import tiny_deepseek2, tiny_glm4_moe_lite
 from support.tiny_models import save, tiny_gemma3, tiny_gpt_oss, tiny_llama
 
-# Some outputs of Qwen3.5's delta rule are small differences of large terms. Its norm divides by their
-# root mean square, so that with the usual 1e-6 the rounding of activations to float16 alone moves
-# rows by more than 0.1 (`tests/cuda/test_recurrent_models.py`, which also has Qwen3.5 with experts:
-# there rounding moves whole passes by 6e-3).
+# Some outputs of Qwen3.5's delta rule are small differences of large terms. Its norm divides by
+# their root mean square, so that with the usual 1e-6 the rounding of activations to float16 alone
+# moves rows by more than 0.1 (`tests/cuda/test_recurrent_models.py`, which also has Qwen3.5 with
+# experts: there rounding moves whole passes by 6e-3).
 _QWEN35 = {"hidden_size": 96, "head_dim": 32, "linear_value_head_dim": 32, "rms_norm_eps": 1e-3}
 HYBRIDS: dict[str, Callable[[], Any]] = {
     "lfm2": lambda: tiny_hybrids.tiny_lfm2(hidden_size=192, head_dim=32, block_multiple_of=32),
