@@ -148,6 +148,7 @@ class Sequences:
         assert far.shape == near.shape
         if near.numel():
             error = (far.float().cpu() - near).norm() / near.norm()
+            print(f"{counts}: {error:.1e}")
             assert error < self._limit, f"{counts}: {error:.1e}"
 
 
