@@ -1,7 +1,7 @@
 """Checkpoints whose experts do not fit: one line, exit code 3, and no large allocation before it.
 
-The headers alone tell what is wrong. No tensor is read, and what Python and torch allocate meanwhile
-does not depend on what the file claims.
+The headers alone tell what is wrong. No tensor is read, and what Python and torch allocate does not
+depend on what the file claims.
 """
 
 from __future__ import annotations
