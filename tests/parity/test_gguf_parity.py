@@ -11,13 +11,15 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
+from exl_core.formats.containers.gguf import GgufSource
 from exl_core.session.load import LoadOptions, load_model
 from support.gguf_families import GGUF_FAMILIES
 from support.gguf_models import write_gguf
 from support.paged import logits_of
-from support.tiny_models import VOCAB_SIZE, tiny_llama
+from support.tiny_models import VOCAB_SIZE, tiny_llama, tiny_mixtral
 
 EXACT = LoadOptions(exact=True)
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
 
 
 def expected_logits(model: Any, ids: list[int]) -> torch.Tensor:
@@ -40,6 +42,29 @@ def test_gguf_logits_match_transformers(tmp_path: Path, ids: list[int], name: st
     assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_old_files_of_mixtral_have_a_tensor_for_each_matrix(
+    tmp_path: Path, ids: list[int], kind: str
+) -> None:
+    """`blk.0.ffn_gate.3.weight`, as llama.cpp wrote until April 2024."""
+    model = tiny_mixtral(**SIZES)
+    quantization = GGMLQuantizationType[kind]
+    paths = [tmp_path / f"{name}.gguf" for name in ("old", "new")]
+    old = write_gguf(model, paths[0], quantization, stacks_experts=False)
+    new = write_gguf(model, paths[1], quantization)
+    names = GgufSource(old).tensors
+    assert "blk.2.ffn_down.3.weight" in names
+    assert not any("_exps" in name for name in names)
+
+    ours = logits_of(old, ids, EXACT)
+
+    assert torch.equal(ours, logits_of(new, ids, EXACT))
+    assert torch.equal(logits_of(old, ids), logits_of(new, ids))
+    if kind == "F32":
+        expected = expected_logits(model, ids)
+        assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
 def test_rope_factors_from_a_tensor_divide_the_frequencies(tmp_path: Path, ids: list[int]) -> None:
     # Linear scaling by 4, stored as a tensor of factors as in Llama 3 files.
     model = tiny_llama(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4})
@@ -51,9 +76,6 @@ def test_rope_factors_from_a_tensor_divide_the_frequencies(tmp_path: Path, ids: 
 
     expected = expected_logits(model, ids)
     assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
-
-
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
 
 
 def replace_weights(model: Any, kind: str, kept: torch.dtype) -> None:

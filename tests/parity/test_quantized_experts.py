@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.formats.codecs.exl3 import layout as exl3
@@ -20,7 +21,7 @@ from support.quantized_models import (
     quantize,
     separate_experts,
 )
-from support.renamed_models import as_renamed_dbrx
+from support.renamed_models import DBRX_NAMES, as_converted_dbrx, as_renamed_dbrx
 from support.tiny_models import (
     HALF_ROPE,
     save,
@@ -67,12 +68,15 @@ def test_exl3_logits_of_experts(tmp_path: Path, family: str) -> None:
     assert_same_logits(tmp_path, model, dense)
 
 
-def test_exl2_logits_of_dbrx(tmp_path: Path) -> None:
+def narrow_dbrx(**changes: Any) -> Any:
     attention = {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 10000.0}
     experts = {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}
-    model: Any = tiny_dbrx(d_model=64, n_heads=4, attn_config=attention, ffn_config=experts)
-    pieces = quantize(as_renamed_dbrx(save(model, tmp_path)), *METHODS["exl2"])
-    dense = {stem: exl2.dequantize(exl2.check(p, stem)).T for stem, p in pieces.items()}
+    sizes = {"d_model": 64, "n_heads": 4, "attn_config": attention, "ffn_config": experts}
+    return tiny_dbrx(**sizes, **changes)
+
+
+def set_weights_of_dbrx(model: Any, dense: dict[str, Tensor]) -> None:
+    """Gives the model the matrices `dense`, [out, in] by the stem in EXL2 files."""
     with torch.inference_mode():
         model.lm_head.weight.copy_(dense["lm_head"][: len(model.lm_head.weight)])
         for index, block in enumerate(model.transformer.blocks):
@@ -86,6 +90,34 @@ def test_exl2_logits_of_dbrx(tmp_path: Path) -> None:
                 stacked = torch.cat([one.T if name == "w2" else one for one in own])
                 getattr(block.ffn.experts.mlp, name).copy_(stacked)
 
+
+def test_exl2_logits_of_dbrx(tmp_path: Path) -> None:
+    model = narrow_dbrx()
+    pieces = quantize(as_renamed_dbrx(save(model, tmp_path)), *METHODS["exl2"])
+    dense = {stem: exl2.dequantize(exl2.check(p, stem)).T for stem, p in pieces.items()}
+    set_weights_of_dbrx(model, dense)
+    assert_same_logits(tmp_path, model, {})
+
+
+def test_gptq_logits_of_dbrx(tmp_path: Path) -> None:
+    """Names of LnL-AI/dbrx-base-converted-v2-4bit-gptq, whose experts are linear layers."""
+    model = narrow_dbrx(vocab_size=304)
+    pieces = quantize(as_converted_dbrx(save(model, tmp_path)), *METHODS["gptq"])
+    assert "transformer.blocks.2.ffn.experts.mlp.3.w2" in pieces
+    assert "transformer.blocks.0.norm_attn_norm.attn.k_proj" in pieces
+    settings = gptq.parse_settings(GPTQ_SETTINGS, "test")
+    names = {
+        **{old: new for old, new in DBRX_NAMES.items() if "norm_" not in old},
+        **{"norm_attn_norm.attn.out_proj": "self_attn.o_proj"},
+        **{"norm_attn_norm.attn": "self_attn", "ffn.experts.mlp": "block_sparse_moe.experts"},
+    }
+    dense = {}
+    for stem, parts in pieces.items():
+        name = stem
+        for old, new in names.items():
+            name = name.replace(old, new)
+        dense[name] = gptq.dequantize(gptq.check(parts, settings, stem)).T
+    set_weights_of_dbrx(model, dense)
     assert_same_logits(tmp_path, model, {})
 
 

@@ -43,7 +43,7 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
 NUMBERS = (
     *("correction_bias", "expert_bias", "per_expert_scale", "self_attn.sinks"),
     *("conv1d.weight", "conv.conv.weight", "linear_attn.norm.weight", "mamba.norm.weight"),
-    *("mixer.norm.weight", "A_log", "dt_bias", "mamba.D", "mixer.D"),
+    *("mixer.norm.weight", "self_attn.o_norm.weight", "A_log", "dt_bias", "mamba.D", "mixer.D"),
 )
 """Endings of the names of numbers in float32: those of routers decide between scores that differ
 little, and those of recurrent layers act on every later token."""

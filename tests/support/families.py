@@ -127,8 +127,18 @@ HYBRID_FAMILIES: dict[str, Callable[..., Any]] = {
         **{"mamba_head_dim": 32, "moe_intermediate_size": 64},
         moe_shared_expert_intermediate_size=96,
     ),
+    "nemotron-3-super": lambda **more: hybrids.tiny_nemotron_h(
+        **{**_OWN_HEADS, "mamba_head_dim": 32, "moe_intermediate_size": 128},
+        **{"moe_shared_expert_intermediate_size": 96, "moe_latent_size": 64},
+        **more,
+    ),
+    "kimi-linear": lambda: hybrids.tiny_kimi_linear(
+        **{**_WIDTHS, "linear_head_dim": 32, "kv_lora_rank": 64, "v_head_dim": 32},
+        moe_intermediate_size=64,
+    ),
 }
-"""Builders of families whose layers are recurrent or attention."""
+"""Builders of families whose layers are recurrent or attention. Experts of Nemotron 3 Super read
+and write narrower states than the layers. Kimi-Linear has latent attention too."""
 
 _LATENT: dict[str, Any] = {**_WIDTHS, "kv_lora_rank": 64, "v_head_dim": 32}
 

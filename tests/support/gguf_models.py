@@ -153,11 +153,13 @@ def write_gguf(
     *,
     arch: str | None = None,
     packed: dict[GGMLQuantizationType, dict[str, np.ndarray]] | None = None,
+    stacks_experts: bool = True,
 ) -> Path:
     """Writes matrices as `kind`, or as `kinds` maps parts of a layer, and all else as float32.
 
     The vocabulary is byte-level. `arch` is the architecture's name in the file, if it is not the
     one of the model's class. `packed` are blocks to write instead of tensors, by type and name.
+    Without `stacks_experts` each matrix of an expert is a tensor, as in old files of Mixtral.
     """
     config = _usual_config(model.config)
     arch = arch or _ARCHITECTURES.get(config.model_type, config.model_type)
@@ -188,6 +190,11 @@ def write_gguf(
         is_plain = stored_name.endswith(".bias") or "ffn_gate_inp" in stored_name
         is_quantized = values.ndim > 1 and not is_plain
         raw = GGMLQuantizationType[own if is_quantized else "F32"]
+        if "_exps." in stored_name and not stacks_experts:
+            for index, matrix in enumerate(values):
+                own_name = stored_name.replace("_exps", f".{index}")
+                writer.add_tensor(own_name, _quantized(matrix, raw), raw_dtype=raw)
+            continue
         stored = _quantized(values, raw) if is_quantized else values
         writer.add_tensor(stored_name, stored, raw_dtype=raw)
     for name, extra in (extra_tensors or {}).items():

@@ -44,7 +44,8 @@ GPTQ_SETTINGS = {
 ROUTERS = (
     *("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.gate.wg.weight"),
     *("block_sparse_moe.router.layer.weight", "feed_forward.gate.weight", "mixer.gate.weight"),
-    "mlp.shared_expert_gate.weight",
+    *("mlp.shared_expert_gate.weight", "router.proj.weight", "feed_forward.router.weight"),
+    "ffn.router.layer.weight",
     *("linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight"),
 )
 """Endings of the names of routers and of other narrow matrices, which are never quantized."""
@@ -64,6 +65,7 @@ def quantize(
     pieces: dict[str, Pieces] = {}
     for name, weight in list(tensors.items()):
         is_plain = "embed" in name or name.endswith(ROUTERS) or not name.endswith(".weight")
+        is_plain = is_plain or ".visual." in name or ".wte." in name
         if weight.dim() == 2 and not is_plain:
             stem = name.removesuffix(".weight")
             pieces[stem] = make(weight.shape[1], weight.shape[0])
@@ -76,8 +78,14 @@ def quantize(
 
 
 def separate_experts(folder: Path) -> Path:
-    """Replaces Granite's stacked experts by a tensor for each matrix, which tools quantize."""
+    """Replaces stacked experts by a tensor for each matrix, which tools quantize."""
     tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".experts.gate_up_proj")]:
+        owner = name.rpartition(".")[0]
+        for index in range(len(tensors[name])):
+            for role, matrix in matrices_of_expert(tensors, owner, index).items():
+                tensors[f"{owner}.{index}.{role}_proj.weight"] = matrix.clone().contiguous()
+        del tensors[name], tensors[f"{owner}.down_proj"]
     for name in [name for name in tensors if "_linear.weight" in name]:
         layer, stack = name.partition(".block_sparse_moe.")[0], tensors.pop(name)
         for index, matrix in enumerate(stack):
@@ -92,19 +100,27 @@ def separate_experts(folder: Path) -> Path:
 def parameter_of(parameters: dict[str, Tensor], stem: str) -> Tensor:
     """The part of a parameter that is stored under `stem`. Experts are stacked in transformers."""
     stem = re.sub(r"^backbone\.", "model.", stem)
-    owners = ("mlp", "block_sparse_moe", "feed_forward", "mixer")
-    expert = re.fullmatch(rf"(.+)\.(?:{'|'.join(owners)})\.experts\.(\d+)\.(\w+)", stem)
+    owners = ("mlp.", "block_sparse_moe.", "feed_forward.", "mixer.", "")
+    expert = re.fullmatch(rf"(.+\.\d+)\.(?:{'|'.join(owners)})experts\.(\d+)\.(\w+)", stem)
     if expert is None or f"{stem}.weight" in parameters:
         return parameters[f"{stem}.weight"]
     layer, index, part = expert.groups()
-    candidates = (f"{layer}.{owner}.experts" for owner in owners)  # files may have other names
+    candidates = (f"{layer}.{owner}experts" for owner in owners)  # files may have other names
     stacked = next(one for one in candidates if f"{one}.down_proj" in parameters)
-    if part in ("down_proj", "w2"):
-        return parameters[f"{stacked}.down_proj"][int(index)]
-    if f"{stacked}.up_proj" in parameters:  # no gate
-        return parameters[f"{stacked}.up_proj"][int(index)]
-    halves = parameters[f"{stacked}.gate_up_proj"][int(index)].chunk(2)
-    return halves[0 if part in ("gate_proj", "w1") else 1]
+    role = {"w1": "gate", "w2": "down", "w3": "up"}.get(part, part.removesuffix("_proj"))
+    return matrices_of_expert(parameters, stacked, int(index))[role]
+
+
+def matrices_of_expert(tensors: dict[str, Tensor], stacked: str, index: int) -> dict[str, Tensor]:
+    """Matrices [out, in] of an expert by role: views of the tensors of all experts `stacked`."""
+    down = tensors[f"{stacked}.down_proj"][index]
+    if f"{stacked}.up_proj" in tensors:  # no gate
+        return {"up": tensors[f"{stacked}.up_proj"][index], "down": down}
+    wide = tensors[f"{stacked}.gate_up_proj"][index]
+    if wide.shape[1] == 2 * down.shape[0]:  # Llama 4 has [in, out]
+        wide, down = wide.T, down.T
+    gate, up = wide.chunk(2)
+    return {"gate": gate, "up": up, "down": down}
 
 
 def assert_same_logits(folder: Path, model: Any, dense: dict[str, Tensor]) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
+from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FinishEvent
 from exl_core.model.adapters import AdapterUse
@@ -30,6 +31,7 @@ def run_jobs(
     after_tenth: Callable[[int], None] = lambda _: None,
     *,
     max_batch: int = 4,
+    kv_format: KVFormat = KVFormat.FP16,
 ) -> dict[str, Reply]:
     """Replies of the jobs that were not cancelled, by name. Each job uses a random one of
     `adapters`, or none. `after_tenth` is called with the number of jobs begun after each tenth.
@@ -37,7 +39,7 @@ def run_jobs(
     Twice as many jobs as `max_batch` compete for 512 tokens of cache per sequence of a batch.
     """
     rng = random.Random(11)
-    options = EngineOptions(cache_tokens=512 * max_batch, max_batch=max_batch)
+    options = EngineOptions(cache_tokens=512 * max_batch, max_batch=max_batch, kv_format=kv_format)
     engine = Engine(loaded.model, loaded.tokenizer, options, drafter=NgramDrafter())
     choices = ((), *((use,) for use in adapters))
     cancelled = set(map(str, rng.sample(range(count), count // 10)))

@@ -81,6 +81,19 @@ def as_renamed_dbrx(folder: Path) -> Path:
     return _rewrite(folder, rewritten)
 
 
+def as_converted_dbrx(folder: Path) -> Path:
+    """Tensors as in the copy of the model that GPTQ tools take: DBRX's names, and otherwise as in
+    EXL2 files."""
+    names = {new: old for old, new in DBRX_NAMES.items()}
+    names |= {f"self_attn.{part}": f"norm_attn_norm.attn.{part}" for part in "qkv"}
+    names |= {"block_sparse_moe.experts": "ffn.experts.mlp"}
+
+    def renamed(tensors: Tensors, _: dict[str, Any]) -> Tensors:
+        return {_renamed(name, names): values for name, values in tensors.items()}
+
+    return _rewrite(as_renamed_dbrx(folder), renamed)
+
+
 def as_oldest_gpt2(folder: Path) -> Path:
     """The first checkpoints of GPT-2, without a root."""
     return _rewrite(

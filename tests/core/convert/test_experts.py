@@ -80,13 +80,17 @@ def with_all_experts(folder: Path) -> Path:
     text = config.get("text_config", config.get("ffn_config", config))
     counts = [text[key] for key in COUNT_KEYS if key in text]
     text |= dict.fromkeys((key for key in TOP_K_KEYS if key in text), sum(counts[:1]))
-    text |= {"topk_group": text["n_group"]} if "topk_group" in text else {}
+    groups = [text[key] for key in ("n_group", "num_expert_group") if key in text]
+    text |= {"topk_group": groups[0]} if "topk_group" in text else {}
     path.write_text(json.dumps(config))
     return folder
 
 
 COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-TOP_K_KEYS = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
+TOP_K_KEYS = (
+    *("num_experts_per_tok", "num_experts_per_token"),
+    *("moe_k", "moe_topk", "moe_top_k", "top_k_experts"),
+)
 
 
 def error_of(found: Path, source: Path) -> float:
@@ -99,7 +103,10 @@ NEW = ("gpt-oss", "gemma4-moe", "llama4", "dbrx")
 OTHERS = HYBRID_FAMILIES | LATENT_FAMILIES
 BUILDERS = EXPERT_FAMILIES | OTHERS
 FIRST = ("gemma4-moe", "llama4", "granite4-hybrid", "lfm2-moe", "qwen3.5", "glm4.7-flash")
-TUNED = ("qwen2-moe", "qwen3-next", "granite4-hybrid-moe", "deepseek3", "gpt-oss")
+TUNED = (
+    *("qwen2-moe", "qwen3-next", "granite4-hybrid-moe", "deepseek3", "gpt-oss"),
+    *("nemotron-3-super", "kimi-linear"),
+)
 """Families whose conversion runs with all steps."""
 
 
@@ -290,6 +297,42 @@ def test_hessians_are_those_of_an_experts_own_rows_and_one_is_in_memory_at_a_tim
     assert len(few) == (len(own) < 4)
 
 
+def test_latent_experts_read_the_outputs_of_the_quantized_matrix_before_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layer of Nemotron 3 Super has experts of 64 inputs, and a hidden size of 96."""
+    build = HYBRID_FAMILIES["nemotron-3-super"]
+    source = save(build(layers_block_type=["moe", "mamba", "attention"]), tmp_path / "source")
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def measured(
+        inputs: Sequence[Tensor], sources: Sequence[Tensor] | None, workers: Workers
+    ) -> InputStatistics:
+        assert sources is not None
+        if inputs[0].shape[-1] == 64:
+            seen.append((inputs[0][0].float(), sources[0][0].float()))
+        return measure_hessian(inputs, sources, workers)
+
+    monkeypatch.setattr(quantize, "measure_hessian", measured)
+
+    out = convert(source, tmp_path, bits=3.0)
+
+    original = load_file(source / "model.safetensors")
+    stem = "backbone.layers.0.mixer.fc1_latent_proj"
+    weight = original[f"{stem}.weight"]
+    rounded = torch.from_numpy(read_model(out)[f"{stem}.weight"]).float().T
+    assert (rounded - weight).norm() > 0.05 * weight.norm()
+    x = original["backbone.embeddings.weight"].half().float()[make_rows(None).token_ids.flatten()]
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+    x = x * original["backbone.layers.0.norm.weight"]
+    # Experts, and then `fc2_latent_proj` with the 64 inputs that they return.
+    assert len(seen) == 8 + 1
+    for pair in seen[:8]:
+        for found, matrix in zip(pair, (rounded, weight), strict=True):
+            distances = torch.cdist(found, x @ matrix.T).amin(1)  # to the nearest token's
+            assert distances.max() < 0.01 * found.norm(dim=1).mean()
+
+
 def test_sensitivity_counts_the_use_of_an_expert(tmp_path: Path) -> None:
     """A router with a strong preference: expert 0 gets every token, expert 3 hardly any."""
     model = tiny_mixtral(**SIZES, num_hidden_layers=1)
@@ -460,7 +503,11 @@ def test_results_are_better_than_rounding_to_nearest(tmp_path: Path, family: str
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "family", ["glm4-moe", "llama4", "qwen3-next", "granite4-hybrid", "glm4.7-flash"]
+    "family",
+    [
+        *("glm4-moe", "llama4", "qwen3-next", "granite4-hybrid", "glm4.7-flash"),
+        *("nemotron-3-super", "kimi-linear"),
+    ],
 )
 def test_resume_after_stop_within_experts_gives_same_bytes(tmp_path: Path, family: str) -> None:
     """Stops repeatedly, each time after more pieces of work."""

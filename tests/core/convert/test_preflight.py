@@ -125,19 +125,13 @@ def test_unknown_kinds_of_layers_are_refused_by_name(
     assert error.exit_code == ModelError.exit_code
 
 
-def test_experts_of_narrower_states_are_refused(tmp_path: Path) -> None:
-    model = tiny_hybrids.tiny_nemotron_h(moe_latent_size=32)
-    source = tiny_models.save(model, tmp_path / "source")
-    error = refused(source, tmp_path)
-    assert "narrower states" in str(error)
-    assert error.exit_code == ModelError.exit_code
-
-
 @pytest.mark.parametrize(
     ("build", "changes", "label"),
     [
         (tiny_hybrids.tiny_lfm2, {}, "recurrent layers"),
         (tiny_hybrids.tiny_qwen35, {"linear_value_head_dim": 20}, "recurrent layers"),
+        (tiny_hybrids.tiny_kimi_linear, {}, "recurrent layers"),
+        (tiny_hybrids.tiny_nemotron_h, {"moe_latent_size": 40}, "experts' inputs"),
         (tiny_deepseek3, {"q_lora_rank": 24}, "rank of the queries"),
     ],
 )

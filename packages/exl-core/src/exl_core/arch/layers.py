@@ -314,6 +314,11 @@ class KimiDeltaNet(Mixer):
         return self.heads * self.head_dim
 
     @property
+    def output_size(self) -> int:
+        """Width of the inputs of the last matrix."""
+        return self.size
+
+    @property
     def state_shape(self) -> StateShape:
         matrix = (self.heads, self.head_dim, self.head_dim)
         return StateShape((self.taps - 1, 3 * self.size), matrix)

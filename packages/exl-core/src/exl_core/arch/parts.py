@@ -264,9 +264,10 @@ def _kimi_delta_parts(hidden: int, spec: KimiDeltaNet) -> list[Part]:
     def linear(role: str, out: int, inner: int, packed: Packed) -> Part:
         shard = Shard.IN_FEATURES if role == "mixer_out" else Shard.OUT_FEATURES
         is_whole = role in ("decay_a", "delta_z_a")  # inner vectors, which all heads read
-        return Part(
-            role, Kind.LINEAR, (out, inner), packed=packed, shard=None if is_whole else shard
-        )
+        # The other matrices are 4 % of the mixer, and their rounding acts on decays and gates.
+        is_converted = role in ("delta_q", "delta_k", "delta_v", "mixer_out")
+        part = Part(role, Kind.LINEAR, (out, inner), packed=packed, is_converted=is_converted)
+        return part._replace(shard=None if is_whole else shard)
 
     wide = [
         linear(role, out, hidden, "mixer_in")

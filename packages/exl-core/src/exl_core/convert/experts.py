@@ -104,7 +104,7 @@ def minimum_rows(config: ModelConfig, layer: int) -> int:
     """Rows that each expert of a layer reads at least, if there are as many."""
     spec = config.layers[layer].feed_forward
     assert isinstance(spec, MoE), "the layer has a router"
-    return ROWS_PER_FEATURE * max(config.hidden_size, spec.intermediate_size)
+    return ROWS_PER_FEATURE * max(spec.latent_size or config.hidden_size, spec.intermediate_size)
 
 
 def gather(pieces: Sequence[Tensor], rows: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from exl_core.arch.layers import (
     NormPlacement,
     QueryTemperature,
 )
-from exl_core.arch.modules import ModuleRow, module_table
+from exl_core.arch.modules import ModuleRow, Packed, module_table
 from exl_core.arch.spec import ModelConfig, RopeConfig
 from exl_core.cache.state_store import LayerState
 from exl_core.convert.layers import Vectors, bias_role, compute_type
@@ -47,6 +47,7 @@ from exl_core.ops.moe import PackedExperts, Routed, Routing
 from exl_core.ops.recurrent import StateRows
 
 ROUTER = "router"
+LATENT_DOWN: Packed = "latent_down"
 _PARALLEL_ORDER = ("qkv", "gate_up", "output", "down")
 """Order in which a parallel layer multiplies (`model/layers/parallel.py`)."""
 
@@ -106,6 +107,11 @@ class LayerFunction:
         """Norm of the experts' inputs; None if these are the router's."""
         own = self._moe.expert_norm
         return self._moe.norm if own is None and self._moe.router_norm is not None else own
+
+    @property
+    def latent_down(self) -> PackedLinear | None:
+        """Matrix before the experts, whose outputs they read; None if they read normed states."""
+        return self._moe.latent_down
 
     def expert_inner(self, expert: int, h: Tensor) -> Tensor:
         """Inputs of the expert's last matrix, for those of its first ones."""
@@ -242,6 +248,7 @@ def matrix_groups(config: ModelConfig, layer: int) -> tuple[tuple[str, ...], ...
     groups = {
         name: tuple(row.key for row in rows if row.is_converted)
         for name, rows in table.packed(layer).items()
+        if any(row.is_converted for row in rows)
     }
     if config.layers[layer].norms is NormPlacement.PARALLEL:
         # Attention and MLP read the same states, before either adds its outputs to them.
@@ -249,9 +256,11 @@ def matrix_groups(config: ModelConfig, layer: int) -> tuple[tuple[str, ...], ...
     if ROUTER not in table.layers[layer]:
         return tuple(groups.values())
     shared, down = (groups.pop(name, ()) for name in ("shared_gate_up", "shared_down"))
+    narrow, back = (groups.pop(name, ()) for name in (LATENT_DOWN, "latent_up"))
     has_own_norm = "router_norm" in table.layers[layer]
-    routed = ((ROUTER,), shared) if has_own_norm else ((ROUTER, *shared),)
-    return tuple(group for group in (*groups.values(), *routed, down) if group)
+    assert not (has_own_norm and narrow), "latent experts would read other states than the router"
+    routed = ((ROUTER,), shared) if has_own_norm else ((ROUTER, *narrow, *shared),)
+    return tuple(group for group in (*groups.values(), *routed, back, down) if group)
 
 
 class CapturingPass:
@@ -284,8 +293,13 @@ class CapturingPass:
         self.to_end()
 
     def expert_inputs(self) -> list[Tensor]:
-        """Inputs of the experts, pieces [R, T, hidden], when the pass is at the router."""
-        norm = self.function.expert_norm
+        """Inputs of the experts, pieces [R, T, hidden or latent], when the pass is at the router.
+        Latent ones are outputs of the product's `latent_down`."""
+        norm, narrow = self.function.expert_norm, self.function.latent_down
+        if narrow is not None:
+            return self._workers.map(
+                lambda piece: AUTOGRAD.linear(piece, narrow).to(self._dtype), self.inputs
+            )
         if norm is None:
             return self.inputs
 

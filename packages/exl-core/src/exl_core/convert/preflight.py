@@ -18,7 +18,16 @@ from pathlib import Path
 
 import torch
 
-from exl_core.arch.layers import MLA, Attention, GatedDeltaNet, Mamba2, MoE, NoMixer, ShortConv
+from exl_core.arch.layers import (
+    MLA,
+    Attention,
+    GatedDeltaNet,
+    KimiDeltaNet,
+    Mamba2,
+    MoE,
+    NoMixer,
+    ShortConv,
+)
 from exl_core.arch.modules import module_table
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
@@ -66,10 +75,12 @@ FAMILIES_WITH_EXPERTS = (
     *("gpt-oss", "gemma4", "llama4", "dbrx"),
     *("lfm2moe", "qwen35moe", "qwen3next", "granite4"),
     *("deepseek2", "deepseek3", "glm4moelite", "mistral4", "nemotron_h"),
+    "kimi_linear",
 )
 """Families with experts whose conversion is tested. A conversion must know all that enters an
 expert's outputs."""
-CONVERTED_MIXERS = (Attention, MLA, ShortConv, GatedDeltaNet, Mamba2, NoMixer)
+RECURRENT_MIXERS = (ShortConv, GatedDeltaNet, KimiDeltaNet, Mamba2)
+CONVERTED_MIXERS = (Attention, MLA, *RECURRENT_MIXERS, NoMixer)
 """Mixers whose conversion is tested."""
 
 
@@ -145,15 +156,6 @@ def model_problems(
             next_step="Models that are quantized already can be used.",
         )
         return
-    parts = [layer.feed_forward for layer in config.layers]
-    if any(isinstance(part, MoE) and part.latent_size for part in parts):
-        yield UnsupportedModelError(
-            "experts that read narrower states than the layers cannot be converted yet",
-            where=path,
-            got=config.arch.name,
-            next_step="Models that are quantized already can be used.",
-        )
-        return
     yield from shape_problems(path, config, target)
     yield from tokenizer_problems(path, source, config)
     # Scales and embedding of EXL2 and EXL3 are float16.
@@ -184,12 +186,14 @@ def shape_problems(path: Path, config: ModelConfig, target: Target) -> Iterator[
             widths.append(("the width of the attention", mixer.output_size))
         if isinstance(mixer, MLA) and mixer.q_rank:
             widths.append(("the rank of the queries", mixer.q_rank))
-        if isinstance(mixer, ShortConv | GatedDeltaNet | Mamba2):
+        if isinstance(mixer, RECURRENT_MIXERS):
             widths.append(("the width of the recurrent layers", mixer.output_size))
         if part.inner_size:
             widths.append(("the intermediate size", part.inner_size))
         if isinstance(part, MoE):
             widths.append(("the width of the experts", part.intermediate_size))
+        if isinstance(part, MoE) and part.latent_size:
+            widths.append(("the width of the experts' inputs", part.latent_size))
     for label, width in dict.fromkeys(widths):
         expected = target.width_problem(width)
         if expected is not None:

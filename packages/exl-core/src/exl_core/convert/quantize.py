@@ -118,10 +118,10 @@ class _LayerQuantizer:
         original = CapturingPass(exact, states.source, source.device, workers)
         quantized = CapturingPass(stored, states.quantized, source.device, workers)
         for keys, _ in zip(quantized.groups(), original.groups(), strict=True):
-            if ROUTER in keys:
-                self._quantize_experts(quantized, original)
             matrices = tuple(key for key in keys if key != ROUTER)
             self._quantize(matrices, quantized.inputs, original.inputs)
+            if ROUTER in keys:  # after `latent_down`, whose outputs experts may read
+                self._quantize_experts(quantized, original)
 
     def _quantize(
         self, keys: tuple[str, ...], inputs: Sequence[Tensor], sources: Sequence[Tensor]

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from exl_core.arch.gguf_config import read_gguf_config
 from exl_core.arch.hf_config import read_hf_config
+from exl_core.arch.layers import MoE
 from exl_core.arch.modules import module_table
 from exl_core.arch.quantization import Quantization, read_quantization
 from exl_core.arch.spec import ModelConfig
+from exl_core.errors import WeightShapeError
 from exl_core.formats.containers.gguf import GgufSource, rope_factors
 from exl_core.formats.containers.safetensors import SafetensorsSource
 from exl_core.formats.containers.source import TensorSource
@@ -36,16 +38,42 @@ def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Quantization
     if not path.is_dir():
         source = GgufSource(path)
         factors = rope_factors(source)
-        return source, read_gguf_config(source.metadata, source.tensors, path, factors), None
+        config = read_gguf_config(source.metadata, source.tensors, path, factors)
+        _check_experts(source, config, path)
+        return source, config, None
     config, quantization = read_hf_config(path), read_quantization(path)
     # EXL2 converters copy the index of the source model, which lists other files.
     is_exl2 = quantization is not None and quantization.method == "exl2"
     files = SafetensorsSource(path, has_index=not is_exl2)
+    _check_experts(files, config, path)
     head = module_table(config).head.stem
     # EXL2 and EXL3 quantize the head of tied models separately.
     if f"{head}.q_weight" in files.tensors or f"{head}.trellis" in files.tensors:
         config = replace(config, has_tied_embeddings=False)
     return files, config, quantization
+
+
+def _check_experts(source: TensorSource, config: ModelConfig, path: Path) -> None:
+    """Raises WeightShapeError if the weight files are too small for the configuration's experts.
+
+    A few numbers of a configuration can claim millions of matrices. This check comes before the
+    module table, which has an object for each of them.
+    """
+    values = 0
+    for layer in config.layers:
+        part = layer.feed_forward
+        if isinstance(part, MoE):
+            width = part.intermediate_size * (part.latent_size or config.hidden_size)
+            values += part.router.num_experts * (3 if part.is_gated else 2) * width
+    size = sum(tensor.size_bytes for tensor in source.tensors.values())
+    if values > 8 * size:  # no format has less than one bit per weight
+        raise WeightShapeError(
+            "the configuration has more experts than the weight files can hold",
+            where=path,
+            expected=f"at least {values // 8} bytes of tensors",
+            got=size,
+            next_step="The weights and the configuration are not of one model.",
+        )
 
 
 class ModelFiles:

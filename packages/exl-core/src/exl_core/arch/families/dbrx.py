@@ -37,7 +37,11 @@ _ALIASES = {
     "attention_norm": ("norm_attn_norm.norm_1",),
     "mlp_norm": ("norm_attn_norm.norm_2",),
     "router": ("ffn.router.layer",),
-    **{role: (name,) for role, name in _STACKED.items()},
+    **{
+        # Stacked, or with the names of the copy of the model that GPTQ tools take.
+        role: (_STACKED[role], f"ffn.experts.mlp.{{}}.{name}")
+        for role, name in zip(_EXPERTS, _PARTS, strict=True)
+    },
 }
 
 DBRX = ArchSpec(

@@ -68,6 +68,11 @@ MIXTRAL = ArchSpec(
             role: (name.replace("block_sparse_moe", "mlp"),) for role, name in MIXTRAL_NAMES.items()
         },
     ),
-    gguf=replace(GGUF, is_interleaved=True),
+    gguf=replace(
+        GGUF,
+        is_interleaved=True,
+        # Files of before April 2024 have a tensor for each matrix of an expert.
+        aliases={f"expert_{part}": (f"ffn_{part}.{{}}",) for part in ("gate", "up", "down")},
+    ),
 )
 """Router: softmax over all experts, normalized over those chosen."""
