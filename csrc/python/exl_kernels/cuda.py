@@ -385,6 +385,8 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "prepare_sums": (POINTER(Prepare), POINTER(PartialSums), _P),
     "prepare_shared_sums": (POINTER(Prepare), POINTER(SharedSums), _P),
     "quant_linear_sent": (POINTER(QuantLinear), POINTER(PartialCopies), _P),
+    "trellis_prepare_sums": (POINTER(TrellisPrepare), POINTER(PartialSums), _P),
+    "trellis_linear_sent": (POINTER(TrellisLinear), POINTER(PartialCopies), _P),
     "exchange_empty": (_P, _L, _P),
     "exchange_tokens": (POINTER(Tokens), _P),
     "exchange_send": (_P, _L, _P, _I, _I, _P, POINTER(PartialCopies), _L, _P),

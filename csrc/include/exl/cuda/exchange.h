@@ -2,16 +2,17 @@
 //
 // Every rank has a buffer of EXL_CUDA_STAGES stages, each [ranks][m][k] float32. Slot r of a stage
 // has the partial sums of rank r. A rank writes its partial sums to its slot in the buffers of all
-// ranks (exl_cuda_quant_linear_sent or exl_cuda_exchange_send). Then it reads the slots of
-// all ranks in its own buffer, and adds them in the order of the ranks (exl_cuda_prepare_sums
-// or exl_cuda_exchange_settle). So all ranks have the same bits.
+// ranks (exl_cuda_quant_linear_sent, exl_cuda_trellis_linear_sent or exl_cuda_exchange_send). Then
+// it reads the slots of all ranks in its own buffer, and adds them in the order of the ranks
+// (exl_cuda_prepare_sums, exl_cuda_trellis_prepare_sums or exl_cuda_exchange_settle). So all ranks
+// have the same bits.
 //
 // There are no flags. A value that has not arrived has the bits EXL_CUDA_UNSENT, a NaN that no
 // arithmetic instruction produces. Readers load values until none has these bits. A partial sum that
 // has them is sent as another NaN.
 //
-// The exchanges of a pass take the stages in turn. exl_cuda_prepare_sums, whose blocks read the same
-// parts, empties the stage before the one that it reads: all kernels of this rank have read it.
+// The exchanges of a pass take the stages in turn. The functions that prepare inputs, whose blocks read
+// the same parts, empty the stage before the one that they read: all kernels of this rank have read it.
 // exl_cuda_exchange_settle also empties the stage that it reads. This is safe with three stages: a
 // rank sends exchange i + 2 after it has read exchange i + 1. The other ranks sent that one after they
 // had read exchange i, and emptied the stage of exchange i - 1, which is the stage of exchange i + 2.
@@ -39,14 +40,15 @@
 // exponent e is that of the largest value as float32, at least 14, and a value is its integer times
 // 2^(e - 140). So a value has an error of at most 2^-14 of the largest of its packet (float16 has 2^-12 of
 // the value), and nothing overflows. A packet with a value that is not finite has the exponent 255, and
-// arrives as NaNs. Thread block b of a rank waits for blocks b of the others alone. Flags say that a block's stores are complete. They count barriers and wrap: flags
-// begin at -1 (empty), `rounds` at 0.
+// arrives as NaNs. Thread block b of a rank waits for blocks b of the others alone. Flags say that a
+// block's stores are complete. They count barriers and wrap: flags begin at -1 (empty), `rounds` at 0.
 //
 // At first every rank empties its whole buffer (exl_cuda_exchange_empty), and all ranks wait for each
 // other. All ranks make the same calls in the same order.
 #pragma once
 
 #include "exl/cuda/linear.h"
+#include "exl/cuda/trellis.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -70,7 +72,7 @@ typedef struct {
     int32_t timeout_ms;
     // -1: the reader begins once the kernel before it in the stream has ended. Otherwise that kernel
     // sends the parts of this rank, the reader begins before, and its results are in other memory
-    // than the inputs of that kernel. exl_cuda_prepare_sums only.
+    // than the inputs of that kernel. exl_cuda_prepare_sums and exl_cuda_trellis_prepare_sums only.
     int32_t early_rank;
 } ExlPartialSums;
 
@@ -167,6 +169,20 @@ EXL_CUDA_API int exl_cuda_prepare_shared_sums(
 // one.
 EXL_CUDA_API int exl_cuda_quant_linear_sent(
     const ExlQuantLinear* args, const ExlPartialCopies* copies, void* stream
+);
+
+// exl_cuda_trellis_prepare for x plus the parts of all ranks, which is also stored in sums->sum. x is
+// float32 and another tensor than sums->sum, and there is a norm. Rows of x are multiples of 32 bytes
+// and start at multiples of 16.
+EXL_CUDA_API int exl_cuda_trellis_prepare_sums(
+    const ExlTrellisPrepare* args, const ExlPartialSums* sums, void* stream
+);
+
+// exl_cuda_trellis_linear with the store epilogue and a float32 y of partial sums, which are also sent
+// to the copies, as by exl_cuda_quant_linear_sent. The distances between y and the copies are multiples
+// of 16 bytes, and the copies are not divided. No part has `sums`.
+EXL_CUDA_API int exl_cuda_trellis_linear_sent(
+    const ExlTrellisLinear* args, const ExlPartialCopies* copies, void* stream
 );
 
 // values = the sum of all ranks' values, in the order of the ranks, with the same bits on all of them:

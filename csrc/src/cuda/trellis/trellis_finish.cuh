@@ -3,6 +3,7 @@
 
 #include "cuda/trellis/trellis_rows.cuh"
 #include "cuda/trellis/trellis_work.cuh"
+#include "exl/cuda/exchange.h"
 
 namespace exl::cuda::trellis {
 
@@ -38,6 +39,9 @@ struct FinishArgs {
     int blocks;  // tasks per row
     bool has_next;
     Target next;
+    // y has partial sums, which are also sent to the same elements of the copies.
+    bool sends;
+    ExlPartialCopies copies;
 };
 
 cudaError_t launch_finish(const FinishArgs& args, void* stream);

@@ -1,6 +1,7 @@
 // y = x @ parts for matrices with trellis codes: division of the work, launches, workspace.
 //
-// Contract   exl/cuda/trellis.h (exl_cuda_trellis_linear).
+// Contract   exl/cuda/trellis.h (exl_cuda_trellis_linear), exl/cuda/exchange.h
+//            (exl_cuda_trellis_linear_sent).
 // Launches   Successive parts of one rate, codebook and form share a launch of the decode kernel
 //            (trellis_decode.cuh, up to 8 rows) or of the small-batch kernel (trellis_batch.cuh, 32
 //            rows at a time). Its sums are in slots of the workspace (trellis_work.cuh). One launch
@@ -202,6 +203,36 @@ FinishArgs finish_of(const ExlTrellisLinear& args) {
     return finish;
 }
 
+// exl_cuda_trellis_linear. With `copies` y is float32 partial sums, which are also sent to them.
+cudaError_t trellis_linear(
+    const ExlTrellisLinear& args, const ExlPartialCopies* copies, void* stream
+) {
+    DeviceInfo info;
+    if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
+    if (!are_valid(args, info)) return cudaErrorInvalidValue;
+    FinishArgs finish = finish_of(args);
+    Products products(args, info, &finish);
+    const int64_t y_bytes = args.y_dtype == kF32 ? 4 : 2;
+    const int chunk = args.sums[0] != nullptr ? args.m : kBatchRows;
+    for (int row = 0; row < args.m; row += chunk) {
+        finish.m = std::min(chunk, args.m - row);
+        finish.first_row = row;
+        finish.y = static_cast<char*>(args.y) + row * args.y_stride * y_bytes;
+        if (copies != nullptr) {
+            finish.sends = true;
+            finish.copies = *copies;
+            for (int i = 0; i < copies->count; ++i) {
+                finish.copies.to[i] += row * args.y_stride;
+            }
+        }
+        if (cudaError_t error = products.run(row, finish.m, stream); error != cudaSuccess) {
+            return error;
+        }
+        if (cudaError_t error = launch_finish(finish, stream); error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+}
+
 }  // namespace
 
 }  // namespace exl::cuda::trellis
@@ -231,23 +262,20 @@ extern "C" int64_t exl_cuda_trellis_linear_workspace(int32_t n, int32_t rows) {
 }
 
 extern "C" int exl_cuda_trellis_linear(const ExlTrellisLinear* args, void* stream) {
+    return exl::cuda::trellis::trellis_linear(*args, nullptr, stream);
+}
+
+extern "C" int exl_cuda_trellis_linear_sent(
+    const ExlTrellisLinear* args, const ExlPartialCopies* copies, void* stream
+) {
     using namespace exl::cuda;
-    using namespace exl::cuda::trellis;
-    DeviceInfo info;
-    if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
-    if (!are_valid(*args, info)) return cudaErrorInvalidValue;
-    FinishArgs finish = finish_of(*args);
-    Products products(*args, info, &finish);
-    const int64_t y_bytes = args->y_dtype == kF32 ? 4 : 2;
-    const int chunk = args->sums[0] != nullptr ? args->m : kBatchRows;
-    for (int row = 0; row < args->m; row += chunk) {
-        finish.m = std::min(chunk, args->m - row);
-        finish.first_row = row;
-        finish.y = static_cast<char*>(args->y) + row * args->y_stride * y_bytes;
-        if (cudaError_t error = products.run(row, finish.m, stream); error != cudaSuccess) {
-            return error;
-        }
-        if (cudaError_t error = launch_finish(finish, stream); error != cudaSuccess) return error;
+    bool fits = copies->count >= 0 && copies->count <= EXL_CUDA_MAX_PEERS && !copies->is_divided &&
+                args->epilogue == EXL_EPILOGUE_STORE && args->y_dtype == kF32;
+    for (const void* sums : args->sums) fits &= sums == nullptr;
+    for (int i = 0; fits && i < copies->count; ++i) {
+        const auto distance =
+            reinterpret_cast<intptr_t>(copies->to[i]) - reinterpret_cast<intptr_t>(args->y);
+        fits = distance % 16 == 0;  // vectors of y are also vectors of the copies
     }
-    return cudaSuccess;
+    return fits ? trellis::trellis_linear(*args, copies, stream) : cudaErrorInvalidValue;
 }

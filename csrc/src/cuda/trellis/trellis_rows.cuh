@@ -173,7 +173,9 @@ __device__ __forceinline__ void prepare_block(
     float factor, int lane
 ) {
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) v[i] *= suh[i];
+    // Rounded, so that no compiler contracts it with the first sums of the transform in some of
+    // the kernels.
+    for (int i = 0; i < kValues; ++i) v[i] = __fmul_rn(v[i], suh[i]);
     transform(v, lane);
     store_block(to, row, block, v, factor * kNormalize, lane);
 }

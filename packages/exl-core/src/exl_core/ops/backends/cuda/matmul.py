@@ -18,7 +18,7 @@ import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, NamedTuple, TypeGuard, cast
+from typing import Literal, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from exl_core.ops.backends.cuda.dense import (
     multiply_few,
 )
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
-from exl_core.ops.backends.cuda.norms import after_layer_norm, prepare_args
+from exl_core.ops.backends.cuda.norms import PendingRows, after_layer_norm, prepare_args
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
 from exl_core.ops.backends.cuda.slices import Slices
 from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, Trellis, is_pair
@@ -47,7 +47,7 @@ from exl_core.ops.weights import (
     WeightLayout,
 )
 from exl_kernels import cuda
-from exl_kernels.cuda_exchange import PartialSums, SharedSums
+from exl_kernels.cuda_exchange import SharedSums
 
 MAX_DIRECT_ROWS = 96
 """Largest number of rows for which kernels read the codes directly. The kernels' limit is 128."""
@@ -104,17 +104,6 @@ class CudaInputs:
         """Output of `exl_cuda_prepare` that fills this object."""
         permutation = self.w.permutation.data_ptr()
         return cuda.Prepared(permutation, self.memory.data_ptr(), self.w.num_blocks, 0)
-
-
-class PendingRows(NamedTuple):
-    """States x plus `sums`, partial sums of all ranks, as inputs of a product after a norm."""
-
-    x: Tensor
-    sums: PartialSums | SharedSums
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.x.shape
 
 
 class Linears:
@@ -220,7 +209,7 @@ class Linears:
         if x.shape[0] == 0:
             return
         parts = parts_of(w)
-        if _are_trellis(parts):
+        if are_trellis(parts):
             x, factors = after_layer_norm(x, norm)
             self._trellis.multiply(x, parts, out, norm=factors, is_added=is_added)
             return
@@ -240,7 +229,7 @@ class Linears:
             same_kind = tuple(group)
             last = first + sum(part.out_features for part in same_kind)
             columns = out[:, first:last]
-            if _are_trellis(same_kind):
+            if are_trellis(same_kind):
                 self._trellis.multiply(halves, same_kind, columns, is_added=is_added)
             elif kind is CudaLinear:
                 self._multiply_dense(halves, same_kind, columns, is_added)
@@ -300,7 +289,7 @@ class Linears:
         if rows == 0:
             return
         parts = parts_of(w)
-        if _are_trellis(parts) and is_pair(parts) and not isinstance(out, CudaInputs):
+        if are_trellis(parts) and is_pair(parts) and not isinstance(out, CudaInputs):
             x, factors = after_layer_norm(x, norm)
             self._trellis.multiply_gated(x, parts, out, factors, kind)
             return
@@ -589,7 +578,7 @@ def _unpack(parts: Sequence[CudaQuantLinear], first: int, last: int, dense: Tens
         start += part.out_features
 
 
-def _are_trellis(parts: tuple[Part, ...]) -> TypeGuard[tuple[CudaTrellis, ...]]:
+def are_trellis(parts: tuple[Part, ...]) -> TypeGuard[tuple[CudaTrellis, ...]]:
     return all(isinstance(part, CudaTrellis) for part in parts)
 
 

@@ -1,13 +1,29 @@
-"""Norms before products on the GPU, as operands of kernels."""
+"""Norms before products on the GPU, and states that they read, as operands of kernels."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from exl_core.ops.backends.cuda.library import TYPES
 from exl_core.ops.elementwise import LayerNorm, Norm, RmsNorm
 from exl_kernels import cuda
+from exl_kernels.cuda_exchange import PartialSums, SharedSums
+
+
+class PendingRows(NamedTuple):
+    """States x plus `sums`, partial sums of all ranks, as inputs of a product after a norm."""
+
+    x: Tensor
+    sums: PartialSums | SharedSums
+    total: Tensor  # receives x plus the sums
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
 
 
 def after_layer_norm(x: Tensor, norm: Norm | None) -> tuple[Tensor, RmsNorm | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -10,12 +10,14 @@ from torch import Tensor
 from exl_core.ops.backends.cuda.matmul import (
     CudaInputs,
     Linears,
-    PendingRows,
+    PlainKind,
     all_quantized,
+    are_trellis,
     parts_of,
 )
-from exl_core.ops.backends.cuda.norms import prepare_args
-from exl_core.ops.elementwise import Norm, RmsNorm
+from exl_core.ops.backends.cuda.norms import PendingRows, after_layer_norm, prepare_args
+from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, is_pair
+from exl_core.ops.elementwise import GateKind, Norm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_kernels import cuda
 from exl_kernels.cuda_exchange import PartialCopies
@@ -30,6 +32,16 @@ class SentTo(NamedTuple):
     copies: PartialCopies
 
 
+class NormedProduct(NamedTuple):
+    """out = norm(states) @ w, with an epilogue."""
+
+    w: PackedLinear
+    norm: Norm
+    out: Inputs
+    epilogue: int = cuda.STORE
+    kind: GateKind | PlainKind | None = None  # of a gated or an activated product
+
+
 class PeerLinears(Linears):
     """`Linears` that exchange with other GPUs."""
 
@@ -39,14 +51,32 @@ class PeerLinears(Linears):
             return False
         if isinstance(x, CudaInputs):
             return True
-        quantized = all_quantized(parts_of(w))
+        parts = parts_of(w)
+        if len(parts) != 1:
+            return False
+        if are_trellis(parts):
+            is_own = isinstance(x, Tensor | CudaTrellisInputs)
+            return is_own and self._trellis.can_send(rows)
+        quantized = all_quantized(parts)
         is_direct = quantized is not None and rows <= self._max_direct_rows(quantized)
-        return is_direct and isinstance(x, Tensor) and len(parts_of(w)) == 1
+        return is_direct and isinstance(x, Tensor)
+
+    def can_divide(self, w: PackedLinear) -> bool:
+        """Whether `multiply_sent` can send each row to one rank."""
+        return not are_trellis(parts_of(w))
 
     def multiply_sent(
-        self, x: Tensor | CudaInputs, w: PackedLinear, to: SentTo, norm: Norm | None = None
+        self,
+        x: Tensor | CudaInputs | CudaTrellisInputs,
+        w: PackedLinear,
+        to: SentTo,
+        norm: Norm | None = None,
     ) -> Tensor:
         """Sends norm(x) @ w; x @ w without a norm. Returns memory that the kernel reads."""
+        own = parts_of(w)
+        if are_trellis(own):
+            return self._send_trellis(cast(Tensor | CudaTrellisInputs, x), own[0], to, norm)
+        assert not isinstance(x, CudaTrellisInputs), "`can_send` has checked it"
         parts = (x.w,) if isinstance(x, CudaInputs) else all_quantized(parts_of(w))
         assert parts is not None, "`can_send` has checked it"
         rows = x.rows if isinstance(x, CudaInputs) else x.shape[0]
@@ -60,32 +90,57 @@ class PeerLinears(Linears):
         self._gpu.call("quant_linear_sent", args, to.copies)
         return memory
 
-    def can_read_pending(self, w: PackedLinear, rows: int, epilogue: int) -> bool:
-        """Whether `multiply_pending` takes these operands."""
-        quantized = all_quantized(parts_of(w))
-        if quantized is None or len(quantized) > cuda.MAX_PARTS or w.in_features % 8:
+    def _send_trellis(
+        self, x: Tensor | CudaTrellisInputs, w: CudaTrellis, to: SentTo, norm: Norm | None
+    ) -> Tensor:
+        if isinstance(x, Tensor):
+            inputs = self._trellis.inputs_for(w, x.shape[0])
+            states, factors = after_layer_norm(x, norm)
+            self._trellis.prepare(states, factors, [inputs])
+            x = inputs
+        self._trellis.multiply_sent(x, to.y, to.stride, to.copies)
+        return x.memory
+
+    def can_read_pending(self, to: NormedProduct, rows: int, *, is_divided: bool) -> bool:
+        """Whether `multiply_pending` takes these operands. `is_divided`: the ranks divide the
+        sums."""
+        parts, is_tensor = parts_of(to.w), isinstance(to.out, Tensor)
+        if are_trellis(parts):
+            takes_out = is_tensor or isinstance(to.out, CudaTrellisInputs)
+            is_known = to.epilogue == cuda.STORE or (to.epilogue == cuda.GATED and is_pair(parts))
+            is_plain = isinstance(to.norm, RmsNorm) and not is_divided
+            return takes_out and is_known and is_plain and self._trellis.reads_pending(parts, rows)
+        if not (is_tensor or isinstance(to.out, CudaInputs)):
+            return False
+        quantized = all_quantized(parts)
+        if quantized is None or len(quantized) > cuda.MAX_PARTS or to.w.in_features % 8:
             return False
         sizes = [part.out_features for part in quantized]
-        if epilogue == cuda.GATED and sizes != [w.out_features // 2] * 2:
+        if to.epilogue == cuda.GATED and sizes != [to.w.out_features // 2] * 2:
             return False
-        if epilogue == cuda.ACTIVATED and len(sizes) != 1:
+        if to.epilogue == cuda.ACTIVATED and len(sizes) != 1:
             return False
         return rows <= self._max_direct_rows(quantized)
 
-    def multiply_pending(
-        self,
-        x: PendingRows,
-        w: PackedLinear,
-        out: Tensor | CudaInputs,
-        norm: Norm,
-        epilogue: int,
-        *,
-        gate: int = 0,
-    ) -> None:
-        """out = norm(x) @ w with an epilogue, for states that are exchanged on the way."""
-        parts = all_quantized(parts_of(w))
+    def multiply_pending(self, x: PendingRows, to: NormedProduct) -> None:
+        """Computes the product for states that are exchanged on the way."""
+        own = parts_of(to.w)
+        if are_trellis(own):
+            norm = cast(RmsNorm, to.norm)
+            if to.epilogue == cuda.GATED:
+                out, kind = cast(Tensor | CudaTrellisInputs, to.out), cast(GateKind, to.kind)
+                self._trellis.multiply_gated(x, own, out, norm, kind)
+            else:
+                self._trellis.multiply(x, own, cast(Tensor, to.out), norm=norm)
+            return
+        parts = all_quantized(own)
         assert parts is not None, "`can_read_pending` has checked it"
-        self._multiply_codes(x, parts, out, norm=norm, epilogue=epilogue, gate=gate)
+        codes, gate = cast(Tensor | CudaInputs, to.out), 0
+        if to.epilogue == cuda.GATED:
+            gate = cuda.GATES[cast(GateKind, to.kind)]
+        elif to.epilogue == cuda.ACTIVATED:
+            gate = cuda.ACTIVATIONS[cast(PlainKind, to.kind)]
+        self._multiply_codes(x, parts, codes, norm=to.norm, epilogue=to.epilogue, gate=gate)
 
     def settle_divided(self, x: PendingRows) -> None:
         """Writes sums that the ranks divide, for readers that are no products. The kernel that

@@ -12,14 +12,16 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cuda.library import Gpu
-from exl_core.ops.backends.cuda.matmul import CudaInputs, PendingRows
-from exl_core.ops.backends.cuda.peer_linears import PeerLinears, SentTo
+from exl_core.ops.backends.cuda.matmul import CudaInputs
+from exl_core.ops.backends.cuda.norms import PendingRows
+from exl_core.ops.backends.cuda.peer_linears import NormedProduct, PeerLinears, SentTo
+from exl_core.ops.backends.cuda.trellis import CudaTrellisInputs
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, XIelu
 from exl_core.ops.linear import Inputs, PackedLinear
@@ -215,8 +217,8 @@ class PeerSums:
         kernel that sends this rank's part has ended."""
         self.timeout_ms = 0
         """Longest wait for another rank; 0: until `abort`."""
-        # The batch-invariant mode leaves them to the other exchange: packets are rounded, which sums
-        # of short passes are not.
+        # The batch-invariant mode leaves them to the other exchange: packets are rounded, sums of
+        # short passes are not.
         has_large = buffers.large and not gpu.is_invariant
         self._large = LargeSums(gpu, rank, buffers) if has_large else None
         self._gpu.call("exchange_empty", buffers.addresses[rank], buffers.size_bytes)
@@ -311,16 +313,16 @@ class PeerSums:
         """Sends x @ w. False if no kernel can: then the caller multiplies and calls `send`.
         `defers` is that of the `await_sum` that follows."""
         rows, width = self._active
-        if not isinstance(x, Tensor | CudaInputs):  # prepared for trellis codes
+        if not isinstance(x, Tensor | CudaInputs | CudaTrellisInputs):
             return False
-        own_rows = x.rows if isinstance(x, CudaInputs) else x.shape[0]
+        own_rows = x.shape[0] if isinstance(x, Tensor) else x.rows
         if (own_rows, w.out_features) != (rows, width):
             return False
         if not self._linears.can_send(x, w, rows):
             return False
         stage = self._count % STAGES
         own, copies = self._slots(stage)
-        self._is_divided[stage] = defers and self._divides
+        self._is_divided[stage] = defers and self._divides and self._linears.can_divide(w)
         if self._is_divided[stage]:
             own, copies = self._owners(stage)
         self._read_by_sender = self._linears.multiply_sent(x, w, SentTo(own, width, copies))
@@ -368,33 +370,27 @@ class PeerSums:
     ) -> Tensor | None:
         """norm(x) @ w for a pending x, which is written too; None if x is not pending, or if this
         product cannot read it."""
-        if not self._reads(x, w, cuda.STORE):
+        if not self._is_pending(x):
             return None
         if out is None:
             out = self._gpu.empty(x.shape[0], w.out_features)
-        self._linears.multiply_pending(self._rows(), w, out, norm, cuda.STORE)
-        return out
+        return out if self._multiplied(NormedProduct(w, norm, out)) else None
 
     def norm_gated_linear(
         self, x: Tensor, norm: Norm, w: PackedLinear, kind: GateKind, out: Inputs | None
     ) -> Inputs | None:
         """The same for gated products."""
-        if not self._reads(x, w, cuda.GATED) or not isinstance(out, Tensor | CudaInputs):
+        if not self._is_pending(x) or out is None:
             return None
-        gate = cuda.GATES[kind]
-        self._linears.multiply_pending(self._rows(), w, out, norm, cuda.GATED, gate=gate)
-        return out
+        return out if self._multiplied(NormedProduct(w, norm, out, cuda.GATED, kind)) else None
 
     def norm_activated_linear(
         self, x: Tensor, norm: Norm, w: PackedLinear, kind: ActivationKind, out: Inputs | None
     ) -> Inputs | None:
         """The same for activated products."""
-        is_own = isinstance(out, Tensor | CudaInputs)
-        if isinstance(kind, XIelu) or not is_own or not self._reads(x, w, cuda.ACTIVATED):
+        if isinstance(kind, XIelu) or not self._is_pending(x) or out is None:
             return None
-        own, gate = cast(Tensor | CudaInputs, out), cuda.ACTIVATIONS[kind]
-        self._linears.multiply_pending(self._rows(), w, own, norm, cuda.ACTIVATED, gate=gate)
-        return out
+        return out if self._multiplied(NormedProduct(w, norm, out, cuda.ACTIVATED, kind)) else None
 
     def send_logits(self, x: Tensor, norm: Norm | None, w: PackedLinear, first: int) -> None:
         """Sends norm(x) @ w to rank 0 as the next rows of logits, from column `first` on. Not on
@@ -447,22 +443,31 @@ class PeerSums:
         source = part.data_ptr(), part.stride(0), is_own, *part.shape
         self._gpu.call("exchange_send", *source, own, copies, part.shape[1])
 
-    def _reads(self, x: Tensor, w: PackedLinear, epilogue: int) -> bool:
+    def _is_pending(self, x: Tensor) -> bool:
+        """Whether x receives the pending sum and states."""
         pending = self._pending
-        if pending is None or pending.target is not x or pending.x is None:
+        return pending is not None and pending.target is x and pending.x is not None
+
+    def _multiplied(self, to: NormedProduct) -> bool:
+        """Computes a product of the pending states, which are written too. False if it cannot
+        read them."""
+        assert self._pending is not None, "the callers have checked it"
+        is_divided = self._pending.is_divided
+        if not self._linears.can_read_pending(to, self._active[0], is_divided=is_divided):
             return False
-        return self._linears.can_read_pending(w, self._active[0], epilogue)
+        self._linears.multiply_pending(self._rows(), to)
+        return True
 
     def _rows(self) -> PendingRows:
         assert self._pending is not None, "the callers have checked it"
-        x, _, stage, is_divided = self._pending
-        assert x is not None, "`_reads` has checked it, and divided sums are added to states"
+        x, target, stage, is_divided = self._pending
+        assert x is not None, "the callers have checked it, and divided sums are added to states"
         self._unread, before = stage, (stage - 1) % STAGES
         parts = self._taken()
         parts.early_rank = self._rank if self.is_alone else -1
         if not is_divided:
             self._empty_whole(before)
-            return PendingRows(x, parts)
+            return PendingRows(x, parts, target)
         sums = SharedSums(parts=parts, own=self._rank, row_shift=self._row_shift)
         for rank in range(len(self._buffers.addresses)):
             sums.wholes[rank] = self._buffers.whole_at(rank, stage)
@@ -470,7 +475,7 @@ class PeerSums:
         if self._is_divided[before]:
             sums.spent_whole = self._buffers.whole_at(self._rank, before)
         self._is_divided[before] = False
-        return PendingRows(x, sums)
+        return PendingRows(x, sums, target)
 
     @property
     def _divides(self) -> bool:

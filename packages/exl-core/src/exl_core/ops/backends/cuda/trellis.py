@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.norms import PendingRows
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.backends.reference.trellis import check_trellis_layout
 from exl_core.ops.checks import OpInputError
@@ -28,6 +29,7 @@ from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import LayoutSizes
 from exl_core.ops.weights import HADAMARD, TILE, TrellisColumns, TrellisLayout
 from exl_kernels import cuda
+from exl_kernels.cuda_exchange import PartialCopies
 from exl_kernels.cuda_trellis import TrellisInputs, TrellisLinear, TrellisMatrix, TrellisPrepare
 
 DECODE_ROWS = 8
@@ -35,6 +37,10 @@ DECODE_ROWS = 8
 
 INTEGER_ROWS = 4
 """Largest number of rows that the decode kernel multiplies as integers, with codes of mul1."""
+
+PENDING_ROWS = 8
+"""Most rows of sums of ranks that products read. Several thread blocks read the whole row of every
+rank: with 32 rows that takes longer than a kernel that writes the sums."""
 
 SCRATCH_HALVES = 64 << 20
 """Largest slice of decoded weights, in float16 numbers."""
@@ -170,37 +176,50 @@ class Trellis:
                 one.memory = own
         return inputs
 
-    def prepare(self, x: Tensor, norm: RmsNorm | None, inputs: Sequence[CudaTrellisInputs]) -> None:
-        """Fills up to three prepared inputs from x [m, k] strided rows, float32 or float16."""
+    def prepare(
+        self,
+        x: Tensor | PendingRows,
+        norm: RmsNorm | None,
+        inputs: Sequence[CudaTrellisInputs],
+    ) -> None:
+        """Fills up to three prepared inputs from x [m, k] strided rows, float32 or float16, or
+        from pending states, which are written too."""
+        rows = x.x if isinstance(x, PendingRows) else x
         args = TrellisPrepare(
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
-            x_dtype=TYPES[x.dtype],
-            m=x.shape[0],
+            x=rows.data_ptr(),
+            x_stride=rows.stride(0),
+            x_dtype=TYPES[rows.dtype],
+            m=rows.shape[0],
             count=len(inputs),
         )
         if norm is not None:
             args.norm, args.eps = norm.weight.data_ptr(), norm.eps
         for i, one in enumerate(inputs):
             args.to[i] = one.operand
-        self._gpu.call("trellis_prepare", args)
+        if isinstance(x, PendingRows):
+            self._gpu.call("trellis_prepare_sums", args, x.sums)
+        else:
+            self._gpu.call("trellis_prepare", args)
 
     def multiply(
         self,
-        x: Tensor,
+        x: Tensor | PendingRows,
         parts: Sequence[CudaTrellis],
         out: Tensor,
         *,
         norm: RmsNorm | None = None,
         is_added: bool = False,
     ) -> None:
-        """out [m, n] = x [m, k] @ parts. With `is_added`, adds to `out`, which is float32 then."""
+        """out [m, n] = x [m, k] @ parts. With `is_added`, adds to `out`, which is float32 then.
+        Pending states are those of `reads_pending`."""
         for rows in self._chunks(x.shape[0]):
             first = 0
             for group in _groups(parts):
                 last = first + sum(part.out_features for part in group)
                 inputs = self._inputs_of(group, rows.stop - rows.start)
-                self.prepare(x[rows], norm, inputs)
+                self.prepare(_rows_of(x, rows), norm, inputs)
+                if isinstance(x, PendingRows):
+                    x = x.total  # written by then
                 epilogue = cuda.ADD if is_added else cuda.STORE
                 self._launch(inputs, out[rows, first:last], epilogue)
                 first = last
@@ -209,9 +228,27 @@ class Trellis:
         """residual [m, n] float32 += x @ w."""
         self._launch([x], residual, cuda.ADD)
 
+    def can_send(self, rows: int) -> bool:
+        """Whether `multiply_sent` takes inputs of so many rows."""
+        return 0 < rows <= self._max_rows and not self._gpu.is_invariant
+
+    def multiply_sent(
+        self, x: CudaTrellisInputs, y: int, stride: int, copies: PartialCopies
+    ) -> None:
+        """Writes x @ w, float32 with rows `stride` values apart, to the address `y` and to all
+        copies."""
+        args = self._arguments([x], cuda.STORE)
+        args.y, args.y_stride, args.y_dtype = y, stride, TYPES[torch.float32]
+        self._add_workspace(args, [x])
+        self._gpu.call("trellis_linear_sent", args, copies)
+
+    def reads_pending(self, parts: Sequence[CudaTrellis], rows: int) -> bool:
+        """Whether products take pending states. Their kernel reads rows of whole vectors."""
+        return rows <= PENDING_ROWS and parts[0].in_features % 8 == 0
+
     def multiply_gated(
         self,
-        x: Tensor,
+        x: Tensor | PendingRows,
         parts: Sequence[CudaTrellis],
         out: Tensor | CudaTrellisInputs,
         norm: RmsNorm | None,
@@ -230,7 +267,7 @@ class Trellis:
             return
         for rows in self._chunks(x.shape[0]):
             inputs = self._inputs_of(parts, rows.stop - rows.start)
-            self.prepare(x[rows], norm, inputs)
+            self.prepare(_rows_of(x, rows), norm, inputs)
             self._launch(inputs, out[rows], cuda.GATED, kind)
 
     def _chunks(self, rows: int) -> list[slice]:
@@ -246,27 +283,34 @@ class Trellis:
         gate: GateKind = "silu",
         to: CudaTrellisInputs | None = None,
     ) -> None:
-        first = inputs[0]
-        args = TrellisLinear(
-            count=len(inputs), m=first.rows, epilogue=epilogue, gate=cuda.GATES[gate]
-        )
+        args = self._arguments(inputs, epilogue)
+        args.gate = cuda.GATES[gate]
         if out is not None:
             args.y, args.y_stride, args.y_dtype = out.data_ptr(), out.stride(0), TYPES[out.dtype]
         if to is not None:
             args.next = to.operand
-        for i, one in enumerate(inputs):
-            args.parts[i] = one.operand
         held: list[Tensor] = []  # tensors that must live until the launch
-        if first.form == FORMS["plain"]:
+        if inputs[0].form == FORMS["plain"]:
             held = self._products(inputs)
             for i, sums in enumerate(held):
                 args.sums[i] = sums.data_ptr()
-        if not held:
-            n = max(self._max_n, sum(one.w.layout.stored_out for one in inputs))
-            rows = first.form_rows if first.form_rows <= DECODE_ROWS else self._max_rows
-            workspace = self._gpu.workspace("trellis_linear", n, rows)
-            args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
+        else:
+            self._add_workspace(args, inputs)
         self._gpu.call("trellis_linear", args)
+
+    def _arguments(self, inputs: Sequence[CudaTrellisInputs], epilogue: int) -> TrellisLinear:
+        """Arguments of `exl_cuda_trellis_linear` without results and workspace."""
+        args = TrellisLinear(count=len(inputs), m=inputs[0].rows, epilogue=epilogue)
+        for i, one in enumerate(inputs):
+            args.parts[i] = one.operand
+        return args
+
+    def _add_workspace(self, args: TrellisLinear, inputs: Sequence[CudaTrellisInputs]) -> None:
+        n = max(self._max_n, sum(one.w.layout.stored_out for one in inputs))
+        form_rows = inputs[0].form_rows
+        rows = form_rows if form_rows <= DECODE_ROWS else self._max_rows
+        workspace = self._gpu.workspace("trellis_linear", n, rows)
+        args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
 
     def _products(self, inputs: Sequence[CudaTrellisInputs]) -> list[Tensor]:
         """Plain inputs of each part times its rotated matrix, float16 [m, n]."""
@@ -312,6 +356,11 @@ class Trellis:
         """Buffer for decoded weights, float16 [size]."""
         memory = self._gpu.buffer("trellis_decoded", 2 * max(size, self._max_halves))
         return memory[: 2 * size].view(torch.float16)
+
+
+def _rows_of(x: Tensor | PendingRows, rows: slice) -> Tensor | PendingRows:
+    """Some rows of x. Pending states are one range."""
+    return x if isinstance(x, PendingRows) else x[rows]
 
 
 def _is_joint(first: CudaTrellisInputs, x: CudaTrellisInputs, before: int) -> bool:
