@@ -21,7 +21,8 @@ from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Request
 from exl_core.model.weights import MlpWeights
 from exl_core.ops.elementwise import RmsNorm
-from exl_core.ops.open import available_isas
+from exl_core.ops.open import available_isas, get_table
+from exl_core.ops.recurrent import DeltaRule, StateRows, StateScan
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import Sampler
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
@@ -76,6 +77,26 @@ def test_decode_step_after_512_tokens(
 def test_prefill_of_512_tokens(benchmark: BenchmarkFixture, ready: Ready) -> None:
     work = Workload(ready.loaded.model, KVFormat.FP16, tokens=DEPTH, batch=1)
     benchmark(work.prefill, DEPTH)
+
+
+@pytest.mark.parametrize("isa", [isa for isa in available_isas() if isa not in SLOW_ISAS])
+@pytest.mark.parametrize("kind", ["delta", "delta-by-row", "scan"])
+def test_recurrent_op_of_512_tokens(benchmark: BenchmarkFixture, isa: str, kind: str) -> None:
+    """Sizes of Qwen3.5-0.8B, of Kimi-Linear with half of its heads, and of Granite 4 H Tiny."""
+    table = get_table("cpu", isa=isa, threads=2)
+    starts, past = torch.tensor([0, DEPTH], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    rows = StateRows(starts, past, torch.tensor([0]))
+    if kind == "scan":
+        decay, bias, skip = torch.rand(3, 48)
+        scan = StateScan(48, 64, 128, 1, decay, bias, skip, steps=(0.0, 100.0))
+        xbc, dt = torch.randn(DEPTH, 48 * 64 + 256), torch.randn(DEPTH, 48)
+        benchmark(table.state_scan, xbc, dt, scan, torch.zeros(1, 48, 64, 128), rows)
+        return
+    decays = 128 if kind == "delta-by-row" else 1
+    decay, bias = torch.rand(16), torch.randn(16 * decays)
+    rule = DeltaRule(16, 16, 128, 128, decay, bias, is_by_row=decays > 1)
+    qkv, ba = torch.randn(DEPTH, 3 * 2048), torch.randn(DEPTH, 16 + 16 * decays)
+    benchmark(table.delta_rule, qkv, ba, rule, torch.zeros(1, 16, 128, 128), rows)
 
 
 def test_engine_step_of_8_replies(benchmark: BenchmarkFixture, smollm2: LoadedModel) -> None:

@@ -109,7 +109,8 @@ static void delta_rule(
     const TensorView from_a = view_of({op, "a"}, a, {DType::f32}, {rows, heads * decays}, 1);
     const TensorView from_b = view_of({op, "b"}, b, {DType::f32}, {rows, heads}, 1);
     const TensorView to = view_of({op, "out"}, y, {DType::f32}, {rows, heads * value_dim}, 0);
-    const auto scratch = new_scratch(rows, 2 * key_heads * key_dim + heads * (decays + 1));
+    const int64_t scratch_width = delta_scratch_width(key_heads, heads, key_dim, decays);
+    const auto scratch = new_scratch(rows, scratch_width);
     const DeltaRuleArgs args{
         from.as<float>(),
         from.stride[0],
@@ -128,6 +129,7 @@ static void delta_rule(
         is_tiled,
         held.as<float>(),
         view_rows(op, row_starts, past_lens, slots, rows, held.shape[0]),
+        table.is_batch_invariant,
         scratch.get(),
         to.as<float>()
     };
@@ -148,7 +150,7 @@ static void state_scan(
     const int64_t rows = from.shape[0];
     const TensorView from_dt = view_of({op, "dt"}, dt, {DType::f32}, {rows, heads}, 1);
     const TensorView to = view_of({op, "out"}, y, {DType::f32}, {rows, heads * head_dim}, 0);
-    const auto scratch = new_scratch(rows, 2 * heads);
+    const auto scratch = new_scratch(rows, scan_scratch_width(heads, groups, size));
     const StateScanArgs args{
         from.as<float>(),
         from.stride[0],
@@ -166,6 +168,7 @@ static void state_scan(
         largest_step,
         held.as<float>(),
         view_rows(op, row_starts, past_lens, slots, rows, held.shape[0]),
+        table.is_batch_invariant,
         scratch.get(),
         to.as<float>()
     };

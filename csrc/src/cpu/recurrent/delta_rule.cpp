@@ -1,24 +1,33 @@
-// Gated delta rule, token by token.
+// Gated delta rule: token by token, and with AVX2 a call's whole chunks of tokens at once.
 //
 // Contract   include/exl/ops/recurrent.h.
-// Mapping    First, keys, queries and gates of all rows, a work item per row. Then a work item is
-//            one sequence, one value head and a block of the columns of its state, which are
-//            independent of each other and stay in the L1 cache over all rows. If no sequence has
-//            more than one row, blocks are wider, and the state is read twice and written once.
-// Accuracy   fp32. The pass over the state that adds a token also decays it for the next one and
-//            multiplies it with that token's key. The operations on each number are the same
-//            whether the next token is in this call or in the next one.
+// Mapping    In slices of the rows: first keys, queries and gates, a work item per chunk. Then a
+//            work item is one sequence, one value head and a strip of the columns of its state,
+//            which are independent of each other and stay in the L1 cache over all rows. If no
+//            sequence has more than one row, strips are wider, and the state is read twice and
+//            written once.
+// Chunks     delta_chunks.h. With AVX-512 and in the batch-invariant mode there are none.
+// Accuracy   fp32. Token by token, the pass over the state that adds a token also decays it for the
+//            next one and multiplies it with that token's key. The operations on each number are
+//            the same whether the next token is in this call or in the next one.
+#include "cpu/recurrent/delta_chunks.h"
 #include "cpu/recurrent/recurrent_common.h"
-#include "exl/ops/recurrent.h"
 
 namespace exl::EXL_ISA {
 
 constexpr float kL2Eps = 1e-6f;
-// Vectors of a block of columns: 128 rows of 32 floats are 16 KiB.
-constexpr int kVecs = 2;
-// The same where each sequence has one row, and the state comes from memory: whole rows of 128
-// columns with AVX-512.
+// Vectors of a strip where each sequence has one row, and the state comes from memory: whole rows of
+// 128 columns with AVX-512.
 constexpr int kOneVecs = kLanes == 16 ? 8 : 4;
+// Rows from which on a strip is copied to memory of its own, and back. The copies take the time of
+// one or two rows, and each row then takes 0.75 times as long.
+constexpr int64_t kCopyRows = 8;
+// With AVX-512, chunks take 0.93 to 1.03 of the time of single tokens (docs/experiments/cpu.md),
+// whose bits do not depend on the division of a sequence into calls. With AVX2 they take 0.83 to
+// 0.93 of it.
+constexpr bool kHasChunks = kLanes < 16;
+constexpr int kStripSlot = 0;  // thread_scratch
+constexpr int kRowsSlot = 1;
 
 // Copies a head, multiplied by `factor` and divided by the root of its sum of squares.
 static inline void normalize(const float* x, int64_t d, float factor, float* y) {
@@ -44,7 +53,26 @@ static inline void decays_of_rows(
 }
 
 static inline int64_t scratch_width(const DeltaRuleArgs& args) {
-    return 2 * args.key_heads * args.key_dim + args.value_heads * (args.decays + 1);
+    return delta_scratch_width(args.key_heads, args.value_heads, args.key_dim, args.decays);
+}
+
+static inline bool in_chunks(const DeltaRuleArgs& args) {
+    return kHasChunks && !args.is_batch_invariant;
+}
+
+static inline float* scratch_of(const DeltaRuleArgs& args, Slice slice, int64_t row) {
+    return args.scratch + slice.scratch_row(row) * scratch_width(args);
+}
+
+// Decays of the rows of the state of one value head: one number, or key_dim.
+static inline void set_row_decays(const DeltaRuleArgs& args, int64_t row, int64_t head, float* to) {
+    const float* a = args.a + row * args.a_stride + head * args.decays;
+    const float* bias = args.dt_bias + head * args.decays;
+    if (args.decays == 1) {
+        *to = ::expf(-args.decay[head] * softplus(*a + *bias));
+    } else {
+        decays_of_rows(a, bias, args.decay[head], args.decays, to);
+    }
 }
 
 // A row of scratch: queries and keys of the key heads, then decays and betas of the value heads.
@@ -59,15 +87,56 @@ static inline void prepare_row(const DeltaRuleArgs& args, int64_t row, float* sc
     }
     float* gates = scratch + 2 * size;
     for (int64_t head = 0; head < args.value_heads; ++head) {
-        const float* a = args.a + row * args.a_stride + head * args.decays;
-        const float* bias = args.dt_bias + head * args.decays;
-        float* decays = gates + head * args.decays;
-        if (args.decays == 1) {
-            *decays = ::expf(-args.decay[head] * softplus(*a + *bias));
-        } else {
-            decays_of_rows(a, bias, args.decay[head], args.decays, decays);
-        }
+        set_row_decays(args, row, head, gates + head * args.decays);
         gates[args.value_heads * args.decays + head] = sigmoid(args.b[row * args.b_stride + head]);
+    }
+}
+
+// Key head of a value head.
+static inline int64_t key_head_of(const DeltaRuleArgs& args, int64_t head) {
+    const int64_t shared = args.value_heads / args.key_heads;
+    return args.is_tiled ? head % args.key_heads : head / shared;
+}
+
+// The rows of a chunk from `first` on, packed in scratch.
+static void prepare_chunk(const DeltaRuleArgs& args, int64_t first, float* chunk) {
+    const DeltaPack pack(args);
+    const int64_t depth = args.key_dim, size = kChunk * depth;
+    const float scale = 1.0f / std::sqrt(static_cast<float>(depth));
+    auto* rows = static_cast<float*>(thread_scratch(kRowsSlot, 4 * size * 4));
+    for (int64_t head = 0; head < pack.heads; ++head) {
+        const int64_t key_head = pack.is_by_row ? key_head_of(args, head) : head;
+        for (int t = 0; t < kChunk; ++t) {
+            const float* q = args.qkv + (first + t) * args.qkv_stride + key_head * depth;
+            for (int64_t i = depth; i < 2 * depth; i += 16) {  // of the next head
+                prefetch(q + i);
+                prefetch(q + args.key_heads * depth + i);
+            }
+            normalize(q + args.key_heads * depth, depth, 1.0f, rows + t * depth);
+            normalize(q, depth, scale, rows + size + t * depth);
+            if (pack.is_by_row) {
+                set_row_decays(args, first + t, head, rows + 2 * size + t * depth);
+            }
+        }
+        if (pack.is_by_row) {
+            pack_by_row(pack, rows, pack.head(chunk, head));
+        } else {
+            float* to = pack.head(chunk, head);
+            float* queries = pack.queries(to);
+            float* products = pack.products(to);
+            transpose_chunk(rows, depth, depth, to);
+            transpose_chunk(rows + size, depth, depth, queries);
+            multiply_keys(to, to, depth, products);
+            multiply_keys(queries, to, depth, products + kChunk * kChunk);
+        }
+    }
+    for (int64_t head = 0; head < args.value_heads; ++head) {
+        for (int t = 0; t < kChunk; ++t) {
+            const float b = args.b[(first + t) * args.b_stride + head];
+            pack.betas(chunk, head)[t] = sigmoid(b);
+            if (pack.is_by_row) continue;
+            set_row_decays(args, first + t, head, pack.decays(chunk, head) + t);
+        }
     }
 }
 
@@ -156,32 +225,53 @@ struct Token {
 
 // The tokens of a sequence for one value head; columns start at `column`.
 struct Tokens {
-    Tokens(const DeltaRuleArgs& of, int64_t seq, int64_t value_head, int64_t column)
-        : args(of), head(value_head), first_column(column) {
-        const int64_t shared = args.value_heads / args.key_heads;
-        key_head = args.is_tiled ? head % args.key_heads : head / shared;
-        first = args.rows.row_starts[seq];
-        last = args.rows.row_starts[seq + 1];
-        is_new = args.rows.past_lens[seq] == 0;
-    }
+    Tokens(
+        const DeltaRuleArgs& of, Slice part, Range rows, int64_t value_head, int64_t column,
+        bool has_no_state
+    )
+        : args(of),
+          slice(part),
+          head(value_head),
+          first_column(column),
+          key_head(key_head_of(of, value_head)),
+          first(rows.first),
+          last(rows.last),
+          is_new(has_no_state) {}
 
     Token at(int64_t row) const {
         const int64_t size = args.key_heads * args.key_dim;
-        const float* numbers = args.scratch + row * scratch_width(args);
+        const float* numbers = scratch_of(args, slice, row);
         const float* gates = numbers + 2 * size;
         const float* q = numbers + key_head * args.key_dim;
-        const int64_t column = head * args.value_dim + first_column;
         return {
             q,
             q + size,
-            args.qkv + row * args.qkv_stride + 2 * size + column,
+            values(row),
             gates + head * args.decays,
             gates[args.value_heads * args.decays + head],
-            args.y + row * args.value_heads * args.value_dim + column
+            args.y + row * args.value_heads * args.value_dim + column()
         };
+    }
+    // Rows are too far apart for the processor to predict.
+    void prefetch_row(int64_t row) const {
+        const Token token = at(row);
+        for (int u = 0; u < kStrip; u += 16) {
+            prefetch(token.v + u);
+            prefetch(token.y + u);
+        }
+        for (int64_t i = 0; i < args.key_dim; i += 16) {
+            prefetch(token.k + i);
+            prefetch(token.q + i);
+        }
+    }
+    int64_t column() const { return head * args.value_dim + first_column; }
+    const float* values(int64_t row) const {
+        const int64_t size = args.key_heads * args.key_dim;
+        return args.qkv + row * args.qkv_stride + 2 * size + column();
     }
 
     const DeltaRuleArgs& args;
+    Slice slice;
     int64_t head;
     int64_t first_column;
     int64_t key_head;
@@ -202,6 +292,7 @@ static inline void run_columns(const Columns& of, const Tokens& tokens) {
         }
         const bool has_next = row + 1 < tokens.last;
         const Token next = has_next ? tokens.at(row + 1) : Token{};
+        if (row + 2 < tokens.last) tokens.prefetch_row(row + 2);
         add_token<kFull, kByRow>(of, token.q, token.k, delta, next.k, next.decays, out, seen);
         for (int u = 0; u < kVecs; ++u) store_column<kFull>(of, token.y, u, out[u]);
         token = next;
@@ -251,26 +342,94 @@ static void run_block(const Columns& of, const Tokens& tokens, bool is_decode, b
     is_full ? run_columns<true, kByRow>(of, tokens) : run_columns<false, kByRow>(of, tokens);
 }
 
-void delta_rule(ThreadPool& pool, const DeltaRuleArgs& args) {
-    const int64_t width = scratch_width(args);
-    pool.parallel_for(args.num_rows, [&](int64_t row) {
-        prepare_row(args, row, args.scratch + row * width);
-    });
-    bool is_decode = true;
-    for (int64_t seq = 0; seq < args.rows.seqs; ++seq) {
-        is_decode = is_decode && args.rows.row_starts[seq + 1] - args.rows.row_starts[seq] <= 1;
+// Copies a strip of a state [depth][stride] to memory of its own, or zeros if it is new.
+static inline void load_strip(const Strip& to, const float* state, int64_t stride, bool is_new) {
+    for (int64_t k = 0; k < to.depth; ++k) {
+        for (int u = 0; u < kVecs; ++u) {
+            const Vec s = is_new ? set1(0.0f) : to.load_columns(state + k * stride, u);
+            store(to.state + k * kStrip + u * kLanes, s);
+        }
     }
+}
+
+static inline void store_strip(const Strip& strip, float* state, int64_t stride) {
+    for (int64_t k = 0; k < strip.depth; ++k) {
+        for (int u = 0; u < kVecs; ++u) {
+            const Vec s = load(strip.state + k * kStrip + u * kLanes);
+            strip.store_columns(state + k * stride, u, s);
+        }
+    }
+}
+
+// Whole chunks of a sequence at once, then the other rows, for a strip of one value head's state.
+template <bool kByRow>
+static void run_strip(const Columns& of, Tokens tokens) {
+    const DeltaRuleArgs& args = tokens.args;
+    const int64_t bytes = Strip::floats(of.rows) * 4;
+    const Strip strip(static_cast<float*>(thread_scratch(kStripSlot, bytes)), of.rows, of.count);
+    load_strip(strip, of.state, of.stride, tokens.is_new);
+    tokens.is_new = false;
+    const DeltaPack pack(args);
+    const int64_t packed_head = kByRow ? tokens.head : tokens.key_head;
+    const int64_t width = args.value_heads * args.value_dim;
+    for (; in_chunks(args) && tokens.first + kChunk <= tokens.last; tokens.first += kChunk) {
+        const int64_t row = tokens.first;
+        const DeltaRows rows{
+            tokens.values(row), args.qkv_stride, args.y + row * width + tokens.column(), width
+        };
+        const bool has_next = row + 2 * kChunk <= tokens.last;
+        if (has_next) {
+            prefetch_rows(rows.v + kChunk * args.qkv_stride, args.qkv_stride);
+            prefetch_rows(rows.y + kChunk * width, width);
+        }
+        float* chunk = scratch_of(args, tokens.slice, row);
+        float* ahead = has_next ? scratch_of(args, tokens.slice, row + kChunk) : chunk;
+        run_delta_chunk<kByRow>(pack, chunk, ahead, packed_head, tokens.head, strip, rows);
+    }
+    const Columns held{strip.state, kStrip, of.rows, of.count};
+    if (tokens.first < tokens.last) {
+        of.count >= kStrip ? run_columns<true, kByRow>(held, tokens)
+                           : run_columns<false, kByRow>(held, tokens);
+    }
+    store_strip(strip, of.state, of.stride);
+}
+
+// Keys, queries and gates of a slice. The rows of a chunk are packed, others stand by themselves.
+static void prepare(ThreadPool& pool, const DeltaRuleArgs& args, Slice slice, int64_t most_rows) {
+    const int64_t blocks = ceil_div(smaller(most_rows, slice.count), kChunk);
+    for_parts(pool, args.rows, slice, blocks, [&](int64_t, int64_t block, Range rows) {
+        const int64_t first = rows.first + block * kChunk;
+        const int64_t last = smaller(rows.last, first + kChunk);
+        if (in_chunks(args) && last - first == kChunk) {
+            return prepare_chunk(args, first, scratch_of(args, slice, first));
+        }
+        for (int64_t row = first; row < last; ++row) {
+            prepare_row(args, row, scratch_of(args, slice, row));
+        }
+    });
+}
+
+void delta_rule(ThreadPool& pool, const DeltaRuleArgs& args) {
+    const int64_t most_rows = most_rows_of(args.rows);
+    const bool is_decode = most_rows <= 1, is_by_row = args.decays != 1;
     const int64_t columns = (is_decode ? kOneVecs : kVecs) * kLanes;
-    const int64_t blocks = ceil_div(args.value_dim, columns);
-    for_sequences(pool, args.rows, args.value_heads * blocks, [&](int64_t seq, int64_t part) {
-        const int64_t head = part / blocks, column = part % blocks * columns;
-        const int64_t matrix = args.rows.slots[seq] * args.value_heads + head;
-        float* state = args.states + matrix * args.key_dim * args.value_dim + column;
-        const Columns of{state, args.value_dim, args.key_dim, args.value_dim - column};
-        const Tokens tokens(args, seq, head, column);
-        const bool is_full = of.count >= columns;
-        args.decays == 1 ? run_block<false>(of, tokens, is_decode, is_full)
-                         : run_block<true>(of, tokens, is_decode, is_full);
+    const int64_t blocks = ceil_div(args.value_dim, columns), parts = args.value_heads * blocks;
+    for_slices(pool, most_rows, kChunk, [&](Slice slice) {
+        prepare(pool, args, slice, most_rows);
+        for_parts(pool, args.rows, slice, parts, [&](int64_t seq, int64_t part, Range rows) {
+            const int64_t head = part / blocks, column = part % blocks * columns;
+            const int64_t matrix = args.rows.slots[seq] * args.value_heads + head;
+            float* state = args.states + matrix * args.key_dim * args.value_dim + column;
+            const Columns of{state, args.value_dim, args.key_dim, args.value_dim - column};
+            const bool is_new = slice.from == 0 && args.rows.past_lens[seq] == 0;
+            const Tokens tokens(args, slice, rows, head, column, is_new);
+            if (rows.count() >= kCopyRows) {
+                return is_by_row ? run_strip<true>(of, tokens) : run_strip<false>(of, tokens);
+            }
+            const bool is_full = of.count >= columns;
+            is_by_row ? run_block<true>(of, tokens, is_decode, is_full)
+                      : run_block<false>(of, tokens, is_decode, is_full);
+        });
     });
 }
 

@@ -28,6 +28,15 @@ static inline Vec softplus_each(Vec x) {
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + ::expf(-x)); }
 
+// Rows of the longest sequence.
+static inline int64_t most_rows_of(const StateRows& rows) {
+    int64_t most = 0;
+    for (int64_t seq = 0; seq < rows.seqs; ++seq) {
+        most = larger(most, rows.row_starts[seq + 1] - rows.row_starts[seq]);
+    }
+    return most;
+}
+
 // Calls body(seq, part) for each of `parts` parts of each sequence that has rows.
 template <class Body>
 static inline void for_sequences(
@@ -36,6 +45,41 @@ static inline void for_sequences(
     pool.parallel_for(rows.seqs * parts, [&](int64_t item) {
         const int64_t seq = item / parts;
         if (rows.row_starts[seq] < rows.row_starts[seq + 1]) body(seq, item % parts);
+    });
+}
+
+// The rows from `from` on, at most `count`, of each sequence. Numbers of the rows of a slice stay in
+// the L2 or L3 cache from the pass that prepares them to the one that uses them, and the same memory
+// serves all slices. Chunks divide a slice, so that no result depends on its size.
+struct Slice {
+    int64_t from;
+    int64_t count;
+
+    Range of(const StateRows& rows, int64_t seq) const {
+        const int64_t first = rows.row_starts[seq] + from;
+        return {first, smaller(rows.row_starts[seq + 1], first + count)};
+    }
+    // Row of scratch of a row of a sequence.
+    int64_t scratch_row(int64_t row) const { return row - from; }
+};
+
+// Calls body(slice) for all slices of the longest sequence. Each thread has some chunks of a slice.
+template <class Body>
+static inline void for_slices(
+    const ThreadPool& pool, int64_t most_rows, int64_t chunk, Body&& body
+) {
+    const int64_t count = chunk * larger(16, pool.threads());
+    for (int64_t from = 0; from < most_rows; from += count) body(Slice{from, count});
+}
+
+// Calls body(seq, part, rows) for each of `parts` parts of each sequence that has rows in the slice.
+template <class Body>
+static inline void for_parts(
+    ThreadPool& pool, const StateRows& rows, Slice slice, int64_t parts, Body&& body
+) {
+    pool.parallel_for(rows.seqs * parts, [&](int64_t item) {
+        const Range range = slice.of(rows, item / parts);
+        if (range.first < range.last) body(item / parts, item % parts, range);
     });
 }
 

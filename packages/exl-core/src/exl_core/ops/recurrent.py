@@ -2,7 +2,9 @@
 
 Each keeps a state of fixed size per sequence, in a slot of a float32 tensor that the op updates in
 place. A sequence without cached tokens starts from zeros, whatever its slot contains. A row's
-result depends on the earlier rows of its own sequence and on nothing else.
+result depends on the earlier rows of its own sequence and on nothing else. `cpu` and `cuda` may
+compute rows of a call in chunks of tokens, which begin where those rows begin. So the rounding may
+depend on the division of a sequence into calls, unless the table is batch-invariant.
 
 Dimensions: R rows, S slots, C channels, T taps.
 """

@@ -12,7 +12,8 @@ is a bug in the caller and raises ValueError.
 
 A table is batch-invariant if no bit of the results of a row depends on the other rows of a call, on
 the division of a sequence into calls, or on the number of threads. `cpu` is, except for quantized
-linears on instruction sets without byte dot products and with AMX; `get_table` makes these so too.
+linears on instruction sets without byte dot products and with AMX, for latent attention, and for
+prompts of recurrent layers; `get_table` makes these so too.
 `cuda` is in a mode of its own.
 """
 
