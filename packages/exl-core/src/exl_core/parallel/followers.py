@@ -40,6 +40,9 @@ from exl_core.parallel.wire import Header, Message, Operation, join_message
 T = TypeVar("T")
 END_S = 2.0
 """Time for a follower to leave by itself."""
+_EXIT_S = 1.5
+"""Time for a follower whose connection has closed to end. The driver frees the memory of its GPU
+first, and how it ended is known only then."""
 CHECK_S = 0.1
 """Time between two looks at the followers while all ranks join."""
 REPORT_LIMIT_BYTES = 1 << 16
@@ -103,7 +106,7 @@ class _OwnProcess(Follower):
 
     def end_of_process(self) -> str:
         try:
-            code = self.process.wait(0.5)
+            code = self.process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
             self.kill()
             return "closed its connection"
