@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prompt_prepare_kernel(
             if (exists) suh.load(to.suh + first);
             float w[kTileValues];
 #pragma unroll
-            for (int i = 0; i < kTileValues; ++i) w[i] = v[i] * suh[i];
+            for (int i = 0; i < kTileValues; ++i) w[i] = __fmul_rn(v[i], suh[i]);
             transform_tile(w, lane);
             store_plain(to, row, first, exists, w, factor * kNormalize, lane);
         }
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kFinishWarps* kWarp) prompt_finish_kernel(
         }
         if (is_gated && args.has_next) {
 #pragma unroll
-            for (int j = 0; j < kTileValues; ++j) v[j] *= suh[j];
+            for (int j = 0; j < kTileValues; ++j) v[j] = __fmul_rn(v[j], suh[j]);
             transform_tile(v, lane);
             store_plain(args.next, args.first_row + row, first, exists, v, kNormalize, lane);
         } else if (exists) {
