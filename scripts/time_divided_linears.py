@@ -28,7 +28,8 @@ from typing import Any, cast
 
 import torch
 
-from exl_core.ops.backends.cuda.matmul import PendingRows, all_quantized, parts_of
+from exl_core.ops.backends.cuda.matmul import all_quantized, parts_of
+from exl_core.ops.backends.cuda.norms import PendingRows
 from exl_core.ops.backends.cuda.peer_linears import SentTo
 from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.linear import PackedLinear
@@ -151,8 +152,10 @@ class Divided:
         return sent
 
     def _read_sums(self, quantized: Any, count: int) -> None:
+        sums = self.sums  # which makes the target
+        pending = PendingRows(self.x, sums, self._target)
         for _ in range(count):
-            self.table._linears._prepared(PendingRows(self.x, self.sums), self.norm, quantized)
+            self.table._linears._prepared(pending, self.norm, quantized)
 
     @cached_property
     def sums(self) -> PartialSums:

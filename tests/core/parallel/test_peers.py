@@ -213,7 +213,7 @@ def test_places_without_large_sums_are_the_first_ones_of_a_buffer() -> None:
     config: Any = SimpleNamespace(hidden_size=8192, vocab_size=128256)
     whole, small = (buffers_of(config, [0, 0], has_large=has) for has in (True, False))
     assert whole.large_parts_at(0) == small.size_bytes
-    assert whole.size_bytes - small.size_bytes > 2 * 64 << 20
+    assert whole.size_bytes - small.size_bytes > 2 * 32 << 20
     assert (small.rows, small.width, small.vocab, small.large) == (MAX_ROWS, 8192, 128256, 0)
 
 
@@ -286,7 +286,7 @@ def test_the_end_of_the_group_ends_what_waits_in_shared_memory(
     sums, unused, group = FakeSums(inner), None, Group([], lambda: inner)
     found: Any = PeerExchange(inner, sums, FakeMemory(0)), Link(True, "it works")  # type: ignore[arg-type]
     monkeypatch.setattr(ranks, "with_peers", lambda *_: found)
-    assert ranks._with_peers(inner, group, unused, unused, "auto") == found  # type: ignore[arg-type]
+    assert ranks.with_shared_memory(inner, group, unused, unused, "auto") == found  # type: ignore[arg-type]
     assert not sums.was_aborted
     if is_failure:
         group.abandon("failed")
@@ -334,13 +334,17 @@ def test_every_rank_has_the_embedding_where_the_options_say(
     assert seen == [place == "cpu"]
 
 
-def test_inputs_of_every_form_are_multiplied_or_left_to_the_caller() -> None:
-    """Inputs for trellis codes have no shape: no kernel sends their products."""
+def test_inputs_of_another_form_or_size_are_left_to_the_caller() -> None:
+    """Inputs for trellis codes have no shape, but a number of rows."""
     sums = PeerSums.__new__(PeerSums)
     sums._shape = 3, WIDTH
-    matrix: Any = None
-    inputs = CudaTrellisInputs(matrix, 3, 0, 3, torch.empty(0, dtype=torch.uint8))
-    assert not sums.multiply(inputs, matrix, defers=True)
+    matrix: Any = SimpleNamespace(out_features=WIDTH)
+    wide: Any = SimpleNamespace(out_features=WIDTH + 1)
+    unknown: Any = object()
+    memory = torch.empty(0, dtype=torch.uint8)
+    assert not sums.multiply(unknown, matrix, defers=True)
+    assert not sums.multiply(CudaTrellisInputs(matrix, 4, 0, 4, memory), matrix, defers=True)
+    assert not sums.multiply(CudaTrellisInputs(wide, 3, 0, 3, memory), wide, defers=True)
 
 
 def test_own_memory_is_freed_even_if_that_of_another_rank_cannot_be_closed(

@@ -126,7 +126,7 @@ def test_buffers_of_ranks_count(config: ModelConfig) -> None:
     rows = 2 * (STAGES + 1) + STAGES  # partial sums of both ranks, and whole sums
     small = 64 * (8192 * rows + 1 + 128256) * 4
     flags = 4 * REDUCE_BLOCKS * (MAX_PEERS + 1)
-    assert rank_buffer_bytes(wide, 2) == (96 + 2 * 64 << 20) + small + flags
+    assert rank_buffer_bytes(wide, 2) == (96 + 2 * 32 << 20) + small + flags
     for free, count in ((21.2, 1), (21.3, 2)):  # shares of 21 GB
         found = ranks_for(sizes(wide, 40), wide, NEED, gpus(free, free), lambda *_: True)
         assert found.count == count
