@@ -79,12 +79,19 @@ def gloo_group(store: Store, rank: Rank, address: str) -> dist.ProcessGroup:
     return group
 
 
+_FAILED: list[dist.Work] = []
+"""Failed transfers. Otherwise a thread of gloo may have the last reference to one and free its
+tensors, for which it needs the interpreter: it aborts a process whose interpreter is ending, and
+waits forever for one that waits for the thread. A group fails once, so that there are few."""
+
+
 def wait_for(work: dist.Work | None, rank: int) -> None:
     """Waits for a transfer. RankError if it fails."""
     assert work is not None, "the operation is asynchronous"
     try:
         work.wait()
     except RuntimeError as error:
+        _FAILED.append(work)
         raise failed_exchange(rank, error) from error
 
 
