@@ -148,6 +148,15 @@ EXPERTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 """Families with experts, with sizes that all formats can store."""
 
 
+def assert_experts_match(folder: Path, expected: Tensor) -> None:
+    ours = logits_of(folder, IDS, LoadOptions(device="reference"))
+
+    assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
+    # Rounded activations change the choice of experts at some positions, and with it their logits.
+    error = (logits_of(folder, IDS) - expected).abs().amax(-1).median()
+    assert error <= 0.05 * expected.abs().max()
+
+
 @pytest.mark.parametrize("method", [*TIED, "exl3"])
 @pytest.mark.parametrize("family", EXPERTS)
 def test_quantized_experts_match_transformers(tmp_path: Path, family: str, method: str) -> None:
@@ -159,12 +168,7 @@ def test_quantized_experts_match_transformers(tmp_path: Path, family: str, metho
     weights = {stem: unrounded(method, parts) for stem, parts in pieces.items()}
     expected = expected_logits(model, weights)
 
-    ours = logits_of(folder, IDS, LoadOptions(device="reference"))
-
-    assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
-    # Rounded activations change the choice of experts at some positions, and with it their logits.
-    error = (logits_of(folder, IDS) - expected).abs().amax(-1).median()
-    assert error <= 0.05 * expected.abs().max()
+    assert_experts_match(folder, expected)
     assert describe_model(str(folder)).unused_tensors == ()
 
 
@@ -193,12 +197,7 @@ def test_quantized_experts_of_stacks_match_transformers(
     weights = {stem: unrounded(method, parts) for stem, parts in pieces.items()}
     expected = expected_logits(model, weights)
 
-    ours = logits_of(folder, IDS, LoadOptions(device="reference"))
-
-    assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
-    # Rounded activations change the choice of experts at some positions, and with it their logits.
-    error = (logits_of(folder, IDS) - expected).abs().amax(-1).median()
-    assert error <= 0.05 * expected.abs().max()
+    assert_experts_match(folder, expected)
 
 
 # k and v have 8 columns each. In a fused matrix they begin inside a word of scale codes, and are

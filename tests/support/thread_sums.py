@@ -162,7 +162,7 @@ class ThreadSums:
 
 
 class NoMemory:
-    """Memory of a rank that nobody opens."""
+    """Memory of a rank, for tests in which no other rank opens it."""
 
     address, handle = 0, b""
 

@@ -229,7 +229,7 @@ class Trellis:
         self._launch([x], residual, cuda.ADD)
 
     def can_send(self, rows: int) -> bool:
-        """Whether `multiply_sent` takes inputs of so many rows."""
+        """Whether `multiply_sent` takes inputs of this number of rows."""
         return 0 < rows <= self._max_rows and not self._gpu.is_invariant
 
     def multiply_sent(
