@@ -337,7 +337,8 @@ class _TunedModel:
         return float(np.average(found, weights=[len(token_ids[one]) for one in parts]))
 
     def keep_best_share(self, token_ids: Tensor, source_states: Tensor, workers: Workers) -> None:
-        """Multiplies all parameters by the share in 0 to 1 with the least divergence."""
+        """Multiplies all parameters by a share in 0 to 1: the one with the least divergence of
+        `SHARES` and the least place of the parabola through theirs."""
         whole = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
         def take(share: float) -> None:
@@ -349,7 +350,11 @@ class _TunedModel:
             take(share)
             return self.mean_divergence(token_ids, source_states, workers)
 
-        take(least_of_parabola(*map(loss_of, SHARES)))
+        losses = {share: loss_of(share) for share in SHARES}
+        # The divergence of a long step is no parabola, whose least place may then be a bad one.
+        least = least_of_parabola(*losses.values())
+        losses[least] = loss_of(least)
+        take(min(losses, key=losses.__getitem__))
 
     def gradients(
         self, token_ids: Tensor, source_states: Tensor, workers: Workers
