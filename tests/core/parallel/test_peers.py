@@ -283,7 +283,7 @@ def test_the_end_of_the_group_ends_what_waits_in_shared_memory(
     """A follower that hangs is killed when the model is unloaded. A pass of rank 0 that waits for
     its sums must end, because memory is freed after it."""
     inner = Aborted()
-    sums, unused, group = FakeSums(inner), None, Group([], lambda: inner)
+    sums, unused, group = FakeSums(inner), None, Group([], lambda _: inner)
     found: Any = PeerExchange(inner, sums, FakeMemory(0)), Link(True, "it works")  # type: ignore[arg-type]
     monkeypatch.setattr(ranks, "with_peers", lambda *_: found)
     assert ranks.with_shared_memory(inner, group, unused, unused, "auto") == found  # type: ignore[arg-type]

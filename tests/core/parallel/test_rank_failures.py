@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import time
 import weakref
@@ -126,3 +127,34 @@ def test_unload_and_failures_free_the_port_and_the_model(tiny: Path) -> None:
     gc.collect()
     assert model() is None
     assert not listening(os.getpid()) - before
+
+
+def test_a_transfer_ends_with_the_ranks_even_if_gloo_waits(tmp_path: Path) -> None:
+    """Gloo may miss the end of a process, and frees nothing until its own time limit."""
+    program = """
+import sys, threading, time
+from pathlib import Path
+import torch
+from exl_core.errors import RankError
+from exl_core.parallel.exchange import GlooExchange
+from exl_core.parallel.plan import Rank
+
+folder, ended, others = Path(sys.argv[1]), threading.Event(), []
+silent = lambda: others.append(GlooExchange.in_folder(folder, Rank(1, 2)))
+threading.Thread(target=silent).start()
+exchange = GlooExchange.in_folder(folder, Rank(0, 2), ended.is_set)
+threading.Timer(1.0, ended.set).start()
+start = time.monotonic()
+try:
+    exchange.sum(torch.ones(4))
+except RankError as error:
+    print(f"{time.monotonic() - start} {error}")
+exchange.close()
+"""
+    start = time.monotonic()
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    seconds, _, line = found.stdout.strip().partition(" ")
+    assert line.startswith("rank 0: the exchange with the other ranks failed"), found
+    assert 1.0 <= float(seconds) < 3.0 and found.returncode == 0
+    assert time.monotonic() - start < 30.0  # imports; gloo itself waits for 60 s

@@ -240,10 +240,10 @@ def test_a_rank_that_is_killed_while_all_meet_is_named(
     started: list[float] = []
     meet = Followers._joined
 
-    def joined(group: Followers) -> Any:
+    def joined(group: Followers, *rest: Any) -> Any:
         os.kill(group.process_ids[0], signal.SIGKILL)
         started.append(time.monotonic())
-        return meet(group)
+        return meet(group, *rest)
 
     monkeypatch.setattr(Followers, "_joined", joined)
     with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):

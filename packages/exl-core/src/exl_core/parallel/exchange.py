@@ -7,7 +7,9 @@ give neither.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -60,61 +62,106 @@ class NoExchange:
         return values
 
 
-def gloo_group(store: Store, rank: Rank, address: str) -> dist.ProcessGroup:
-    """A process group that listens at `address`, an IP address of this machine. RankError if the
-    ranks do not meet in `store`.
+def never() -> bool:
+    return False
 
-    The group is an object of its own: the process's default group is left to others.
+
+class GlooGroup:
+    """A process group of torch's gloo backend, whose transfers end when the ranks do.
+
+    It is an object of its own: the process's default group is left to others.
     """
-    # torch's own tests name the interface this way; its type stubs do not know it.
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timedelta(seconds=EXCHANGE_TIMEOUT_S)
-    try:
-        backend = ProcessGroupGloo(store, rank.index, rank.count, options)
-    except RuntimeError as error:
-        raise failed_exchange(rank.index, error) from error
-    group = dist.ProcessGroup(store, rank.index, rank.count)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    return group
+
+    def __init__(
+        self,
+        store: Store,
+        rank: Rank,
+        address: str,
+        has_ended: Callable[[], bool] = never,
+    ) -> None:
+        """Listens at `address`, an IP address of this machine. RankError if the ranks do not meet
+        in `store`. `has_ended`: whether another rank has ended, as this process knows by other
+        means."""
+        # torch's own tests name the interface this way; its type stubs do not know it.
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=EXCHANGE_TIMEOUT_S)
+        options._threads = 1  # it drops its reference to a transfer before the next one
+        self._rank = rank.index
+        self._has_ended = has_ended
+        try:
+            backend = ProcessGroupGloo(store, rank.index, rank.count, options)
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        self.ranks = dist.ProcessGroup(store, rank.index, rank.count)
+        self.ranks._register_backend(
+            torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend
+        )
+        # The last transfer. Whoever drops the last reference to it needs the interpreter, for its
+        # tensors. Gloo's thread would abort a process whose interpreter is ending, and wait forever
+        # for one that waits for the thread. `ranks`, which end the thread, are freed before it.
+        self._last: dist.Work | None = None
+
+    def wait_for_all(self, work: dist.Work | None) -> None:
+        """Waits for a transfer among all ranks. RankError if it fails, or goes on after another
+        rank has ended."""
+        assert work is not None, "the operation is asynchronous"
+        while not _is_done(work):
+            if self._has_ended():
+                # Gloo has missed the end of a connection on which it sends (1 of 100 killed ranks
+                # on a busy machine), and waits for `EXCHANGE_TIMEOUT_S`. So would its destructor,
+                # so that these objects are never freed.
+                for one in (self.ranks, work):
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+                raise self._failed("another rank has ended")
+        self._last = work
+        self.wait_for(work)
+
+    def wait_for(self, work: dist.Work | None) -> None:
+        """Waits for a transfer between two ranks. RankError if it fails."""
+        assert work is not None, "the operation is asynchronous"
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+
+    def _failed(self, got: object) -> RankError:
+        return RankError(f"rank {self._rank}: the exchange with the other ranks failed", got=got)
 
 
-_FAILED: list[dist.Work] = []
-"""Failed transfers. Otherwise a thread of gloo may have the last reference to one and free its
-tensors, for which it needs the interpreter: it aborts a process whose interpreter is ending, and
-waits forever for one that waits for the thread. A group fails once, so that there are few."""
+def _is_done(work: dist.Work) -> bool:
+    """Whether a transfer among all ranks has succeeded or failed, for which this waits a moment.
+    Gloo ends one between two ranks if the time of a `wait` passes, and this one not."""
+    with suppress(RuntimeError):  # of the transfer, or because the time has passed
+        work.wait(_LOOK)
+    return work.is_completed()
 
 
-def wait_for(work: dist.Work | None, rank: int) -> None:
-    """Waits for a transfer. RankError if it fails."""
-    assert work is not None, "the operation is asynchronous"
-    try:
-        work.wait()
-    except RuntimeError as error:
-        _FAILED.append(work)
-        raise failed_exchange(rank, error) from error
+_LOOK = timedelta(seconds=0.5)
+"""Time between two looks at whether another rank has ended, while a transfer waits."""
 
 
 class GlooExchange:
     """Exchange over sockets, with torch's gloo backend."""
 
-    def __init__(self, store: Store, rank: Rank, address: str = LOOPBACK) -> None:
-        """Meets the other ranks in `store`. Blocks until all are there."""
+    def __init__(self, store: Store, rank: Rank, has_ended: Callable[[], bool] = never) -> None:
+        """Meets the other ranks in `store`, over the loopback interface. Blocks until all are
+        there. `has_ended` as for `GlooGroup`."""
         self.rank = rank
-        self._connected: dist.ProcessGroup | None = gloo_group(store, rank, address)
+        self._connected: GlooGroup | None = GlooGroup(store, rank, LOOPBACK, has_ended)
         # The first exchange ends once all pairs of ranks are connected. No rank reads `store`
         # afterwards.
         self.sum(torch.zeros(1))
 
     @classmethod
-    def in_folder(cls, folder: Path, rank: Rank) -> Self:
-        """Exchange over the loopback interface, of ranks that all name the same folder."""
+    def in_folder(cls, folder: Path, rank: Rank, has_ended: Callable[[], bool] = never) -> Self:
+        """Exchange of ranks that all name the same folder."""
         store = FileStore(str(folder / "store"), rank.count)
         store.set_timeout(timedelta(seconds=EXCHANGE_TIMEOUT_S))  # also for a folder that is gone
-        return cls(store, rank)
+        return cls(store, rank, has_ended)
 
     @property
-    def _group(self) -> dist.ProcessGroup:
+    def _group(self) -> GlooGroup:
         if self._connected is None:
             raise RankError("the exchange with the other ranks is closed")
         return self._connected
@@ -127,7 +174,8 @@ class GlooExchange:
         if not part.numel():
             return part
         parts = [torch.empty_like(part) for _ in range(self.rank.count)]
-        wait_for(self._group.allgather([parts], [part.contiguous()]), self.rank.index)
+        group = self._group
+        group.wait_for_all(group.ranks.allgather([parts], [part.contiguous()]))
         return in_order_of_ranks(parts)
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
@@ -139,8 +187,9 @@ class GlooExchange:
         parts = [torch.empty_like(padded) for _ in widths] if is_first else []
         options = dist.GatherOptions()
         options.rootRank = 0
-        work = self._group.gather([parts] if is_first else [], [padded], options)
-        wait_for(work, self.rank.index)
+        group = self._group
+        work = group.ranks.gather([parts] if is_first else [], [padded], options)
+        group.wait_for_all(work)
         if not is_first:
             return [part]
         return [found[:, :width] for found, width in zip(parts, widths, strict=True)]
@@ -148,12 +197,9 @@ class GlooExchange:
     def spread_(self, values: Tensor) -> Tensor:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        wait_for(self._group.broadcast([values], options), self.rank.index)
+        group = self._group
+        group.wait_for_all(group.ranks.broadcast([values], options))
         return values
-
-
-def failed_exchange(rank: int, error: RuntimeError) -> RankError:
-    return RankError(f"rank {rank}: the exchange with the other ranks failed", got=error)
 
 
 def in_order_of_ranks(parts: Sequence[Tensor] | Tensor) -> Tensor:

@@ -130,14 +130,14 @@ class _OwnProcess(Follower):
 class Group:
     """All ranks but rank 0. `close` ends them; `failure` is set if they end before.
 
-    `connect` joins the other ranks' exchanges once all have loaded. `watchdog` ends this process
-    if it hangs.
+    `connect` joins the other ranks' exchanges once all have loaded; it gets `has_failed`.
+    `watchdog` ends this process if it hangs.
     """
 
     def __init__(
         self,
         followers: Sequence[Follower],
-        connect: Callable[[], Exchange],
+        connect: Callable[[Callable[[], bool]], Exchange],
         watchdog: Watchdog | None = None,
     ) -> None:
         self.num_ranks = len(followers) + 1
@@ -177,7 +177,7 @@ class Group:
         self.send(join_message(sample_ids))
         self._has_joined = True
         self._feed_watchdog()  # the next beat may be half a second away
-        return self.wait_for(in_background(self._connect))
+        return self.wait_for(in_background(lambda: self._connect(self.has_failed)))
 
     def wait_for(self, joining: Future[T]) -> T:
         """The result of a connection with the followers. RankError if the group ends meanwhile,
@@ -205,6 +205,9 @@ class Group:
                 one.messages.send_bytes(data)
             except OSError as error:
                 raise self.cause(RankError(f"rank {one.rank} has ended", got=error)) from error
+
+    def has_failed(self) -> bool:
+        return self.failure is not None
 
     def check(self) -> None:
         """Raises RankError if the group has ended."""
@@ -359,7 +362,8 @@ class Followers(Group):
         super().close()
         self._folder.cleanup()
 
-    def _joined(self) -> Exchange:
-        exchange = GlooExchange.in_folder(Path(self._folder.name), Rank(0, self.num_ranks))
+    def _joined(self, has_failed: Callable[[], bool]) -> Exchange:
+        folder, rank = Path(self._folder.name), Rank(0, self.num_ranks)
+        exchange = GlooExchange.in_folder(folder, rank, has_failed)
         self._folder.cleanup()
         return exchange

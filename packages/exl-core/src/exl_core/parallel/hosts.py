@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from exl_core.arch.modules import LoraTarget, ModuleRow, module_table
@@ -30,7 +29,7 @@ from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.stage import Stage
 from exl_core.model.weights import ModelWeights
 from exl_core.ops.table import OpTable
-from exl_core.parallel.exchange import Exchange, wait_for
+from exl_core.parallel.exchange import Exchange, GlooGroup
 from exl_core.parallel.model import RankTransformer
 from exl_core.parallel.peers import MAX_ROWS, PeerExchange
 from exl_core.parallel.plan import Grid
@@ -47,9 +46,9 @@ class WholeModel(NamedTuple):
 
 
 class Hops:
-    """Transfers between the hosts, by the process group of all ranks."""
+    """Transfers between the hosts, by a group of all ranks."""
 
-    def __init__(self, group: dist.ProcessGroup, grid: Grid, rank: int) -> None:
+    def __init__(self, group: GlooGroup, grid: Grid, rank: int) -> None:
         self._group = group
         self._grid = grid
         self._rank = rank
@@ -58,7 +57,7 @@ class Hops:
         self.is_last = grid.host_of(rank) == grid.hosts - 1
         # Ends once all ranks are connected.
         parts = [torch.zeros(1) for _ in range(grid.count)]
-        wait_for(group.allgather([parts], [torch.zeros(1)]), rank)
+        group.wait_for_all(group.ranks.allgather([parts], [torch.zeros(1)]))
         self._returns_logits = self.is_last and grid.rank_in_host(rank).index == 0
 
     def receive(self, rows: int, width: int, device: torch.device) -> Tensor:
@@ -86,12 +85,12 @@ class Hops:
     ) -> Tensor:
         found = torch.empty(shape, pin_memory=device.type == "cuda")
         if found.numel():
-            wait_for(self._group.recv([found], source, tag), self._rank)
+            self._group.wait_for(self._group.ranks.recv([found], source, tag))
         return found.to(device, non_blocking=True)
 
     def _send(self, x: Tensor, target: int, tag: int) -> None:
         if x.numel():
-            wait_for(self._group.send([_on_host(x)], target, tag), self._rank)
+            self._group.wait_for(self._group.ranks.send([_on_host(x)], target, tag))
 
 
 def _on_host(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import NamedTuple
@@ -25,8 +26,9 @@ from exl_core.parallel.exchange import (
     LOOPBACK,
     Exchange,
     GlooExchange,
+    GlooGroup,
     NoExchange,
-    gloo_group,
+    never,
 )
 from exl_core.parallel.followers import Follower, Group
 from exl_core.parallel.hosts import Hops
@@ -101,16 +103,16 @@ class Meeting:
             raise RankError("rank 0 cannot be reached", got=got) from error
         return Ends(Connection(messages.detach()), Connection(reports.detach()))
 
-    def connect(self) -> Exchange:
+    def connect(self, has_ended: Callable[[], bool] = never) -> Exchange:
         """Joins the transfers between hosts, and the exchange of the ranks of this one. All ranks
-        call it, and it ends once all are connected."""
+        call it, and it ends once all are connected. `has_ended` as for `GlooGroup`."""
         rank = self.grid.rank_in_host(self.job.rank)
         exchange: Exchange = NoExchange()
         if rank.count > 1:
-            exchange = GlooExchange(self._own_store, rank)  # over the loopback interface
+            exchange = GlooExchange(self._own_store, rank, has_ended)
         if self.grid.hosts > 1:
             everyone = Rank(self.job.rank, self.grid.count)
-            group = gloo_group(PrefixStore("hops", self._store), everyone, self.address)
+            group = GlooGroup(PrefixStore("hops", self._store), everyone, self.address, has_ended)
             self.hops = Hops(group, self.grid, self.job.rank)
         return exchange
 
