@@ -97,23 +97,26 @@ class GlooGroup:
         self.ranks._register_backend(
             torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend
         )
-        # The last transfer. Whoever drops the last reference to it needs the interpreter, for its
-        # tensors. Gloo's thread would abort a process whose interpreter is ending, and wait forever
-        # for one that waits for the thread. `ranks`, which end the thread, are freed before it.
+        # The last transfer, with its tensors. A thread that frees tensors takes Python's lock. If
+        # the thread of gloo did so, it would abort a process whose interpreter is ending, and it
+        # would wait forever for a thread that waits for it. `ranks` is freed before `_last`, and
+        # ends that thread.
         self._last: dist.Work | None = None
 
     def wait_for_all(self, work: dist.Work | None) -> None:
         """Waits for a transfer among all ranks. RankError if it fails, or goes on after another
         rank has ended."""
         assert work is not None, "the operation is asynchronous"
+        had_ended = False
         while not _is_done(work):
-            if self._has_ended():
+            if had_ended:
                 # Gloo has missed the end of a connection on which it sends (1 of 100 killed ranks
                 # on a busy machine), and waits for `EXCHANGE_TIMEOUT_S`. So would its destructor,
                 # so that these objects are never freed.
                 for one in (self.ranks, work):
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
                 raise self._failed("another rank has ended")
+            had_ended = self._has_ended()  # its connections may close a moment later
         self._last = work
         self.wait_for(work)
 
