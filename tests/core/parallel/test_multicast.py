@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,13 +39,19 @@ def test_every_rank_starts_with_multicast_off() -> None:
     try:
         assert len(processes._ahead) == 2
         for one in processes._ahead:
-            data = Path(f"/proc/{one.process.pid}/environ").read_bytes()
-            variables = dict(
-                pair.split("=", 1) for pair in os.fsdecode(data).split("\0") if "=" in pair
-            )
+            variables = environment_of(one.process.pid)
             assert {name: variables.get(name) for name in OFF} == OFF
     finally:
         processes.drop_ahead()
+
+
+def environment_of(process: int) -> dict[str, str]:
+    """Empty for a moment after the process has started."""
+    until_s = time.monotonic() + 10.0
+    while not (data := Path(f"/proc/{process}/environ").read_bytes()):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    return dict(pair.split("=", 1) for pair in os.fsdecode(data).split("\0") if "=" in pair)
 
 
 @pytest.mark.usefixtures("users_value")
