@@ -1,12 +1,17 @@
-"""Layouts of `exl/cuda/linear.h` written a second time: codes of a block, prepared inputs.
+"""Layouts of `exl/cuda/linear.h` written a second time: codes of a block, prepared inputs; and a
+random matrix.
 
-Slow and plain, and independent of the kernels that pack and prepare.
+The layouts are slow and plain, and independent of the kernels that pack and prepare.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from exl_core.ops.backends.cuda.table import CudaTable
+from exl_core.ops.linear import PackedLinear
+from exl_core.ops.weights import GroupedColumns, GroupedLayout, GroupRun
 
 BLOCK_ROWS = 32
 CHUNK_ROWS = 64
@@ -50,3 +55,16 @@ def prepared_chunk(rows: Tensor) -> Tensor:
         split = full.reshape(padded_m, blocks, 4, 4, 2)
         return split.permute(1, 3, 0, 2, 4).flatten()
     return full.reshape(padded_m, blocks, BLOCK_ROWS).transpose(0, 1).flatten()
+
+
+def matrix(ops: CudaTable, n: int, k: int, seed: int) -> PackedLinear:
+    """Random matrix of two bit widths with a random permutation."""
+    rng = torch.Generator().manual_seed(seed)
+    runs = (GroupRun(5, 1, 128), GroupRun(4, k // 128 - 1, 128))
+    features = torch.randperm(k, generator=rng).int()
+    w = ops.new_linear(GroupedLayout(n, k, runs, features, torch.float16, "middle", False))
+    codes = torch.randint(0, 16, (k, n), generator=rng, dtype=torch.uint8)
+    scales = (torch.rand(k // 128, n, generator=rng) * 0.3 / k**0.5).half()
+    columns = GroupedColumns("bytes", codes, scales=scales, offsets=None, bias=None)
+    ops.fill_linear(w, 0, columns)
+    return w

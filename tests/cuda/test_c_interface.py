@@ -17,16 +17,6 @@ EPS = 1e-6
 TYPE_PAIRS = [(F32, F32), (F32, F16), (F16, F32), (F16, F16)]  # of inputs and results
 
 
-@pytest.fixture(scope="module")
-def gpu() -> Gpu:
-    return Gpu(torch.device("cuda", 0))
-
-
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> torch.Generator:
-    return torch.Generator().manual_seed(sum(request.node.nodeid.encode()))
-
-
 def assert_near(got: Tensor, exact: Tensor) -> None:
     assert bool(got.isfinite().all())
     bound = 5e-4 if got.dtype is F16 else 2e-6

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from cuda_support import matrix
 from torch import Tensor
 
 from exl_core.ops.backends.cuda.matmul import CudaInputs
@@ -20,39 +21,13 @@ from exl_core.ops.backends.cuda.table import CudaTable
 from exl_core.ops.backends.cuda.trellis import PENDING_ROWS
 from exl_core.ops.elementwise import LayerNorm, Norm, RmsNorm
 from exl_core.ops.linear import PackedLinear
-from exl_core.ops.open import get_table
-from exl_core.ops.weights import DenseColumns, DenseLayout, GroupedColumns, GroupedLayout, GroupRun
+from exl_core.ops.weights import DenseColumns, DenseLayout
 from exl_core.parallel.peers import MAX_RANKS, MAX_ROWS
 from exl_kernels import cuda
 from exl_kernels.cuda_exchange import HANDLE_BYTES, MAX_PEERS, PACKET_VALUES, STAGES
 from support.peer_ranks import ROUNDS, ROWS, UNSENT, Ranks, connected_tables, in_order, trellis
 
 pytestmark = pytest.mark.cuda
-
-
-@pytest.fixture(scope="module")
-def ops() -> CudaTable:
-    table = get_table("cuda", threads=1)
-    assert isinstance(table, CudaTable)
-    return table
-
-
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> torch.Generator:
-    return torch.Generator().manual_seed(sum(request.node.nodeid.encode()))
-
-
-def matrix(ops: CudaTable, n: int, k: int, seed: int) -> PackedLinear:
-    """Random matrix of two bit widths with a random permutation."""
-    rng = torch.Generator().manual_seed(seed)
-    runs = (GroupRun(5, 1, 128), GroupRun(4, k // 128 - 1, 128))
-    features = torch.randperm(k, generator=rng).int()
-    w = ops.new_linear(GroupedLayout(n, k, runs, features, torch.float16, "middle", False))
-    codes = torch.randint(0, 16, (k, n), generator=rng, dtype=torch.uint8)
-    scales = (torch.rand(k // 128, n, generator=rng) * 0.3 / k**0.5).half()
-    columns = GroupedColumns("bytes", codes, scales=scales, offsets=None, bias=None)
-    ops.fill_linear(w, 0, columns)
-    return w
 
 
 @pytest.mark.parametrize("rows", ROWS)

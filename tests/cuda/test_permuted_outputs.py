@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cuda_support import matrix
 from torch import Tensor
 
 from exl_core.ops.attention import AttentionRows, CacheLayer, Scoring
@@ -14,33 +15,11 @@ from exl_core.ops.backends.cuda.matmul import CudaInputs
 from exl_core.ops.backends.cuda.table import CudaTable
 from exl_core.ops.elementwise import LayerNorm, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
-from exl_core.ops.open import get_table
-from exl_core.ops.weights import GroupedColumns, GroupedLayout, GroupRun
 
 pytestmark = pytest.mark.cuda
 
 ROWS = (1, 2, 8, 9, 16, 17, 30, 33, 64)
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 256
-
-
-@pytest.fixture(scope="module")
-def ops() -> CudaTable:
-    table = get_table("cuda", threads=1)
-    assert isinstance(table, CudaTable)
-    return table
-
-
-def matrix(ops: CudaTable, n: int, k: int, seed: int) -> PackedLinear:
-    """Random matrix of two bit widths with a random permutation."""
-    rng = torch.Generator().manual_seed(seed)
-    runs = (GroupRun(5, 1, 128), GroupRun(4, k // 128 - 1, 128))
-    features = torch.randperm(k, generator=rng).int()
-    w = ops.new_linear(GroupedLayout(n, k, runs, features, torch.float16, "middle", False))
-    codes = torch.randint(0, 16, (k, n), generator=rng, dtype=torch.uint8)
-    scales = (torch.rand(k // 128, n, generator=rng) * 0.3 / k**0.5).half()
-    columns = GroupedColumns("bytes", codes, scales=scales, offsets=None, bias=None)
-    ops.fill_linear(w, 0, columns)
-    return w
 
 
 def product(ops: CudaTable, x: Inputs, w: PackedLinear, rows: int) -> Tensor:

@@ -20,16 +20,6 @@ EPS = 1e-5
 LARGEST = 65504.0
 
 
-@pytest.fixture(scope="module")
-def gpu() -> Gpu:
-    return Gpu(torch.device("cuda", 0))
-
-
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> torch.Generator:
-    return torch.Generator().manual_seed(sum(request.node.nodeid.encode()))
-
-
 @dataclass(frozen=True)
 class Form:
     """`permutation` is one (int32, on the CPU, -1: padding), or None for the identity."""

@@ -83,11 +83,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def gpu() -> Gpu:
-    return Gpu(torch.device("cuda", 0))
-
-
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     return np.random.default_rng(list(request.node.nodeid.encode()))

@@ -22,11 +22,6 @@ from support.sampling_cases import CHAINS, assert_same, reference_samples, setti
 pytestmark = pytest.mark.cuda
 
 
-@pytest.fixture(scope="module")
-def gpu() -> Gpu:
-    return Gpu(torch.device("cuda", 0))
-
-
 @pytest.fixture
 def rng() -> torch.Generator:
     return torch.Generator().manual_seed(20)

@@ -14,7 +14,6 @@ from exl_core.ops.backends.cuda.matmul import CudaInputs
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
 from exl_core.ops.backends.cuda.table import CudaTable
 from exl_core.ops.elementwise import RmsNorm
-from exl_core.ops.open import get_table
 
 pytestmark = pytest.mark.cuda
 
@@ -22,13 +21,6 @@ KINDS = [GGMLQuantizationType.Q6_K, GGMLQuantizationType.Q3_K, GGMLQuantizationT
 FACTORS_AT = {"Q6_K": (208,), "Q3_K": (108,), "Q2_K": (80, 82)}
 BITS = {"Q6_K": 6.625, "Q3_K": 3.625, "Q2_K": 2.75}
 BOUND = 2e-3  # float16 inputs; above 8 rows also float16 weights
-
-
-@pytest.fixture(scope="module")
-def ops() -> CudaTable:
-    table = get_table("cuda", threads=1)
-    assert isinstance(table, CudaTable)
-    return table
 
 
 def made(

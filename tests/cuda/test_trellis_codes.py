@@ -17,11 +17,6 @@ from support.trellis import RATES, random_exl3
 pytestmark = pytest.mark.cuda
 
 
-@pytest.fixture(scope="module")
-def gpu() -> Gpu:
-    return Gpu(torch.device("cuda", 0))
-
-
 def decoded(gpu: Gpu, layout: TrellisLayout, columns: TrellisColumns) -> Tensor:
     """The rotated matrix [in, out], in two slices of columns."""
     w = CudaTrellis(layout, gpu)

@@ -12,23 +12,10 @@ import torch
 from exl_core.ops.backends.cuda.table import CudaTable
 from exl_core.ops.backends.cuda.trellis import PENDING_ROWS, CudaTrellisInputs
 from exl_core.ops.elementwise import LayerNorm, RmsNorm
-from exl_core.ops.open import get_table
 from exl_core.ops.weights import Codebook
 from support.peer_ranks import ROUNDS, ROWS, Ranks, in_order, trellis
 
 pytestmark = pytest.mark.cuda
-
-
-@pytest.fixture(scope="module")
-def ops() -> CudaTable:
-    table = get_table("cuda", threads=1)
-    assert isinstance(table, CudaTable)
-    return table
-
-
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> torch.Generator:
-    return torch.Generator().manual_seed(sum(request.node.nodeid.encode()))
 
 
 TRELLISES: list[tuple[int, int, float, Codebook, int]] = [
