@@ -353,7 +353,8 @@ class _TunedModel:
         losses = {share: loss_of(share) for share in SHARES}
         # The divergence of a long step is no parabola, whose least place may then be a bad one.
         least = least_of_parabola(*losses.values())
-        losses[least] = loss_of(least)
+        if least not in losses:
+            losses[least] = loss_of(least)
         take(min(losses, key=losses.__getitem__))
 
     def gradients(

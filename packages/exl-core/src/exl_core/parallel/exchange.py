@@ -26,6 +26,8 @@ LOOPBACK = "127.0.0.1"
 EXCHANGE_TIMEOUT_S = 60
 """Longest wait for the other ranks in one exchange. A rank that does not answer at all is noticed
 earlier, by its missing heartbeat."""
+_LOOK = timedelta(seconds=0.5)
+"""Time between two looks at whether another rank has ended, while a transfer waits."""
 
 
 class Exchange(Protocol):
@@ -140,10 +142,6 @@ def _is_done(work: dist.Work) -> bool:
     return work.is_completed()
 
 
-_LOOK = timedelta(seconds=0.5)
-"""Time between two looks at whether another rank has ended, while a transfer waits."""
-
-
 class GlooExchange:
     """Exchange over sockets, with torch's gloo backend."""
 
@@ -191,8 +189,7 @@ class GlooExchange:
         options = dist.GatherOptions()
         options.rootRank = 0
         group = self._group
-        work = group.ranks.gather([parts] if is_first else [], [padded], options)
-        group.wait_for_all(work)
+        group.wait_for_all(group.ranks.gather([parts] if is_first else [], [padded], options))
         if not is_first:
             return [part]
         return [found[:, :width] for found, width in zip(parts, widths, strict=True)]
