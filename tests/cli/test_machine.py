@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from exl_cli.output import write_error
 from support.commands import Command, Outcome
 
 TORCH_WORDS = (
@@ -120,3 +122,13 @@ def test_exit_code_survives_a_broken_stderr(unbuffered: str) -> None:
         command = [sys.executable, "-m", "exl_cli", "sreve"]
         done = subprocess.run(command, stderr=full, env=env, check=False, timeout=60)
     assert done.returncode == 2
+
+
+def test_an_error_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a line logged by another thread can come between the text and its newline."""
+    written: list[str] = []
+    stderr = io.StringIO()
+    monkeypatch.setattr(stderr, "write", written.append)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    write_error("rank 1 of 4 has ended")
+    assert written == ["exl: error: rank 1 of 4 has ended\n"]

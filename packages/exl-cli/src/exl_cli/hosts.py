@@ -6,7 +6,6 @@ Imports torch only where a model is opened.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from exl_cli.interrupt import exits_at_once
+from exl_cli.output import write_error
 from exl_core.errors import RankError, RequestError
 from exl_core.settings import Launched, launched
 
@@ -71,7 +71,7 @@ def _follow(job: Launched, running: RunningOptions, spec: str | None) -> NoRetur
 
     def on_loss(what: str) -> None:
         if job.rank == 1:
-            _complain(f"rank 0 of {job.world_size} {what}")
+            write_error(f"rank 0 of {job.world_size} {what}")
 
     try:
         follow_job(job, options_of, adapters, on_loss)
@@ -92,13 +92,8 @@ def end_with_job(job: Launched | None, runtime: Runtime) -> None:
     def watch() -> None:
         failure = group.wait_for_end()
         if failure is not None:
-            _complain(str(failure))
+            write_error(str(failure))
             time.sleep(_LAST_ANSWERS_S)
             os._exit(failure.exit_code)
 
     threading.Thread(target=watch, name="exl-job", daemon=True).start()
-
-
-def _complain(line: str) -> None:
-    if sys.stderr is not None:
-        print(f"exl: error: {line}", file=sys.stderr, flush=True)

@@ -45,7 +45,7 @@ from exl_cli.commands.eval import (
     throughput,
 )
 from exl_cli.machine import closed_stdout, machine_failure
-from exl_cli.output import ClosedPipeError
+from exl_cli.output import ClosedPipeError, write_error
 from exl_cli.spellings import translate
 from exl_core.errors import ExlError, ProblemsError, printable
 
@@ -189,7 +189,7 @@ def _usage_line(error: typer.TyperException) -> str:
 def _complain(line: str) -> None:
     if sys.stderr is not None:
         with suppress(OSError):  # stderr is broken too; the exit code still reports the failure
-            print(f"exl: error: {line}", file=sys.stderr, flush=True)
+            write_error(line)
         _discard(sys.stderr)
 
 

@@ -1,6 +1,6 @@
-"""Writes the answer of a command to stdout, as text or as one JSON object, and flushes it.
+"""Writes the answer of a command to stdout, as text or as one JSON object, and errors to stderr.
 
-Everything else, such as progress and notes, goes to stderr (`render.py`).
+Each function flushes. Progress and notes go to stderr too (`render.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,16 @@ def write_text(text: str) -> None:
 def write_json(value: Mapping[str, object]) -> None:
     """One object on one line."""
     write_text(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_error(line: str) -> None:
+    """Print "exl: error: " and `line` to stderr, where there is one.
+
+    Text and newline are one write, because other threads log to stderr at the same time.
+    """
+    if sys.stderr is not None:
+        sys.stderr.write(f"exl: error: {line}\n")
+        sys.stderr.flush()
 
 
 def end_line_on_terminal() -> None:

@@ -24,6 +24,7 @@ from exl_cli.interrupt import Interrupt
 from exl_cli.keyboard import keys_are_held
 from exl_cli.load import explaining_long_prompts
 from exl_cli.options import pick_model
+from exl_cli.output import write_error
 from exl_cli.reply import stream_reply
 from exl_core.engine.events import FinishReason
 from exl_core.errors import ExlError, RequestError, TemplateError, printable
@@ -156,7 +157,7 @@ class ChatSession:
                     self._answer(outcome.message)
             except ExlError as error:
                 outcome = Outcome(draft=outcome.message or "")
-                print(f"exl: error: {error}", file=sys.stderr, flush=True)
+                write_error(str(error))
                 unanswered += self._terminal is None
         return unanswered
 
