@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import signal
 import socket
@@ -189,6 +190,18 @@ def test_a_lost_process_is_named_before_those_that_wait_for_it(
         assert codes == [-signal.SIGKILL if index == rank else 1 for index in range(4)]
         line = f"rank {rank} of 4 has ended (host {rank // 2})"
         assert running.errors() == [f"exl: error: {line}"]
+
+
+def test_a_full_disk_does_not_keep_rank_0(folder: Path, tmp_path: Path) -> None:
+    """It cannot write the line to its log."""
+    with job(tmp_path, 2, 1, [folder] * 2) as running:
+        url = running.url()
+        size = running.logs[0].stat().st_size
+        resource.prlimit(running.processes[0].pid, resource.RLIMIT_FSIZE, (size, size))
+        running.processes[1].kill()
+        assert running.wait(END_S) == [1, -signal.SIGKILL]
+        assert running.logs[0].stat().st_size == size
+        assert is_free(url)
 
 
 def test_other_model_files_on_one_host(folder: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, TextIO
 
@@ -187,9 +186,8 @@ def _usage_line(error: typer.TyperException) -> str:
 
 
 def _complain(line: str) -> None:
+    write_error(line)
     if sys.stderr is not None:
-        with suppress(OSError):  # stderr is broken too; the exit code still reports the failure
-            write_error(line)
         _discard(sys.stderr)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 
 from exl_cli.machine import closed_stdout, unwritable_stdout
 
@@ -35,13 +36,15 @@ def write_json(value: Mapping[str, object]) -> None:
 
 
 def write_error(line: str) -> None:
-    """Print "exl: error: " and `line` to stderr, where there is one.
+    """Print "exl: error: " and `line` to stderr, where there is one that can be written.
 
-    Text and newline are one write, because other threads log to stderr at the same time.
+    Otherwise the exit code alone reports the failure. Text and newline are one write, because other
+    threads log to stderr at the same time.
     """
     if sys.stderr is not None:
-        sys.stderr.write(f"exl: error: {line}\n")
-        sys.stderr.flush()
+        with suppress(OSError):
+            sys.stderr.write(f"exl: error: {line}\n")
+            sys.stderr.flush()
 
 
 def end_line_on_terminal() -> None:
