@@ -1,7 +1,7 @@
 // Attention with heads of more than 256 elements, for a few or many query rows of a sequence.
 //
-// Used for   Head sizes 257 to 512 (global layers of Gemma 4), and shared rows. The other two kernels hold a whole
-//            head per warp in registers, which such heads do not fit in.
+// Used for   Head sizes 257 to 512 (global layers of Gemma 4), and shared rows. The other two kernels
+//            hold a whole head per warp in registers, which such heads do not fit in.
 // Floor      Keys and values are read once per block at memory bandwidth; 4 d operations for each
 //            pair of a query and a key that it sees.
 // Mapping    A block handles 16 or 64 query vectors (rows times query heads of the group) of one kv
@@ -13,152 +13,26 @@
 //            not computed.
 // Codes      Keys and values stay in the space of the Hadamard transform: queries are transformed
 //            when they are loaded, results when they are stored.
-// Splits     Blocks with a part of the keys write partial results. The last block to arrive adds
-//            them in the order of the splits, and resets the counter to zero.
+// Overlap    The first tile is copied before the previous kernel has ended, except for rows of this
+//            pass.
+// Splits     Blocks with a part of the keys write partial results. Of each eight blocks the last one
+//            to arrive adds theirs, and the last of those adds the sums, in the order of the splits.
+//            Each resets its counter to zero. A single block would read all of them alone, at the
+//            bandwidth of one multiprocessor.
 // Invariance In the batch-invariant mode there is one split, and tiles have the same number of keys
 //            and vectors the same number of threads, however many vectors a block has. A vector's
 //            sums do not depend on anything else.
 #pragma once
 
-#include "cuda/attention/attention.cuh"
+#include "cuda/attention/attention_wide_tile.cuh"
 
 namespace exl::cuda {
 
-constexpr int kWideWarps = 8;
-constexpr int kWideThreads = kWideWarps * kWarp;
 constexpr int kWideUnits = kWideHead / kUnit;
-constexpr int kWideMostSplits = 64;
-static_assert(kWideHead / kWideWarps == kUnit, "a warp holds one unit of every result");
-
-// `width`: elements of a key in shared memory. If it is kSharedRow, keys are values too, and there
-// is one tile of both. `threads`: that compute the softmax of a vector. 0: as many as there are.
-template <int tiles, int keys, int width, int threads>
-struct WideShape {
-    static constexpr bool kIsShared = width == kSharedRow;
-    static constexpr int kStride = 2 * width + 16;  // bytes between float16 rows
-    static constexpr int kVectors = 16 * tiles;
-    static constexpr int kScoreStride = keys + 4;        // floats
-    static constexpr int kWeightStride = 2 * keys + 16;  // bytes
-    static constexpr int kThreadsPerVector = threads > 0 ? threads : kWideThreads / kVectors;
-    static_assert(kVectors * kThreadsPerVector % kWarp == 0, "whole warps");
-    static constexpr int kQueryBytes = kVectors * kStride;
-    static constexpr int kTileBytes = keys * kStride;
-    static constexpr int kAllTileBytes = (kIsShared ? 1 : 2) * kTileBytes;
-    static constexpr int kScoreBytes = kVectors * kScoreStride * 4;
-    static constexpr int kWeightBytes = kVectors * kWeightStride;
-    static constexpr int kStatBytes = kVectors * 2 * 4;
-    static constexpr int kBytes =
-        kQueryBytes + kAllTileBytes + kScoreBytes + kWeightBytes + kStatBytes;
-    // Results of 16 vectors as float32 take the place of keys and values at the end.
-    static_assert(16 * kWideHead * 4 <= kAllTileBytes, "results fit");
-};
-
-// Eight elements of a cache row as stored, with their scale.
-struct WideRaw {
-    uint4 a, b;
-    __half scale;
-};
-
-__device__ __forceinline__ uint32_t load_word(const uint8_t* from) {
-    const auto* two = reinterpret_cast<const uint16_t*>(from);  // rows of codes have even sizes
-    return two[0] | static_cast<uint32_t>(two[1]) << 16;
-}
-
-template <int type>
-__device__ __forceinline__ WideRaw load_eight(const uint8_t* row, int element, int d) {
-    WideRaw raw = {};
-    const uint8_t* from = row + value_bytes(type, element);
-    if constexpr (type == kF32) {
-        raw.a = reinterpret_cast<const uint4*>(from)[0];
-        raw.b = reinterpret_cast<const uint4*>(from)[1];
-    } else if constexpr (type == kF16) {
-        raw.a = *reinterpret_cast<const uint4*>(from);
-    } else if constexpr (type == kF8e4m3) {
-        const uint2 two = *reinterpret_cast<const uint2*>(from);
-        raw.a.x = two.x, raw.a.y = two.y;
-    } else {
-        raw.a.x = load_word(from);
-        if (type == kI8) raw.a.y = load_word(from + 4);
-        raw.scale = *reinterpret_cast<const __half*>(
-            row + value_bytes(type, d) + element / kScaleGroup * 2
-        );
-    }
-    return raw;
-}
-
-template <int type>
-__device__ __forceinline__ uint4 eight_halves(const WideRaw& raw) {
-    if constexpr (type == kF32) {
-        return rounded8(
-            *reinterpret_cast<const float4*>(&raw.a), *reinterpret_cast<const float4*>(&raw.b)
-        );
-    } else if constexpr (type == kF16) {
-        return raw.a;
-    } else if constexpr (type == kF8e4m3) {
-        return make_uint4(
-            bits_of(byte_floats<0>(raw.a.x)), bits_of(byte_floats<1>(raw.a.x)),
-            bits_of(byte_floats<0>(raw.a.y)), bits_of(byte_floats<1>(raw.a.y))
-        );
-    } else {
-        const __half2 scale = __half2half2(raw.scale);
-        if constexpr (type == kI8) {
-            return make_uint4(
-                bits_of(__hmul2(byte_codes<0>(raw.a.x), scale)),
-                bits_of(__hmul2(byte_codes<1>(raw.a.x), scale)),
-                bits_of(__hmul2(byte_codes<0>(raw.a.y), scale)),
-                bits_of(__hmul2(byte_codes<1>(raw.a.y), scale))
-            );
-        } else {
-            const uint32_t w = raw.a.x;
-            const uint32_t a = bits_of(__hmul2(low_codes(w), scale));        // elements 0, 4
-            const uint32_t b = bits_of(__hmul2(next_codes(w), scale));       // elements 1, 5
-            const uint32_t c = bits_of(__hmul2(low_codes(w >> 8), scale));   // elements 2, 6
-            const uint32_t e = bits_of(__hmul2(next_codes(w >> 8), scale));  // elements 3, 7
-            return make_uint4(
-                __byte_perm(a, b, 0x5410), __byte_perm(c, e, 0x5410), __byte_perm(a, b, 0x7632),
-                __byte_perm(c, e, 0x7632)
-            );
-        }
-    }
-}
-
-// All threads copy `keys` rows from `first_key` on, as float16 rows. Rows outside of
-// [begin_key, end_key) and elements past d become zeros. `has_room`: for more loads in flight, so
-// that a tile takes fewer rounds of them.
-template <int type, int keys, int width, bool has_room>
-__device__ __forceinline__ void copy_wide_tile(
-    uint8_t* to, const AttentionParams& params, const uint8_t* cache, const int32_t* pages,
-    int kv_head, int first_key, int begin_key, int end_key
-) {
-    constexpr int kParts = width / 8;
-    constexpr bool has_many = has_room && width == kSharedRow && keys % 32 == 0;
-    constexpr int kBatch = has_many ? 9 : width == kSharedRow ? 3 : 4;  // in flight per thread
-    constexpr int kStride = 2 * width + 16;
-    static_assert(keys * kParts % (kWideThreads * kBatch) == 0);
-#pragma unroll 1
-    for (int first = 0; first < keys * kParts; first += kWideThreads * kBatch) {
-        WideRaw raw[kBatch];
-        bool seen[kBatch];
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-            const int i = first + j * kWideThreads + static_cast<int>(threadIdx.x);
-            const int key = first_key + i / kParts, element = i % kParts * 8;
-            seen[j] = key >= begin_key && key < end_key && element < params.d;
-            // Others load what is there: no load waits for a branch of its own.
-            const int there = min(max(key, begin_key), end_key - 1);
-            const int64_t row = cache_row(params, pages, kv_head, there);
-            raw[j] = load_eight<type>(
-                cache + row * row_bytes(type, params.d), element < params.d ? element : 0, params.d
-            );
-        }
-#pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-            const int i = first + j * kWideThreads + static_cast<int>(threadIdx.x);
-            *reinterpret_cast<uint4*>(to + i / kParts * kStride + i % kParts * 16) =
-                seen[j] ? eight_halves<type>(raw[j]) : make_uint4(0, 0, 0, 0);
-        }
-    }
-}
+constexpr int kMostLateRows = 16;  // of a tile that is copied before the previous kernel has ended
+constexpr int kAddedParts = 8;     // partial results that one block adds
+constexpr int kWideMostSplits = kAddedParts * kAddedParts;
+constexpr int kWideCounters = 1 + kAddedParts;  // of each work item whose keys are split
 
 // Keys and vectors of one block.
 struct WideWork {
@@ -167,9 +41,11 @@ struct WideWork {
     int first_vector;        // of the sequence and kv head
     int vectors;             // of this block
     int begin_key, end_key;  // keys that any of them sees
+    int splits;              // blocks that share these keys
     int begin, end;          // tiles of this block
 };
 
+// False if the block has no work.
 __device__ __forceinline__ bool find_work(
     WideWork& work, const AttentionParams& params, int block_vectors, int keys, int split
 ) {
@@ -185,8 +61,10 @@ __device__ __forceinline__ bool find_work(
     work.end_key = work.past + last_row + 1;
     work.begin_key = params.window > 0 ? max(0, work.past + first_row - params.window + 1) : 0;
     const int begin = work.begin_key / keys, count = (work.end_key + keys - 1) / keys - begin;
-    work.begin = begin + static_cast<int>(static_cast<int64_t>(count) * split / params.splits);
-    work.end = begin + static_cast<int>(static_cast<int64_t>(count) * (split + 1) / params.splits);
+    work.splits = min(params.splits, count);
+    if (split >= work.splits) return false;
+    work.begin = begin + static_cast<int>(static_cast<int64_t>(count) * split / work.splits);
+    work.end = begin + static_cast<int>(static_cast<int64_t>(count) * (split + 1) / work.splits);
     return true;
 }
 
@@ -348,18 +226,117 @@ __device__ __forceinline__ bool is_last_block(unsigned* counter, int count) {
     return is_last;
 }
 
+// Adds `count` partial results of the `vectors` vectors from `first` on. They start at `from` and are
+// `step` floats apart: sums [block_vectors, kWideHead], then a peak and a weight of each vector.
+// Without `stats`, sums are divided by their weight. Otherwise that receives peaks and weights. `to`
+// and `stats` may be those of the first part.
+template <int block_vectors>
+__device__ __forceinline__ void add_parts(
+    float* to, float2* stats, const float* from, int64_t step, int count, int first, int vectors,
+    int warp, int lane
+) {
+    constexpr int kAtOnce = 4, kQuads = kWideHead / 4 / kWarp;
+    static_assert(kAddedParts == 8 && kQuads * 4 * kWarp == kWideHead);
+#pragma unroll 1
+    for (int v = first + warp; v < first + vectors; v += kWideWarps) {
+        // Lane l has the peak and the weight of part l % 8.
+        const int own = lane % kAddedParts;
+        float2 stat = make_float2(-INFINITY, 0.0f);
+        if (own < count) {
+            stat = __ldcg(
+                reinterpret_cast<const float2*>(from + own * step + block_vectors * kWideHead) + v
+            );
+        }
+        float top = stat.x;
+#pragma unroll
+        for (int lanes = 1; lanes < kAddedParts; lanes *= 2) {
+            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lanes));
+        }
+        float factor = exp2_of(stat.x - (top == -INFINITY ? 0.0f : top));
+        float weight = factor * stat.y;
+#pragma unroll
+        for (int lanes = 1; lanes < kAddedParts; lanes *= 2) {
+            weight += __shfl_xor_sync(0xffffffffu, weight, lanes);
+        }
+        if (stats == nullptr) factor /= weight;
+        float4 sums[kQuads] = {};
+#pragma unroll 1
+        for (int part = 0; part < count; part += kAtOnce) {
+            float4 more[kAtOnce][kQuads];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const auto* at = reinterpret_cast<const float4*>(
+                    from + min(part + i, count - 1) * step + v * kWideHead
+                );
+#pragma unroll
+                for (int q = 0; q < kQuads; ++q) more[i][q] = __ldcg(at + q * kWarp + lane);
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {  // the factor of parts that do not exist is 0
+                const float by = __shfl_sync(0xffffffffu, factor, part + i);
+#pragma unroll
+                for (int q = 0; q < kQuads; ++q) {
+                    sums[q].x += by * more[i][q].x;
+                    sums[q].y += by * more[i][q].y;
+                    sums[q].z += by * more[i][q].z;
+                    sums[q].w += by * more[i][q].w;
+                }
+            }
+        }
+        auto* row =
+            reinterpret_cast<float4*>(to + (v - (stats == nullptr ? first : 0)) * kWideHead);
+#pragma unroll
+        for (int q = 0; q < kQuads; ++q) row[q * kWarp + lane] = sums[q];
+        if (stats != nullptr && lane == 0) stats[v] = make_float2(top, weight);
+    }
+}
+
+// Copies the queries of a block to shared memory as float16.
+template <int key_type, int vectors, int width>
+__device__ __forceinline__ void load_queries(
+    uint8_t* to, const AttentionParams& params, const WideWork& work, int kv_head, int warp,
+    int lane
+) {
+    constexpr int kStride = 2 * width + 16, kParts = width / 8;
+    const auto* q = static_cast<const uint8_t*>(params.q);
+    const bool is_aligned = (reinterpret_cast<uintptr_t>(q) | params.q_stride * 2) % 16 == 0;
+    if (!is_codes(key_type) && params.dtype == kF16 && params.d == width && is_aligned) {
+#pragma unroll 5
+        for (int i = threadIdx.x; i < vectors * kParts; i += kWideThreads) {
+            const int v = i / kParts, element = i % kParts * 8;
+            uint4 eight = make_uint4(0, 0, 0, 0);
+            if (v < work.vectors) {
+                const int64_t at = vector_offset(params, work, kv_head, v, params.q_stride);
+                eight = *reinterpret_cast<const uint4*>(q + (at + element) * 2);
+            }
+            *reinterpret_cast<uint4*>(to + v * kStride + element * 2) = eight;
+        }
+        return;
+    }
+    for (int v = warp; v < vectors; v += kWideWarps) {
+        HeadRow<width> x = {};
+        if (v < work.vectors) {
+            const int64_t at = vector_offset(params, work, kv_head, v, params.q_stride);
+            load_row(x, q + at * (params.dtype == kF16 ? 2 : 4), params.dtype, params.d, lane);
+            if (is_codes(key_type)) hadamard_row(x, params.d, lane);
+        }
+        store_row(to + v * kStride, x, kF16, width, lane);
+    }
+}
+
 template <int key_type, int value_type, int tiles, int keys, int width, int threads>
 __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const AttentionParams params) {
     using Shape = WideShape<tiles, keys, width, threads>;
     constexpr int kVectors = Shape::kVectors;
     extern __shared__ __align__(16) uint8_t shared[];
     let_next_begin();
-    wait_for_inputs();
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int split = blockIdx.x, kv_head = static_cast<int>(blockIdx.y) / params.row_tiles;
     WideWork work;
-    if (!find_work(work, params, kVectors, keys, split)) return;
-
+    if (!find_work(work, params, kVectors, keys, split)) {
+        wait_for_inputs();
+        return;
+    }
     uint8_t* queries = shared;
     uint8_t* key_rows = queries + Shape::kQueryBytes;
     uint8_t* value_rows =
@@ -368,62 +345,83 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const AttentionPa
     uint8_t* weights = reinterpret_cast<uint8_t*>(scores) + Shape::kScoreBytes;
     auto* factors = reinterpret_cast<float*>(weights + Shape::kWeightBytes);
     float* totals = factors + kVectors;
-
-    for (int v = warp; v < kVectors; v += kWideWarps) {
-        HeadRow<width> x = {};
-        if (v < work.vectors) {
-            const int64_t at = vector_offset(params, work, kv_head, v, params.q_stride);
-            const int bytes = params.dtype == kF16 ? 2 : 4;
-            const auto* from = static_cast<const uint8_t*>(params.q) + at * bytes;
-            load_row(x, from, params.dtype, params.d, lane);
-            if (is_codes(key_type)) hadamard_row(x, params.d, lane);
-        }
-        store_row(queries + v * Shape::kStride, x, kF16, width, lane);
-    }
     const int32_t* pages =
         params.page_table + static_cast<int64_t>(blockIdx.z) * params.table_stride;
+    const auto copy_tile = [&](int first_key, int end_key) {
+        copy_wide_tile<key_type, keys, width, tiles == 1>(
+            key_rows, params, params.key_cache, pages, kv_head, first_key, work.begin_key, end_key
+        );
+        if constexpr (!Shape::kIsShared) {
+            copy_wide_tile<value_type, keys, width, tiles == 1>(
+                value_rows, params, params.value_cache, pages, kv_head, first_key, work.begin_key,
+                end_key
+            );
+        }
+    };
+    const auto copy_rows = [&](int first_key, int begin_key, int end_key) {
+        copy_wide_rows<key_type, width>(
+            key_rows, params, params.key_cache, pages, kv_head, first_key, begin_key, end_key
+        );
+        if constexpr (!Shape::kIsShared) {
+            copy_wide_rows<value_type, width>(
+                value_rows, params, params.value_cache, pages, kv_head, first_key, begin_key,
+                end_key
+            );
+        }
+    };
+    // The first tile is copied before the wait, if most of it is from earlier passes.
+    const int first_key = work.begin * keys, end_key = min(work.end_key, first_key + keys);
+    const bool is_early =
+        work.past > max(first_key, work.begin_key) && end_key - work.past <= kMostLateRows;
+    if (is_early) copy_tile(first_key, min(work.end_key, work.past));
     const int vector = threadIdx.x / Shape::kThreadsPerVector;
     const int part = threadIdx.x % Shape::kThreadsPerVector;
     const int position = work.past + (work.first_vector + vector) / params.group;
     const bool has_vector = vector < kVectors;
     WideSoftmax<Shape, keys> softmax;
     float sums[tiles][8][4] = {};
+    __syncthreads();  // rows of this pass replace zeros
+    wait_for_inputs();
+    load_queries<key_type, kVectors, width>(queries, params, work, kv_head, warp, lane);
+    if (is_early) copy_rows(first_key, max(first_key, work.past), end_key);
+#pragma unroll 1
     for (int tile = work.begin; tile < work.end; ++tile) {
-        const int first_key = tile * keys;
-        copy_wide_tile<key_type, keys, width, tiles == 1>(
-            key_rows, params, params.key_cache, pages, kv_head, first_key, work.begin_key,
-            work.end_key
-        );
-        if constexpr (!Shape::kIsShared) {
-            copy_wide_tile<value_type, keys, width, tiles == 1>(
-                value_rows, params, params.value_cache, pages, kv_head, first_key, work.begin_key,
-                work.end_key
-            );
-        }
+        if (tile > work.begin || !is_early) copy_tile(tile * keys, work.end_key);
+        wait_copies<0>();
         __syncthreads();
         multiply_keys<Shape, tiles, keys, width>(scores, queries, key_rows, warp, lane);
         __syncthreads();
         if (has_vector) {
-            softmax.update(params, scores, weights, factors, first_key, position, vector, part);
+            softmax.update(params, scores, weights, factors, tile * keys, position, vector, part);
         }
         __syncthreads();
         add_values<Shape, tiles, keys>(sums, factors, weights, value_rows, warp, lane);
         __syncthreads();
     }
     const float total = softmax.total();
-    const bool is_split = params.splits > 1;
+    const bool is_split = work.splits > 1;
     const int64_t item = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
-    float* partials = params.partials + item * params.splits * kVectors * (kWideHead + 2);
-    float* own = partials + static_cast<int64_t>(split) * kVectors * (kWideHead + 2);
+    constexpr int64_t kPart = kVectors * (kWideHead + 2);
+    float* partials = params.partials + item * params.splits * kPart;
+    float* own = partials + split * kPart;
     if (has_vector && part == 0) {
         totals[vector] = is_split || total == 0.0f ? 1.0f : 1.0f / total;
         if (is_split) {
-            own[kVectors * kWideHead + 2 * vector] = softmax.peak;
-            own[kVectors * kWideHead + 2 * vector + 1] = total;
+            reinterpret_cast<float2*>(own + kVectors * kWideHead)[vector] =
+                make_float2(softmax.peak, total);
         }
     }
     __syncthreads();
     auto* results = reinterpret_cast<float*>(key_rows);  // of 16 vectors
+    const auto store_results = [&](int first) {
+        __syncthreads();
+        for (int v = warp; v < 16 && first + v < work.vectors; v += kWideWarps) {
+            HeadRow<kWideHead> x;
+            load_row(x, results + v * kWideHead, kF32, kWideHead, lane);
+            store_wide_result<value_type>(params, work, kv_head, first + v, x, lane);
+        }
+        __syncthreads();
+    };
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
         float* to = is_split ? own + t * 16 * kWideHead : results;
@@ -435,41 +433,32 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const AttentionPa
             *reinterpret_cast<float2*>(at + 8 * kWideHead) =
                 make_float2(sums[t][n][2] * high, sums[t][n][3] * high);
         }
-        if (is_split) continue;
-        __syncthreads();
-        for (int v = warp; v < 16 && t * 16 + v < work.vectors; v += kWideWarps) {
-            HeadRow<kWideHead> x;
-            load_row(x, results + v * kWideHead, kF32, kWideHead, lane);
-            store_wide_result<value_type>(params, work, kv_head, t * 16 + v, x, lane);
-        }
-        __syncthreads();
+        if (!is_split) store_results(t * 16);
     }
-    if (!is_split || !is_last_block(params.counters + item, params.splits)) return;
-    for (int v = warp; v < work.vectors; v += kWideWarps) {
-        const auto part_at = [&](int s) {
-            return partials + static_cast<int64_t>(s) * kVectors * (kWideHead + 2);
-        };
-        float top = -INFINITY;
-        for (int s = 0; s < params.splits; ++s) {
-            top = fmaxf(top, __ldcg(part_at(s) + kVectors * kWideHead + 2 * v));
-        }
-        HeadRow<kWideHead> x = {};
-        float sum = 0.0f;
-        for (int s = 0; s < params.splits; ++s) {
-            const float* stats = part_at(s) + kVectors * kWideHead + 2 * v;
-            const float factor = exp2_of(__ldcg(stats) - top);
-            sum += factor * __ldcg(stats + 1);
-            const auto* from = reinterpret_cast<const float2*>(part_at(s) + v * kWideHead) + lane;
-#pragma unroll
-            for (int u = 0; u < kWideUnits; ++u) {
-                const float2 more = __ldcg(from + u * kUnit / 2);
-                x[u].x += factor * more.x;
-                x[u].y += factor * more.y;
-            }
-        }
-#pragma unroll
-        for (int u = 0; u < kWideUnits; ++u) x[u].x /= sum, x[u].y /= sum;
-        store_wide_result<value_type>(params, work, kv_head, v, x, lane);
+    if (!is_split) return;
+    // This block's group of splits, and the groups.
+    const int group = split / kAddedParts, groups = (work.splits - 1) / kAddedParts + 1;
+    const int members = min(kAddedParts, work.splits - group * kAddedParts);
+    unsigned* counters = params.counters + item * kWideCounters;
+    if (!is_last_block(counters + 1 + group, members)) return;
+    float* first_part = partials + group * kAddedParts * kPart;
+    int count = members;
+    int64_t step = kPart;
+    if (groups > 1) {
+        add_parts<kVectors>(
+            first_part, reinterpret_cast<float2*>(first_part + kVectors * kWideHead), first_part,
+            step, count, 0, work.vectors, warp, lane
+        );
+        if (!is_last_block(counters, groups)) return;
+        first_part = partials, count = groups, step = kAddedParts * kPart;
+    }
+#pragma unroll 1
+    for (int first = 0; first < work.vectors; first += 16) {
+        add_parts<kVectors>(
+            results, nullptr, first_part, step, count, first, min(16, work.vectors - first), warp,
+            lane
+        );
+        store_results(first);
     }
 }
 
@@ -484,13 +473,13 @@ cudaError_t launch_wide(
     const int64_t items = static_cast<int64_t>(size.seqs) * params.row_tiles * params.kv_heads;
     const int64_t item_floats = static_cast<int64_t>(Shape::kVectors) * (kWideHead + 2);
     const int64_t capacity = (size.workspace_bytes - kCounters * 4) / 4 / item_floats;
-    // One block per multiprocessor is resident. A block has at least two tiles.
+    // One block per multiprocessor is resident. A sequence has fewer splits if it has fewer tiles.
     int64_t splits = info.multiprocessors / items;
-    const int64_t useful = ceil_div(ceil_div(size.max_keys, keys), 2);
+    const int64_t useful = ceil_div(size.max_keys, keys);
     if (splits > useful) splits = useful;
     if (splits > kWideMostSplits) splits = kWideMostSplits;
     if (splits * items > capacity) splits = capacity / items;
-    if (items > kCounters || splits < 1 || size.is_invariant) splits = 1;
+    if (items * kWideCounters > kCounters || splits < 1 || size.is_invariant) splits = 1;
     params.splits = static_cast<int>(splits);
     params.counters = static_cast<unsigned*>(size.workspace);
     params.partials = reinterpret_cast<float*>(params.counters + kCounters);
@@ -522,6 +511,11 @@ cudaError_t wide_with(const AttentionParams& params, const AttentionSize& size, 
         return launch_wide<key_type, value_type, 1, 32, width, kThreads>(
             params, size, info, stream
         );
+    }
+    if constexpr (width == kSharedRow) {
+        if (!size.is_invariant && fits(WideShape<1, 128, width, 0>::kBytes)) {
+            return launch_wide<key_type, value_type, 1, 128, width>(params, size, info, stream);
+        }
     }
     if (!size.is_invariant && fits(WideShape<1, 64, width, 0>::kBytes)) {
         return launch_wide<key_type, value_type, 1, 64, width>(params, size, info, stream);
