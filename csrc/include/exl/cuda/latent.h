@@ -12,7 +12,8 @@ extern "C" {
 #define EXL_CUDA_MAX_HEAD_K 1024
 
 // Values [m, heads, width], float32 or float16, that are copied beside the products, perhaps after
-// an RMS norm of each row, which has one head then. Strides are in elements. Null: nothing.
+// an RMS norm of each row, which has one head then, or after RoPE, which rotates all elements and
+// not those of a norm. Strides are in elements. Null: nothing.
 typedef struct {
     const void* from;
     int64_t row_stride;
@@ -21,6 +22,9 @@ typedef struct {
     int64_t to_row_stride;
     int64_t to_head_stride;
     const float* norm;  // [width], or null
+    const float* cos;   // [m, width / 2] both, or null; the elements of a pair are width / 2 apart
+    const float* sin;
+    const int64_t* slots;  // [m]: row i goes to row slots[i] of `to`, a cache; or null
     int32_t dtype;
     int32_t heads;
     int32_t width;

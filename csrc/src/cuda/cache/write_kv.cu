@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kHeadsPerWarp = 4;    // with many rows
-constexpr int kNarrowHead = 128;    // with many rows, half of the registers
+constexpr int kNarrowHead = 128;    // half of the registers, and less code
 constexpr int kResidentWarps = 32;  // per multiprocessor, approximately
 
 // The heads of a row are in the order queries, keys, values. Any of the three may be absent.
@@ -235,6 +235,38 @@ __global__ void __launch_bounds__(kWarps* kWarp) write_kernel(const WriteArgs ar
     }
 }
 
+// Shared rows in float16, of which RoPE rotates the first elements, at most one unit: nothing else of
+// a query changes, and the rest of a key is copied. A warp takes one head, as above.
+__global__ void __launch_bounds__(kWarps* kWarp) write_shared_kernel(const WriteArgs args) {
+    let_next_begin();
+    const int lane = threadIdx.x % kWarp, row = blockIdx.x;
+    const int head = blockIdx.y * kWarps + uniform(threadIdx.x / kWarp);
+    const int d = args.cache.head_dim, half = args.rotary_half;
+    const bool is_key = head == args.q_heads, is_rotated = lane < half;
+    float cos = 1.0f, sin = 0.0f;
+    if (is_rotated) {
+        cos = args.cos[row * half + lane];
+        sin = args.sin[row * half + lane];
+    }
+    const uint32_t slot = is_key ? static_cast<uint32_t>(args.slots[row]) : 0;
+    wait_for_inputs();
+    if (head > args.q_heads) return;
+    const Head own(args, row, head, slot);
+    auto* x = reinterpret_cast<__half*>(own.from);
+    auto* to = reinterpret_cast<__half*>(own.cached);
+    if (is_rotated) {
+        const float a = __half2float(x[lane]), b = __half2float(x[lane + half]);
+        const __half low = from_float<__half>(a * cos - b * sin);
+        const __half high = from_float<__half>(b * cos + a * sin);
+        x[lane] = low, x[lane + half] = high;
+        if (is_key) to[lane] = low, to[lane + half] = high;
+    }
+    if (!is_key) return;
+    const auto* from = reinterpret_cast<const uint32_t*>(x);
+#pragma unroll 9
+    for (int i = half + lane; i < d / 2; i += kWarp) reinterpret_cast<uint32_t*>(to)[i] = from[i];
+}
+
 bool is_shared(const ExlCache& cache) { return cache.key_cache == cache.value_cache; }
 
 bool is_supported(const ExlCache& cache, int dtype) {
@@ -260,9 +292,16 @@ int write(WriteArgs args, void* stream) {
         );
         return launch(kernel, grid, dim3(kWarps * kWarp), 0, stream, args);
     };
+    const bool is_plain = args.dtype == kF16 && args.cache.key_dtype == kF16 && args.is_in_place &&
+                          args.q_norm == nullptr && args.k_norm == nullptr &&
+                          args.head_scale == nullptr;
+    if (args.is_shared && is_plain && args.rotary_half <= kWarp && args.cache.kv_heads == 1) {
+        return launch_with(write_shared_kernel, 1);
+    }
     // One head per warp as long as all warps fit on the device at about the same time.
     if (args.rows * heads <= kResidentWarps * info.multiprocessors) {
-        return d <= kMaxHead    ? launch_with(write_kernel<1, kMaxHead>, 1)
+        return d <= kNarrowHead ? launch_with(write_kernel<1, kNarrowHead>, 1)
+               : d <= kMaxHead  ? launch_with(write_kernel<1, kMaxHead>, 1)
                : d <= kWideHead ? launch_with(write_kernel<1, kWideHead>, 1)
                                 : launch_with(write_kernel<1, kSharedRow>, 1);
     }

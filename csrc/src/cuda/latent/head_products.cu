@@ -55,16 +55,22 @@ __device__ __forceinline__ void copy_rows(
         const float sum = rows == 1 ? block_sum<kWarps>(squares, partial) : warp_sum(squares);
         factor = rsqrtf(sum / copy.width + copy.eps);
     }
-    const int size = copy.heads * copy.width, first = part * kCopied;
+    const int size = copy.heads * copy.width, first = part * kCopied, half = copy.width / 2;
+    const int64_t to_row = copy.slots == nullptr ? row : copy.slots[row];
+    auto* const to = static_cast<__half*>(copy.to) + to_row * copy.to_row_stride;
 #pragma unroll 4
     for (int i = first + thread; i < min(first + kCopied, size); i += kSharing) {
         const int head = i / copy.width, place = i - head * copy.width;
-        float value = value_at(copy.from, is_half, own + head * copy.head_stride + place);
+        const int64_t at = own + head * copy.head_stride + place;
+        float value = value_at(copy.from, is_half, at);
         if (copy.norm != nullptr) value *= factor * copy.norm[place];
-        static_cast<__half*>(
-            copy.to
-        )[row * copy.to_row_stride + head * copy.to_head_stride + place] =
-            from_float<__half>(value);
+        if (copy.cos != nullptr) {
+            const bool is_low = place < half;
+            const int angle = row * half + place - (is_low ? 0 : half);
+            const float partner = value_at(copy.from, is_half, is_low ? at + half : at - half);
+            value = value * copy.cos[angle] + (is_low ? -partner : partner) * copy.sin[angle];
+        }
+        to[head * copy.to_head_stride + place] = from_float<__half>(value);
     }
 }
 
@@ -200,7 +206,8 @@ extern "C" int exl_cuda_head_products(const ExlHeadProducts* args, void* stream)
                 (a.inverse_permutation == nullptr || a.m <= EXL_CUDA_CHUNK_ROWS);
     for (const ExlHeadCopy& copy : a.copies) {
         const bool is_copy = is_type(copy.dtype) && copy.heads >= 1 && copy.width >= 1 &&
-                             (copy.norm == nullptr || (copy.heads == 1 && copy.width <= kCopied));
+                             (copy.norm == nullptr || (copy.heads == 1 && copy.width <= kCopied)) &&
+                             (copy.cos == nullptr || (copy.norm == nullptr && copy.width % 2 == 0));
         fits = fits && (copy.from == nullptr || is_copy);
     }
     if (!fits) return cudaErrorInvalidValue;

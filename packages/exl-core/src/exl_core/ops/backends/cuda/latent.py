@@ -125,8 +125,13 @@ class CudaLatentOps(AbsorbedLatentOps):
         heads, bound = cast(HeadUp, up), cast(CudaBatch, batch)
         if not self._gpu.is_invariant and _takes_few(q, latent, heads):
             few = _Few(self, heads, norm)
-            qkv = few.queries(q, latent, key)
-            mixed = cast(Tensor, self.attend_(qkv, batch, cache, scoring))  # [R, H * (p + r)]
+            if few.can_cache(key, bound, cache):
+                mixed = few.cache_and_queries(q, latent, key, bound, cache)  # [R, H * (p + r)]
+                count = heads.keys.num_heads
+                self._attention.paged_attention(mixed, mixed, bound, cache, scoring, heads=count)
+            else:
+                qkv = few.queries(q, latent, key)
+                mixed = cast(Tensor, self.attend_(qkv, batch, cache, scoring))
             return few.results(mixed, None if to is None else self._linears.inputs_for(to, len(q)))
         latent = latent if norm is None else self.rms_norm(latent, norm)
         num_heads, rotated = heads.keys.num_heads, key.shape[1]
@@ -176,19 +181,49 @@ class _Few(NamedTuple):
     up: HeadUp
     norm: RmsNorm | None  # of the latent vectors
 
+    def can_cache(self, key: Tensor, batch: CudaBatch, cache: CacheLayer) -> bool:
+        """Whether the first launch can rotate and write the cache, too: not codes, and RoPE of all
+        elements of `key` or of none."""
+        has_type = cache.keys.dtype is torch.float16
+        return has_type and 2 * batch.cos.shape[1] in (0, key.shape[1])
+
+    def cache_and_queries(
+        self, q: Tensor, latent: Tensor, key: Tensor, batch: CudaBatch, cache: CacheLayer
+    ) -> Tensor:
+        """Writes the cache. Returns queries [R, H * (p + r)] after RoPE."""
+        width = key.shape[1] + latent.shape[1]
+        queries = self._empty(len(q), self.up.keys.num_heads, width)
+        args = self._operands(q, latent, key, queries, cache.keys.view(-1, 1, width))
+        if batch.cos.shape[1]:
+            for rotated in args.copies[:2]:
+                rotated.cos, rotated.sin = batch.cos.data_ptr(), batch.sin.data_ptr()
+        for cached in args.copies[1:]:
+            cached.slots = batch.slots.data_ptr()
+        self.table._gpu.call("head_products", args)
+        return queries.flatten(1)
+
     def queries(self, q: Tensor, latent: Tensor, key: Tensor) -> Tensor:
         """Queries, and the row that the cache gets, [R, (H + 1) * (p + r)], before RoPE."""
-        rows, heads, rotated = len(q), self.up.keys.num_heads, key.shape[1]
-        width, q = rotated + latent.shape[1], q.view(rows, heads, -1)  # [R, H, n + p]
-        plain = q.shape[2] - rotated
-        qkv = self.table.activations(rows, (heads + 1) * width)
-        parts = qkv.view(rows, heads + 1, width)
-        args = _products(q[..., :plain], self.up.keys, parts[:, :heads, rotated:])
-        args.copies[0] = _copy(q[..., plain:], parts[:, :heads, :rotated])
-        args.copies[1] = _copy(key[:, None], parts[:, heads:, :rotated])
-        args.copies[2] = _copy(latent[:, None], parts[:, heads:, rotated:], self.norm)
+        heads = self.up.keys.num_heads
+        qkv = self._empty(len(q), heads + 1, key.shape[1] + latent.shape[1])
+        args = self._operands(q, latent, key, qkv[:, :heads], qkv[:, heads:])
         self.table._gpu.call("head_products", args)
-        return qkv
+        return qkv.flatten(1)
+
+    def _empty(self, rows: int, heads: int, width: int) -> Tensor:
+        return self.table.activations(rows, heads * width).view(rows, heads, width)
+
+    def _operands(
+        self, q: Tensor, latent: Tensor, key: Tensor, queries: Tensor, row: Tensor
+    ) -> cuda_latent.HeadProducts:
+        """Operands that fill `queries` [R, H, p + r] and `row` [R, 1, p + r]."""
+        rotated, q = key.shape[1], q.view(*queries.shape[:2], -1)  # [R, H, n + p]
+        plain = q.shape[2] - rotated
+        args = _products(q[..., :plain], self.up.keys, queries[..., rotated:])
+        args.copies[0] = _copy(q[..., plain:], queries[..., :rotated])
+        args.copies[1] = _copy(key[:, None], row[..., :rotated])
+        args.copies[2] = _copy(latent[:, None], row[..., rotated:], self.norm)
+        return args
 
     def results(self, mixed: Tensor, to: object) -> Inputs:
         """Values of each head [R, H * v], for sums of latent vectors in mixed [R, H * (p + r)];
