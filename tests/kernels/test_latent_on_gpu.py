@@ -27,6 +27,20 @@ GLM = Sizes(heads=5, plain=192, rotated=64, rank=512, value=256)
 UNEVEN = Sizes(heads=7, plain=24, rotated=16, rank=112, value=72)  # values longer than keys
 
 
+MANY = Sizes(heads=128, plain=32, rotated=64, rank=512, value=32)
+WIDER = Sizes(heads=20, plain=48, rotated=64, rank=512, value=64)
+
+# Ends of tiles, one tile, several that one block adds, and several that blocks add in two steps.
+FEW_ROWS = {
+    "tile": [(127, 1)],
+    "tile-and-row": [(128, 1)],
+    "nine-parts": [(1100, 1)],
+    "most-parts": [(9000, 1)],
+    "drafts": [(1100, 2), (126, 3), (0, 4)],
+    "batch": [(past, 1) for past in (0, 1, 63, 127, 128, 300, 511, 1500) * 5],
+}
+
+
 def open_table(*, batch_invariant: bool = False) -> OpTable:
     opened = get_table("cuda", isa=None, threads=2, batch_invariant=batch_invariant)
     return cast(OpTable, DeviceTable(opened))
@@ -68,6 +82,36 @@ def test_prompts_in_the_expanded_form(
     assert not torch.equal(results[0][long:], results[1][long:]), "long sequences are expanded"
     for y in (*results, parts):
         assert (y - exact).abs().max() <= 1e-2 * exact.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "sizes"),
+    [(name, DEEPSEEK) for name in ("f32", "f16", "fp8", "q8", "q4")]
+    + [("f16", WIDER), ("q8", WIDER), ("f16", MANY)],
+    ids=lambda x: x if isinstance(x, str) else f"{x.heads}-heads",
+)
+@pytest.mark.parametrize("sequences", FEW_ROWS.values(), ids=FEW_ROWS)
+@pytest.mark.parametrize("is_invariant", [False, True], ids=["normal", "invariant"])
+def test_few_rows_over_many_keys(
+    *,
+    rng: torch.Generator,
+    kv_format: str,
+    sizes: Sizes,
+    sequences: list[tuple[int, int]],
+    is_invariant: bool,
+) -> None:
+    batch = batch_of(rng, kv_format, sequences, (1, sizes.rotated + sizes.rank, 256))
+    rotation = angles(rng, batch.rows, sizes.rotated // 2)
+    state = rng.get_state()
+    reference, table = cast(OpTable, ReferenceTable(1)), open_table(batch_invariant=is_invariant)
+    plain = operands(reference, rng.set_state(state), batch.rows, sizes)
+    given = operands(table, rng.set_state(state), batch.rows, sizes)
+    exact = expanded(plain, batch, shared(batch), rotation)
+    cache = shared(batch)
+    first = attend(table, given, batch, cache, rotation).float()
+    again = attend(table, given, batch, cache, rotation).float()  # counters are zero again
+    assert torch.equal(first, again)
+    assert (first - exact).abs().max() <= 1e-2 * exact.abs().max()
 
 
 def test_prompts_are_expanded_where_that_is_faster() -> None:
