@@ -85,7 +85,7 @@ FAMILIES = {
         linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
         linear_value_head_dim=128, linear_conv_kernel_dim=4, full_attention_interval=4,
         num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512,
-        shared_expert_intermediate_size=512,
+        shared_expert_intermediate_size=512, vocab_size=248320,
         rope_parameters={"rope_theta": 1e7, "partial_rotary_factor": 0.25, "rope_type": "default"},
     ),
     "qwen3.5-0.8b": family(
@@ -99,6 +99,7 @@ FAMILIES = {
         q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
         n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, moe_intermediate_size=1408,
         first_k_dense_replace=1, topk_method="greedy", norm_topk_prob=False, rope_theta=10000.0,
+        vocab_size=102400,
     ),
     # The sizes of V2-Lite with the router of V3, for programs that know V3 only.
     "deepseek-v3-lite": family(

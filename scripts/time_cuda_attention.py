@@ -100,7 +100,7 @@ class Layer:
         self.gpu.call("rope_write", args, self.cache)
 
     def attend(self) -> None:
-        workspace = self.gpu.workspace("attention", self.qkv.shape[0], Q_HEADS, D)
+        workspace = self.gpu.workspace("attention", False, D)
         args = cuda.Attention(
             q=self.qkv.data_ptr(),
             q_stride=self.qkv.stride(0),
