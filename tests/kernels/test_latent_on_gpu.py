@@ -25,13 +25,11 @@ pytestmark = pytest.mark.cuda
 SEQUENCES = [(17, 1), (0, 40), (0, 300), (300, 400), (1500, 256)]
 GLM = Sizes(heads=5, plain=192, rotated=64, rank=512, value=256)
 UNEVEN = Sizes(heads=7, plain=24, rotated=16, rank=112, value=72)  # values longer than keys
-
-
 MANY = Sizes(heads=128, plain=32, rotated=64, rank=512, value=32)
 WIDER = Sizes(heads=20, plain=48, rotated=64, rank=512, value=64)
 
 # Ends of tiles, one tile, several that one block adds, and several that blocks add in two steps.
-FEW_ROWS = {
+FEW_ROWS_EACH = {
     "tile": [(127, 1)],
     "tile-and-row": [(128, 1)],
     "nine-parts": [(1100, 1)],
@@ -90,7 +88,7 @@ def test_prompts_in_the_expanded_form(
     + [("f16", WIDER), ("q8", WIDER), ("f16", MANY)],
     ids=lambda x: x if isinstance(x, str) else f"{x.heads}-heads",
 )
-@pytest.mark.parametrize("sequences", FEW_ROWS.values(), ids=FEW_ROWS)
+@pytest.mark.parametrize("sequences", FEW_ROWS_EACH.values(), ids=FEW_ROWS_EACH)
 @pytest.mark.parametrize("is_invariant", [False, True], ids=["normal", "invariant"])
 def test_few_rows_over_many_keys(
     *,

@@ -11,9 +11,9 @@ extern "C" {
 #define EXL_CUDA_HEAD_COPIES 3
 #define EXL_CUDA_MAX_HEAD_K 1024
 
-// Values [m, heads, width], float32 or float16, that are copied beside the products, perhaps after
-// an RMS norm of each row, which has one head then, or after RoPE, which rotates all elements and
-// not those of a norm. Strides are in elements. Null: nothing.
+// Values [m, heads, width], float32 or float16, that are copied beside the products: as they are,
+// after an RMS norm of each row, which has one head then, or after RoPE of all elements. Strides are
+// in elements. Null: nothing.
 typedef struct {
     const void* from;
     int64_t row_stride;

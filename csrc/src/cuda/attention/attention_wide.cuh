@@ -293,7 +293,7 @@ __device__ __forceinline__ void add_parts(
 
 // Copies the queries of a block to shared memory as float16.
 template <int key_type, int vectors, int width>
-__device__ __forceinline__ void load_queries(
+__device__ __forceinline__ void copy_wide_queries(
     uint8_t* to, const AttentionParams& params, const WideWork& work, int kv_head, int warp,
     int lane
 ) {
@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const AttentionPa
     float sums[tiles][8][4] = {};
     __syncthreads();  // rows of this pass replace zeros
     wait_for_inputs();
-    load_queries<key_type, kVectors, width>(queries, params, work, kv_head, warp, lane);
+    copy_wide_queries<key_type, kVectors, width>(queries, params, work, kv_head, warp, lane);
     if (is_early) copy_rows(first_key, max(first_key, work.past), end_key);
 #pragma unroll 1
     for (int tile = work.begin; tile < work.end; ++tile) {
