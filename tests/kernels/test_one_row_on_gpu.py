@@ -14,7 +14,7 @@ from test_moe_on_gpu import BOUND, FORMS, Experts, choice, sizes
 
 from exl_core.ops.backends.cuda.experts import CudaExperts
 from exl_core.ops.elementwise import RmsNorm
-from exl_core.ops.moe import ExpertLayer, Routing
+from exl_core.ops.moe import ExpertLayer, Routed, Routing
 from exl_core.ops.table import OpTable
 
 pytestmark = pytest.mark.cuda
@@ -51,6 +51,36 @@ def test_kernels_of_one_kind_have_the_bits_of_the_general_one(
     layer = ExpertLayer(norm, w, Routing(4), None, own)
     other = replace(layer, experts=general)
     assert torch.equal(table.add_experts_(x.clone(), layer), table.add_experts_(x.clone(), other))
+
+
+SLICED = {
+    "four-slices": sizes([Shape(((4, 2, 128),), 0)], [Shape(((4, 11, 128),), 0)]),
+    "eight-slices": sizes([Shape(((4, 2, 128),), 0)], [Shape(((4, 35, 128),), 0)]),
+    "widths": sizes(
+        [Shape(((5, 1, 128), (4, 2, 128)), 0, permuted=True)],
+        [Shape(((6, 2, 128), (4, 7, 128), (3, 4, 64)), 0, permuted=True)],
+    ),
+    "mxfp4": sizes(
+        [Shape(((4, 4, 32),), 0, "mxfp4", torch.uint8, has_bias=True)],
+        [Shape(((4, 45, 32),), 0, "mxfp4", torch.uint8, has_bias=True)],
+    ),
+}
+"""Experts whose down has more slices for each row than two thread blocks have warps."""
+
+
+@pytest.mark.parametrize("top_k", [3, 8])
+@pytest.mark.parametrize("form", SLICED)
+def test_slices_of_one_warp_have_the_bits_of_more_rows(
+    gpu_table: OpTable, rng: torch.Generator, *, form: str, top_k: int
+) -> None:
+    experts = Experts(gpu_table, rng, SLICED[form], 9)
+    x, routed = normal(rng, 3, experts.d), choice(rng, 3, 9, top_k)
+    whole = gpu_table.expert_mlp(x, routed, experts.mlp())
+    assert_norm_within(whole, experts.outputs(x, routed), BOUND)
+    for row in range(3):
+        one = slice(row, row + 1)
+        part = Routed(routed.ids[one], routed.weights[one])
+        assert torch.equal(gpu_table.expert_mlp(x[one], part, experts.mlp()), whole[one])
 
 
 def test_loads_of_several_kinds_have_nothing_in_common(

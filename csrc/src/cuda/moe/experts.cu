@@ -46,7 +46,7 @@ __device__ __forceinline__ void multiply_item(
     if constexpr (Shape::kIsDense) {
         sum_dense<Shape>(total, args, w, work.panel, first, last, rows, lane, prepare);
     } else {
-        sum_loads<Shape>(total, args, w, ring, bytes, first, last, rows, lane, prepare);
+        sum_loads<Shape>(total, args, w, ring, bytes, first, last, last, rows, lane, prepare);
     }
     __syncthreads();  // the sums overwrite the stages
     auto* const sums = reinterpret_cast<float*>(shared);

@@ -297,11 +297,12 @@ __device__ __forceinline__ void add_any_load(
 }
 
 // Sum over the loads first .. last - 1 of a column panel, after `fill_ring`. Calls `prepare` before
-// the first one.
+// the first one. The ring is filled on up to load `end`, which a later call adds.
 template <class Shape, class Rows, class Prepare>
 __device__ __forceinline__ void sum_loads(
     PanelSums<Shape>& total, const ExpertArgs& args, const ExlExpertMatrix& w, Ring& ring,
-    const uint8_t* panel, int first, int last, const Rows& rows, int lane, const Prepare& prepare
+    const uint8_t* panel, int first, int last, int end, const Rows& rows, int lane,
+    const Prepare& prepare
 ) {
     const int values = w.kind >> 14 & 3;
     const bool is_small = Shape::kHasSmall && has_small_groups(w.kind >> 16 & 7);
@@ -355,7 +356,7 @@ __device__ __forceinline__ void sum_loads(
             }
         }
         __syncwarp();
-        if (i + args.num_stages < last) {
+        if (i + args.num_stages < end) {
             const Load load = Load::at(w.loads, i + args.num_stages);
             ring.issue(ring.stage(), panel + load.offset, load.bytes());
         }

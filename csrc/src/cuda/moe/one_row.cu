@@ -4,8 +4,9 @@
 // Mapping    One launch. Pairs need no sorting: pair j is slot j of the row. The first thread blocks
 //            compute gate and up: each takes a pair and a tile of column panels, as `experts.cu`. The
 //            last ones compute down: a cluster takes a column panel of all pairs, and its warps take
-//            slices of pairs. The cluster's first block adds up the weighted outputs, in the order of
-//            the slots. In every block the first warp chooses the experts again.
+//            slices of pairs, successive ones if there are more slices than warps. The cluster's first
+//            block adds up the weighted outputs, in the order of the slots. In every block the first
+//            warp chooses the experts again.
 // Accuracy   The sums of `experts.cu` and of exl_cuda_expert_sum, in the same order: the same bits.
 // Order      The blocks of down start the copies of their weights. A warp then waits until a counter
 //            says that all tiles of gate and up of its pair are stored. Blocks start in the order of
@@ -49,12 +50,13 @@ struct RowArgs {
     int32_t top_k;
     int32_t num_tiles;  // of a pair
     int32_t first_blocks;
-    int32_t is_early;  // down alone: its weights are copied before the previous kernel has ended
+    int32_t unit_slices;  // of a pair of down, that a warp adds one after the other
+    int32_t is_early;     // down alone: its weights are copied before the previous kernel has ended
     int32_t sums_offset, rows_offset, experts_offset;  // in shared memory, in bytes
 };
 
-// Sums of one unit, a slice of a pair, for the 32 columns of a panel.
-struct UnitSums {
+// Sums of a slice of a pair, for the 32 columns of a panel.
+struct SliceSums {
     float columns[32];
 };
 
@@ -180,7 +182,7 @@ __device__ __forceinline__ void copy_inputs(
     __syncwarp();
 }
 
-// A warp's unit of work: a slice of the k of a column panel, for one pair.
+// A warp's unit of work: successive slices of the k of a column panel, for one pair.
 struct Unit {
     int pair;
     WarpWork work;
@@ -223,9 +225,9 @@ __device__ __forceinline__ void end_waiting(uint32_t* counters, uint32_t panels,
 // Adds the slices and the bias of each pair, with all warps. The sums replace those of the first
 // slice.
 __device__ __forceinline__ void add_pairs(
-    UnitSums* sums, int top_k, int slices, int warp, int lane
+    SliceSums* sums, int top_k, int slices, int warp, int lane
 ) {
-    const UnitSums* const biases = sums + top_k * slices;
+    const SliceSums* const biases = sums + top_k * slices;
     for (int pair = warp; pair < top_k; pair += kWarps) {
         float& to = sums[pair * slices].columns[lane];
         to = add_slices(&to, slices, 0, 32) + biases[pair].columns[lane];
@@ -233,7 +235,7 @@ __device__ __forceinline__ void add_pairs(
 }
 // Weighted sum of the pairs of a lane's column, in order.
 __device__ __forceinline__ float weighted_sum(
-    const UnitSums* sums, const float* weights, int top_k, int slices, int lane
+    const SliceSums* sums, const float* weights, int top_k, int slices, int lane
 ) {
     float y = 0.0f;
 #pragma unroll 4
@@ -254,7 +256,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(source)) r
     const ExpertArgs& own = args.parts[is_down];
     const ExlExpertLinear& call = own.call;
     auto* const barriers = reinterpret_cast<WarpBarriers*>(shared + args.sums_offset) - kWarps;
-    auto* const sums = reinterpret_cast<UnitSums*>(shared + args.sums_offset);
+    auto* const sums = reinterpret_cast<SliceSums*>(shared + args.sums_offset);
     auto* const rows = reinterpret_cast<__half*>(shared + args.rows_offset);
     RowExperts experts(shared + args.experts_offset, route, args.top_k);
     const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
@@ -267,8 +269,10 @@ __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(source)) r
     const int tile =
         is_down ? (block - args.first_blocks) / cluster.size : block - tile_pair * args.num_tiles;
     const int slices = kWarps >> own.unit_bits;
+    const int unit_slices = is_down && !Shape::kIsDense ? args.unit_slices : 1;
+    const int pair_units = slices / unit_slices;
     const bool has_tile = is_down || tile_pair < args.top_k;
-    const int num_units = is_down ? args.top_k * slices : has_tile ? kWarps : 0;
+    const int num_units = is_down ? args.top_k * pair_units : has_tile ? kWarps : 0;
     const int first_unit = is_down ? cluster.rank * kWarps + warp : warp;
     cluster.wait_for_start();
     if (!args.is_early) wait_for_inputs();
@@ -284,7 +288,10 @@ __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(source)) r
     __syncthreads();
     const auto start = [&](int number) {
         Unit unit = {tile_pair, WarpWork::of(own, tile, warp), {}, 0, 0};
-        if (is_down) unit.pair = number / slices, unit.work = {0, tile, number % slices, slices};
+        if (is_down) {
+            unit.pair = number / pair_units;
+            unit.work = {0, tile, number % pair_units, pair_units};
+        }
         const int expert = static_cast<int>(uniform(experts.ids[unit.pair]));
         unit.w = matrix_of(call, expert, unit.work.part);
         unit.first = unit.work.first(unit.w);
@@ -321,8 +328,10 @@ __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(source)) r
             inputs = rows + warp * own.warp_inputs;
             blocks = blocks_of<Shape::kIsDense>(unit.w, unit.first, unit.last);
         }
+        bool is_prepared = !is_down;
         const auto prepare = [&] {
-            if (!is_down) return;
+            if (is_prepared) return;
+            is_prepared = true;
             if (args.counters != nullptr) {
                 wait_for_tiles(args.counters, unit.pair, args.num_tiles, lane);
             }
@@ -331,22 +340,29 @@ __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(source)) r
             copy_inputs(inputs, x + row * call.x_stride, blocks, lane);
         };
         const SharedRow x(inputs, blocks.first, lane);
-        PanelSums<Shape> total = {};
-        if constexpr (Shape::kIsDense) {
-            sum_dense<Shape>(
-                total, own, unit.w, unit.work.panel, unit.first, unit.last, x, lane, prepare
-            );
-        } else {
-            const uint8_t* const bytes = unit.w.tiles + unit.work.panel * unit.w.panel_bytes;
-            sum_loads<Shape>(
-                total, own, unit.w, ring, bytes, unit.first, unit.last, x, lane, prepare
-            );
+        int first = unit.first;
+#pragma unroll 1
+        for (int i = 0; i < unit_slices; ++i) {
+            const int slice = unit.work.slice * unit_slices + i;
+            const int last = is_down ? unit.w.num_loads * (slice + 1) / slices : unit.last;
+            PanelSums<Shape> total = {};
+            if constexpr (Shape::kIsDense) {
+                sum_dense<Shape>(
+                    total, own, unit.w, unit.work.panel, first, last, x, lane, prepare
+                );
+            } else {
+                const uint8_t* const bytes = unit.w.tiles + unit.work.panel * unit.w.panel_bytes;
+                sum_loads<Shape>(
+                    total, own, unit.w, ring, bytes, first, last, unit.last, x, lane, prepare
+                );
+            }
+            first = last;
+            float* const to = sums[number * unit_slices + i].columns;
+            store_sums<Shape>(total, to, 1, lane);
+            if (!is_down || cluster.rank == 0) continue;
+            __syncwarp();
+            Cluster::store_in_first(to + lane, to[lane]);
         }
-        float* const to = sums[number].columns;
-        store_sums<Shape>(total, to, 1, lane);
-        if (!is_down || cluster.rank == 0) continue;
-        __syncwarp();
-        Cluster::store_in_first(to + lane, to[lane]);
     }
     if (is_down) {
         cluster.sync();
@@ -398,18 +414,22 @@ uint32_t common_loads(const RowArgs& args, bool has_first, bool has_down) {
     return has_first ? first : down;
 }
 
-int max_warp_loads(const ExpertArgs& args) {
-    return static_cast<int>(ceil_div(args.call.num_loads, kWarps >> args.unit_bits));
+// The most loads that a warp copies one after the other.
+int max_warp_loads(const ExpertArgs& args, int unit_slices) {
+    return static_cast<int>(
+        ceil_div(args.call.num_loads, (kWarps >> args.unit_bits) / unit_slices)
+    );
 }
 
 // Sets the number of stages beside `rest` bytes. Returns the bytes of the rings; 0 if none fit.
-int size_rings(ExpertArgs& args, int rest, int most) {
+int size_rings(ExpertArgs& args, int unit_slices, int rest, int most) {
     args.stage_bytes = static_cast<int>(ceil_div(args.call.load_bytes, 128) * 128);
     const auto stages_in = [&](int bytes) { return (bytes - rest) / (kWarps * args.stage_bytes); };
     // Fewer stages let more thread blocks fit, and two are enough to hide latency.
     const int few = stages_in(std::min(kThirdOfShared, most));
     const int stages = few >= 2 ? few : stages_in(most);
-    args.num_stages = std::min({kMaxRingStages, stages, std::max(max_warp_loads(args), 1)});
+    const int loads = max_warp_loads(args, unit_slices);
+    args.num_stages = std::min({kMaxRingStages, stages, std::max(loads, 1)});
     return std::max(args.num_stages, 0) * kWarps * args.stage_bytes;
 }
 
@@ -450,6 +470,16 @@ int cluster_blocks(
     return is_cluster && fits ? static_cast<int>(wanted) : kClusterBlocks;
 }
 
+// Slices that a warp of down adds one after the other, so that each warp has one unit: it would copy
+// the weights of a second one after it has multiplied the first. Dense matrices have no ring.
+int unit_slices_for(const ExpertArgs& down, int top_k, int cluster, int source) {
+    const int slices = kWarps >> down.unit_bits;
+    int unit = 1;
+    if (source == EXL_EXPERTS_DENSE) return unit;
+    while (unit < slices && top_k * (slices / unit) > cluster * kWarps) unit *= 2;
+    return unit;
+}
+
 cudaError_t launch_row(
     RowArgs& args, bool has_first, bool has_down, int source, const ExlRoute& route,
     const DeviceInfo& info, void* stream
@@ -469,18 +499,19 @@ cudaError_t launch_row(
     if (has_down) {
         ExpertArgs& down = args.parts[1];
         const int load_blocks = source == EXL_EXPERTS_DENSE ? 1 : kStageBlocks;
-        down.warp_inputs = 32 * load_blocks * max_warp_loads(down);
+        args.unit_slices = unit_slices_for(down, top_k, cluster, source);
+        down.warp_inputs = 32 * load_blocks * max_warp_loads(down, args.unit_slices);
         row_bytes = std::max(row_bytes, 2 * kWarps * down.warp_inputs);
         num_sums = std::max(num_sums, top_k * ((kWarps >> down.unit_bits) + 1));
         blocks += static_cast<int>(ceil_div(down.call.n, 32) * cluster);
     }
     row_bytes = static_cast<int>(ceil_div(row_bytes, 16) * 16);
     const int barrier_bytes = kWarps * static_cast<int>(sizeof(WarpBarriers));
-    const int sums_bytes = num_sums * static_cast<int>(sizeof(UnitSums));
+    const int sums_bytes = num_sums * static_cast<int>(sizeof(SliceSums));
     const int rest = barrier_bytes + sums_bytes + row_bytes + RowExperts::bytes(route, top_k);
     int ring_bytes = 0;
     for (int i = has_first ? 0 : 1; i < (has_down ? 2 : 1); ++i) {
-        const int bytes = size_rings(args.parts[i], rest, most);
+        const int bytes = size_rings(args.parts[i], i == 0 ? 1 : args.unit_slices, rest, most);
         if (bytes == 0) return cudaErrorInvalidValue;
         ring_bytes = std::max(ring_bytes, bytes);
     }
