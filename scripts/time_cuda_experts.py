@@ -3,7 +3,8 @@
 Decode runs like the layers of a model, in one captured CUDA graph: for each layer a norm, the
 router, and the experts of the rows. Every layer has its own experts, with random weights and a
 random router. The floor of a pass is the size of the distinct experts in use, and of the router, at
-the bandwidth of a large copy on the same device. Prints one JSON object per line.
+the bandwidth of a large copy on the same device. All random numbers are the same in every run.
+Prints one JSON object per line.
 """
 
 from __future__ import annotations
@@ -54,6 +55,13 @@ class Shape:
     codebook: Codebook | None = None  # trellis codes of 4 bits
 
 
+def gptq(hidden: int, inner: int, experts: int, *, layers: int) -> Shape:
+    """8 experts per row, in GPTQ of 4 bits."""
+    wide, narrow = (GroupRun(4, k // 128, 128) for k in (hidden, inner))
+    sizes = hidden, inner, experts, Routing(8), "silu"
+    return Shape(*sizes, (wide,), (narrow,), "zeros", torch.float16, False, layers)  # type: ignore[arg-type]
+
+
 def qwen3(
     wide: Runs, narrow: Runs, formula: Formula | None, *, is_permuted: bool = False, layers: int = 6
 ) -> Shape:
@@ -66,7 +74,10 @@ def qwen3_trellis(codebook: Codebook) -> Shape:
 
 
 SHAPES = {
-    "qwen3-30b-a3b gptq": qwen3((GroupRun(4, 16, 128),), (GroupRun(4, 6, 128),), "zeros"),
+    "qwen3-30b-a3b gptq": gptq(2048, 768, 128, layers=6),
+    # Two of the experts stand for the shared ones.
+    "deepseek-v2-lite gptq": gptq(2048, 1408, 66, layers=6),
+    "glm-4.5-air gptq": gptq(4096, 1408, 128, layers=3),
     "qwen3-30b-a3b float16": qwen3((), (), None, layers=3),
     "qwen3-30b-a3b exl2": qwen3(
         (GroupRun(5, 4, 32), GroupRun(4, 13, 128), GroupRun(3, 8, 32)),
@@ -192,8 +203,10 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     device = torch.cuda.get_device_name()
     for name in args.shape or SHAPES:
+        torch.manual_seed(0)
         layers = Layers(SHAPES[name])
         for rows in map(int, args.rows.split(",")):
+            torch.manual_seed(rows)
             start = torch.randn(rows, layers.shape.hidden, device="cuda")
             x, floor = start.clone(), layers.used_bytes(start) / bandwidth * 1e6
             work = captured(partial(layers.run, x))
