@@ -23,8 +23,11 @@ from exl_core.formats.containers.safetensors import SafetensorsSource
 from exl_core.model import packer
 from exl_core.model.packer import Packer
 from exl_core.ops.backends.cuda import upload
+from exl_core.ops.backends.cuda.library import ALIGNMENT, Slab, aligned
+from exl_core.ops.backends.cuda.quantized import CudaQuantLinear, tiles_bytes
+from exl_core.ops.backends.cuda.trellis import CudaTrellis, trellis_bytes
 from exl_core.ops.open import get_table
-from exl_core.ops.weights import TrellisColumns
+from exl_core.ops.weights import GroupedLayout, GroupRun, TrellisColumns, TrellisLayout
 from exl_core.session.open import open_checkpoint
 from support.quantized_models import METHODS, SIZES, TIED, quantize, separate_experts
 from support.runtime_form import evaluate, weights
@@ -236,7 +239,7 @@ class _HostBuffer(upload._Buffer):
 
 def test_tensors_share_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(4)
-    size = 4 * upload.ALIGNMENT
+    size = 4 * ALIGNMENT
     monkeypatch.setattr(upload, "BUFFER_BYTES", size)
     tensors = [
         torch.randn(7, 3),
@@ -249,9 +252,55 @@ def test_tensors_share_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
     places, total = [], 0
     for tensor in tensors:
         places.append(total)
-        total += -(-tensor.nbytes // upload.ALIGNMENT) * upload.ALIGNMENT
+        total += aligned(tensor.nbytes)
     target, pair = torch.zeros(total, dtype=torch.uint8), (_HostBuffer(size), _HostBuffer(size))
     upload.send_all(list(zip(tensors, places, strict=True)), target, cast(Any, pair))
     for tensor, at in zip(tensors, places, strict=True):
         assert torch.equal(upload._view(target, tensor, at), tensor)
     assert [one.uploads for one in pair] == [2, 2]  # of six tensors
+
+
+class _HostGpu:
+    """`Gpu` with memory of the host, which counts allocations."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.allocated: list[int] = []
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype)
+        self.allocated.append(tensor.nbytes)
+        return tensor
+
+
+def test_matrices_on_a_gpu_share_one_allocation() -> None:
+    grouped = [
+        GroupedLayout(96, 256, (GroupRun(4, 2, 128),), None, torch.float16, "zeros"),
+        GroupedLayout(40, 160, (GroupRun(4, 5, 32),), None, torch.uint8, "mxfp4"),
+        GroupedLayout(64, 512, (GroupRun(3, 4, 128),), None, torch.float16, "middle"),
+    ]
+    trellis = TrellisLayout(128, 256, 16 * 3, "mul1")
+    gpu = _HostGpu()
+    sizes = [*map(tiles_bytes, grouped), *trellis_bytes(trellis)]
+    slab = Slab(cast(Any, gpu), sizes)
+    assert gpu.allocated == [sum(map(aligned, sizes))]
+    matrices = [CudaQuantLinear(one, cast(Any, gpu), memory=slab) for one in grouped]
+    last = CudaTrellis(trellis, cast(Any, gpu), slab)
+    held = [(one.matrix.tiles, one.size_bytes) for one in matrices]
+    held += [
+        (address, size)
+        for address, size in zip(
+            (last.matrix.words, last.matrix.suh, last.matrix.svh),
+            trellis_bytes(trellis),
+            strict=True,
+        )
+    ]
+    first = held[0][0]
+    for (address, _), size in zip(held, sizes, strict=True):
+        assert address == first
+        first += aligned(size)
+    assert [size for _, size in held] == sizes
+    assert len(gpu.allocated) == 1
+    alone = CudaQuantLinear(grouped[0], cast(Any, gpu))
+    assert gpu.allocated[1:] == [alone.size_bytes]

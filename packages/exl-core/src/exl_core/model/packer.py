@@ -221,15 +221,13 @@ class Packer:
         columns = whole_columns(matrices, self._ops.bring)
         if self._ops.device.type != "cpu":
             columns = moved_columns(columns, self._ops.bring_all)
-        filled = []
-        for name, matrix, one in zip(names, matrices, columns, strict=True):
+        packed = self._ops.new_linears([matrix.layout for matrix in matrices])
+        for name, one, own in zip(names, packed, columns, strict=True):
             self._report_bias(name)
-            packed = self._ops.new_linear(matrix.layout)
-            self._ops.fill_linear(packed, 0, one)
-            filled.append(packed)
+            self._ops.fill_linear(one, 0, own)
         self._checkpoint.release_all(names)
         self._report(sum(self._checkpoint.stored[name].size_bytes for name in names))
-        return filled
+        return packed
 
     def _pack(self, names: Sequence[str]) -> PackedLinear:
         matrices = [self._open(name) for name in names]

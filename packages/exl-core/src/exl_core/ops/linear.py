@@ -175,6 +175,11 @@ class LinearOps(ProductOps, Protocol):
         """
         ...
 
+    def new_linears(self, layouts: Sequence[WeightLayout]) -> list[PackedLinear]:
+        """Allocates matrices of codes that are kept as long as each other. On a GPU they share one
+        allocation, because small ones waste up to half of their memory."""
+        ...
+
     def fill_linear(self, w: PackedLinear, first_column: int, columns: WeightColumns) -> None:
         """Packs columns of a matrix from `first_column` on. Reorders, never rounds, except that a
         GPU rounds dense weights to float16.

@@ -80,6 +80,9 @@ class CpuLinearOps:
                     layout.has_bias,
                 )
 
+    def new_linears(self, layouts: Sequence[WeightLayout]) -> list[PackedLinear]:
+        return [self.new_linear(layout) for layout in layouts]
+
     def fill_linear(self, w: PackedLinear, first_column: int, columns: WeightColumns) -> None:
         match columns:
             case DenseColumns():

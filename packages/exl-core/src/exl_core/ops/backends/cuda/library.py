@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -16,6 +19,9 @@ TYPES = {
     torch.float8_e4m3fn: 7,
 }
 """Type numbers of `exl/cuda.h`."""
+
+ALIGNMENT = 256
+"""Of tensors that share an allocation, in bytes, as torch's allocator has it."""
 
 FIXED_ROWS = 64
 """Rows that torch's ops get in the batch-invariant mode; missing rows are zeros. Torch's choice of
@@ -82,3 +88,24 @@ class Gpu:
             held = torch.zeros(size_bytes, dtype=torch.uint8, device=self.device)
             self._workspaces[name] = held
         return held
+
+
+class Slab:
+    """One allocation that calls of `empty` divide in order. It lasts as long as one of the tensors.
+
+    `sizes` are those of all calls, in bytes.
+    """
+
+    def __init__(self, gpu: Gpu, sizes: Sequence[int]) -> None:
+        self._memory = gpu.empty(sum(map(aligned, sizes)), dtype=torch.uint8)
+        self._used = 0
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        first, size = self._used, prod(shape) * dtype.itemsize
+        self._used += aligned(size)
+        return self._memory[first : first + size].view(dtype).view(shape)
+
+
+def aligned(size_bytes: int) -> int:
+    """The size, rounded up to a multiple of ALIGNMENT."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT

@@ -34,6 +34,9 @@ class CudaLinearOps:
     def new_linear(self, layout: WeightLayout, *, on_host: bool = False) -> PackedLinear:
         return self._linears.new(layout, on_host)
 
+    def new_linears(self, layouts: Sequence[WeightLayout]) -> list[PackedLinear]:
+        return list(self._linears.new_all(layouts))
+
     def fill_linear(self, w: PackedLinear, first_column: int, columns: WeightColumns) -> None:
         match columns:
             case DenseColumns():

@@ -30,11 +30,17 @@ from exl_core.ops.backends.cuda.dense import (
     are_few,
     multiply_few,
 )
-from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.library import TYPES, Gpu, Slab
 from exl_core.ops.backends.cuda.norms import PendingRows, after_layer_norm, prepare_args
-from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
+from exl_core.ops.backends.cuda.quantized import CudaQuantLinear, tiles_bytes
 from exl_core.ops.backends.cuda.slices import Slices
-from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, Trellis, is_pair
+from exl_core.ops.backends.cuda.trellis import (
+    CudaTrellis,
+    CudaTrellisInputs,
+    Trellis,
+    is_pair,
+    trellis_bytes,
+)
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import GateKind, Norm
@@ -119,17 +125,31 @@ class Linears:
         """Starts a pass: `Stage.bind` calls this before the first product of its layers."""
         self.slices.begin_pass()
 
-    def new(self, layout: WeightLayout, on_host: bool) -> Part:
+    def new(self, layout: WeightLayout, on_host: bool, memory: Slab | None = None) -> Part:
         match layout:
             case DenseLayout():
                 return self._new_dense(layout, on_host)
             case GroupedLayout():
                 self._max_n = max(self._max_n, layout.out_features)
-                return CudaQuantLinear(layout, self._gpu, on_host=on_host)
+                return CudaQuantLinear(layout, self._gpu, on_host=on_host, memory=memory)
             case TrellisLayout():
                 if on_host:
                     raise OpInputError("new_linear: no embedding has trellis codes")
-                return self._trellis.new(layout)
+                return self._trellis.new(layout, memory)
+
+    def new_all(self, layouts: Sequence[WeightLayout]) -> list[Part]:
+        """Matrices of codes in one allocation."""
+        sizes: list[int] = []
+        for layout in layouts:
+            match layout:
+                case GroupedLayout():
+                    sizes.append(tiles_bytes(layout))
+                case TrellisLayout():
+                    sizes += trellis_bytes(layout)
+                case DenseLayout():
+                    raise OpInputError("new_linears: layouts (expected codes, got float16)")
+        memory = Slab(self._gpu, sizes)
+        return [self.new(layout, on_host=False, memory=memory) for layout in layouts]
 
     def few_parts(self, parts: Sequence[Part]) -> list[Part]:
         """The parts, of which neighbors are merged if one launch would not take all of them."""

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.library import TYPES, Gpu, Slab
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.linear import LayoutSizes
@@ -177,6 +177,19 @@ def _plan_of(layout: GroupedLayout, scale_bytes: int) -> tuple[TilePlan, tuple[H
     return plan_tiles(*tiles_key), tiles_key
 
 
+def _scale_dtype(layout: GroupedLayout) -> torch.dtype:
+    """Type of the scales as kernels read them: those of MXFP4 are floats."""
+    if layout.factor_rows:
+        return torch.float16
+    return torch.float32 if layout.formula == "mxfp4" else layout.scale_dtype
+
+
+def tiles_bytes(layout: GroupedLayout) -> int:
+    """Size of the packed weights of a matrix."""
+    plan, _ = _plan_of(layout, _scale_dtype(layout).itemsize)
+    return -(-layout.out_features // PANEL_COLUMNS) * plan.panel_bytes
+
+
 class CudaQuantLinear(LayoutSizes[GroupedLayout]):
     """A quantized matrix on the GPU (`PackedLinear`).
 
@@ -184,16 +197,14 @@ class CudaQuantLinear(LayoutSizes[GroupedLayout]):
     with the same order of rows share one `permutation` tensor.
     """
 
-    def __init__(self, layout: GroupedLayout, gpu: Gpu, *, on_host: bool = False) -> None:
-        # Kernels read the scales of MXFP4 as floats.
-        is_exponent = layout.formula == "mxfp4"
-        self._scale_dtype = torch.float32 if is_exponent else layout.scale_dtype
+    def __init__(
+        self, layout: GroupedLayout, gpu: Gpu, *, on_host: bool = False, memory: Slab | None = None
+    ) -> None:
+        self._scale_dtype = _scale_dtype(layout)
         offset_kind, values = _FORMULAS[layout.formula]
         if layout.factor_rows:
-            self._scale_dtype = torch.float16
             offset_kind = _SMALL_OFFSETS[layout.formula]
         plan, plan_key = _plan_of(layout, self._scale_dtype.itemsize)
-        num_panels = -(-layout.out_features // PANEL_COLUMNS)
         device = gpu.device
         self.layout = layout
         self.plan_key = plan_key
@@ -218,12 +229,12 @@ class CudaQuantLinear(LayoutSizes[GroupedLayout]):
         self._device_runs = shared(("runs", plan_key), lambda: plan.runs.view(np.uint8))
         self._stored_rows = shared(("rows", plan.rows_digest), lambda: plan.stored_rows)
         self._bit_offsets = shared(("bits", plan_key), lambda: plan.bit_offsets)
-        size = num_panels * plan.panel_bytes
+        size = tiles_bytes(layout)
         # Kernels read page-locked memory of the host over the bus, at the same address.
         self._tiles = (
             torch.empty(size, dtype=torch.uint8, pin_memory=True)
             if on_host
-            else gpu.empty(size, dtype=torch.uint8)
+            else (gpu if memory is None else memory).empty(size, dtype=torch.uint8)
         )
         self.matrix = cuda.QuantMatrix(
             tiles=self._tiles.data_ptr(),

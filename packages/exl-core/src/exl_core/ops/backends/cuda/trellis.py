@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.library import TYPES, Gpu, Slab
 from exl_core.ops.backends.cuda.norms import PendingRows
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.backends.reference.trellis import check_trellis_layout
@@ -52,20 +52,27 @@ FORMS = {"integers": 0, "halves": 1, "plain": 2}
 CODEBOOKS = {"3inst": 0, "mcg": 1, "mul1": 2}
 
 
+def trellis_bytes(layout: TrellisLayout) -> tuple[int, int, int]:
+    """Sizes of the words, the input scales and the output scales of a matrix."""
+    tiles = layout.stored_in // TILE * (layout.stored_out // TILE)
+    return 2 * tiles * layout.tile_words, 2 * layout.stored_in, 2 * layout.stored_out
+
+
 class CudaTrellis(LayoutSizes[TrellisLayout]):
     """A matrix of trellis codes on the GPU (`PackedLinear`).
 
     `matrix` is the struct that kernels take. It points into tensors that this object owns.
     """
 
-    def __init__(self, layout: TrellisLayout, gpu: Gpu) -> None:
+    def __init__(self, layout: TrellisLayout, gpu: Gpu, memory: Slab | None = None) -> None:
         check_trellis_layout(layout)
         self.layout = layout
         self._gpu = gpu
-        tiles = layout.stored_in // TILE * (layout.stored_out // TILE)
-        self._words = gpu.empty(tiles * layout.tile_words, dtype=torch.int16)
-        self._in_scales = gpu.empty(layout.stored_in, dtype=torch.float16)
-        self._out_scales = gpu.empty(layout.stored_out, dtype=torch.float16)
+        empty = gpu.empty if memory is None else memory.empty
+        words, in_scales, out_scales = (size // 2 for size in trellis_bytes(layout))
+        self._words = empty(words, dtype=torch.int16)
+        self._in_scales = empty(in_scales, dtype=torch.float16)
+        self._out_scales = empty(out_scales, dtype=torch.float16)
         self.bias = gpu.empty(layout.out_features) if layout.has_bias else None
         self.matrix = TrellisMatrix(
             words=self._words.data_ptr(),
@@ -141,11 +148,11 @@ class Trellis:
         self._max_rows = gpu.trellis_max_rows
         self._max_n = self._max_halves = 1
 
-    def new(self, layout: TrellisLayout) -> CudaTrellis:
+    def new(self, layout: TrellisLayout, memory: Slab | None = None) -> CudaTrellis:
         self._max_n = max(self._max_n, layout.stored_out)
         halves = layout.stored_in * layout.stored_out
         self._max_halves = max(self._max_halves, min(halves, SCRATCH_HALVES))
-        return CudaTrellis(layout, self._gpu)
+        return CudaTrellis(layout, self._gpu, memory)
 
     def takes(self, rows: int) -> bool:
         """Whether `inputs_for` has a form for this number of rows."""

@@ -13,8 +13,9 @@ from threading import local
 import torch
 from torch import Tensor
 
+from exl_core.ops.backends.cuda.library import aligned
+
 BUFFER_BYTES = 8 << 20
-ALIGNMENT = 256  # of the tensors of a joint upload, in bytes, as torch's allocator has it
 SMALL_BYTES = 64 << 10  # up to this size the driver's own copy is as fast
 
 
@@ -102,7 +103,7 @@ def upload_all(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     for index, tensor in enumerate(tensors):
         if tensor.device != device and 0 < tensor.nbytes <= BUFFER_BYTES:
             places[index] = size
-            size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            size += aligned(tensor.nbytes)
     if len(places) < 2:
         return [upload(tensor, device) for tensor in tensors]
     target = torch.empty(size, dtype=torch.uint8, device=device)

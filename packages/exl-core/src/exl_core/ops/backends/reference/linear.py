@@ -79,6 +79,9 @@ class ReferenceLinearOps:
             case TrellisLayout():
                 return new_trellis(layout)
 
+    def new_linears(self, layouts: Sequence[WeightLayout]) -> list[PackedLinear]:
+        return [self.new_linear(layout) for layout in layouts]
+
     @staticmethod
     def fill_linear(w: PackedLinear, first_column: int, columns: WeightColumns) -> None:
         match columns:
