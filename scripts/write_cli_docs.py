@@ -75,7 +75,7 @@ def section(name: str, command: Any) -> Iterator[str]:
 
 
 def row(parameter: Any) -> str:
-    metavar = parameter.metavar or ""
+    metavar = (parameter.metavar or "").replace("|", "\\|")
     if parameter.param_type_name == "argument":
         name = f"`{metavar}`"
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,8 @@ def test_config_shows_the_file(exl: Command, file: Path) -> None:
     done = exl("config")
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith(f"{file}\ntemp = 0.0\n")
+    assert "\n\n[generate]\nmax-tokens = 3\n" in done.out
+    assert tomllib.loads(done.out.split("\n", 1)[1]) == tomllib.loads(file.read_text())
     assert json.loads(exl("config", "--json").out)["settings"]["generate"] == {"max-tokens": 3}
     file.unlink()
     assert exl("config").out == f"{file} (does not exist)\n"

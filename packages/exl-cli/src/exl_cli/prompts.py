@@ -39,7 +39,8 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
         raise RequestError(
             "the prompt is empty",
             expected="text",
-            next_step="Use -p TEXT or -f FILE, or pipe a text to stdin.",
+            next_step="Use -p TEXT or -f FILE, or pipe a text to stdin. A word without an option "
+            "is the model.",
         )
     check_encodable(text, "the prompt")
     return text

@@ -22,7 +22,9 @@ class Action(Enum):
 
 
 def alias(
-    action: Annotated[Action, typer.Argument(help="on, off or status.", show_default=False)],
+    action: Annotated[
+        Action, typer.Argument(metavar="ACTION", help="on, off or status.", show_default=False)
+    ],
 ) -> None:
     """Install, remove or show the permanent alias.
 

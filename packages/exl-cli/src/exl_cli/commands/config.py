@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from json import dumps
+
 import typer
 
 from exl_cli import options, output
@@ -53,6 +56,20 @@ def config(context: typer.Context, json: options.Json = False) -> None:
         )
         return
     lines = [f"{config_file()}{'' if config_file().exists() else ' (does not exist)'}"]
-    lines += [f"{name} = {value!r}" for name, value in contents.items()]
-    lines += [f"preset {preset} = {settings!r}" for preset, settings in saved.items()]
+    lines += toml_lines("", contents)
+    for preset, settings in saved.items():
+        lines += ["", f"# preset {preset}: {preset_file(preset)}", *toml_lines("", settings)]
     output.write_text("\n".join(lines) + "\n")
+
+
+def toml_lines(table: str, settings: Mapping[str, object]) -> Iterator[str]:
+    """The settings of a table as TOML: its values, then the tables within it."""
+    tables = {name: value for name, value in settings.items() if isinstance(value, dict)}
+    for name, value in settings.items():
+        if name not in tables:
+            yield f"{name} = {dumps(value, ensure_ascii=False, default=str)}"
+    for name, value in tables.items():
+        whole = f"{table}.{name}" if table else name
+        if any(not isinstance(own, dict) for own in value.values()):
+            yield from ("", f"[{whole}]")
+        yield from toml_lines(whole, value)

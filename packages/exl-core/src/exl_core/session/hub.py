@@ -75,7 +75,8 @@ def download(name: HubName, progress: Progress | None = None) -> Path:
         raise ModelNotFoundError(
             "is not on this machine, and exl is offline",
             where=name,
-            next_step="Run 'exl pull' without --offline and HF_HUB_OFFLINE, or see 'exl list'.",
+            next_step=f"Run 'exl pull {name}' with a network, without HF_HUB_OFFLINE, or see "
+            "'exl list'.",
         )
     with _explaining(name):
         branch, info, chosen = _chosen(name)

@@ -104,8 +104,9 @@ class LoadOptions:
     computes them), the number of layers whose experts are there, from the first one on, `device`
     (with their layers), or `auto` (of as few layers as let the GPUs hold the rest)."""
     tensor_parallel: RankCount = 1
-    """Processes that the model is divided among, each with a part of every matrix, on the CPU.
-    `auto` chooses by the GPUs, their memory and their access to each other."""
+    """Processes that the model is divided among, each with a part of every matrix, on a GPU of its
+    own or all on the CPU. `auto` chooses by the GPUs, their memory and their access to each
+    other."""
     exchange: ExchangeKind = "auto"
     """How GPUs exchange sums of tensor parallelism: `auto` (through memory that the processes
     share, in passes of up to 64 rows, if that works; otherwise with NCCL), or `nccl`."""

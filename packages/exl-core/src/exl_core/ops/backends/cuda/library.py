@@ -21,7 +21,7 @@ TYPES = {
 """Type numbers of `exl/cuda.h`."""
 
 ALIGNMENT = 256
-"""Of tensors that share an allocation, in bytes, as torch's allocator has it."""
+"""The address of each tensor is a multiple of so many bytes, also within one allocation."""
 
 FIXED_ROWS = 64
 """Rows that torch's ops get in the batch-invariant mode; missing rows are zeros. Torch's choice of

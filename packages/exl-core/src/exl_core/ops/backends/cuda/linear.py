@@ -8,17 +8,20 @@ from typing import cast
 from torch import Tensor
 
 from exl_core.ops.backends.composed import xielu
-from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.library import TYPES, Gpu, Slab
 from exl_core.ops.backends.cuda.matmul import CudaInputs, CudaJoined, CudaLinear, Linears, parts_of
-from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
-from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs
+from exl_core.ops.backends.cuda.quantized import CudaQuantLinear, tiles_bytes
+from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, trellis_bytes
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, XIelu
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.weights import (
     DenseColumns,
+    DenseLayout,
     GroupedColumns,
+    GroupedLayout,
     TrellisColumns,
+    TrellisLayout,
     WeightColumns,
     WeightLayout,
 )
@@ -35,7 +38,17 @@ class CudaLinearOps:
         return self._linears.new(layout, on_host)
 
     def new_linears(self, layouts: Sequence[WeightLayout]) -> list[PackedLinear]:
-        return list(self._linears.new_all(layouts))
+        sizes: list[int] = []
+        for layout in layouts:
+            match layout:
+                case GroupedLayout():
+                    sizes.append(tiles_bytes(layout))
+                case TrellisLayout():
+                    sizes += trellis_bytes(layout)
+                case DenseLayout():
+                    raise OpInputError("new_linears: layouts (expected codes, got float16)")
+        memory = Slab(self._gpu, sizes)
+        return [self._linears.new(layout, on_host=False, memory=memory) for layout in layouts]
 
     def fill_linear(self, w: PackedLinear, first_column: int, columns: WeightColumns) -> None:
         match columns:

@@ -32,15 +32,9 @@ from exl_core.ops.backends.cuda.dense import (
 )
 from exl_core.ops.backends.cuda.library import TYPES, Gpu, Slab
 from exl_core.ops.backends.cuda.norms import PendingRows, after_layer_norm, prepare_args
-from exl_core.ops.backends.cuda.quantized import CudaQuantLinear, tiles_bytes
+from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
 from exl_core.ops.backends.cuda.slices import Slices
-from exl_core.ops.backends.cuda.trellis import (
-    CudaTrellis,
-    CudaTrellisInputs,
-    Trellis,
-    is_pair,
-    trellis_bytes,
-)
+from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, Trellis, is_pair
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import GateKind, Norm
@@ -136,20 +130,6 @@ class Linears:
                 if on_host:
                     raise OpInputError("new_linear: no embedding has trellis codes")
                 return self._trellis.new(layout, memory)
-
-    def new_all(self, layouts: Sequence[WeightLayout]) -> list[Part]:
-        """Matrices of codes in one allocation."""
-        sizes: list[int] = []
-        for layout in layouts:
-            match layout:
-                case GroupedLayout():
-                    sizes.append(tiles_bytes(layout))
-                case TrellisLayout():
-                    sizes += trellis_bytes(layout)
-                case DenseLayout():
-                    raise OpInputError("new_linears: layouts (expected codes, got float16)")
-        memory = Slab(self._gpu, sizes)
-        return [self.new(layout, on_host=False, memory=memory) for layout in layouts]
 
     def few_parts(self, parts: Sequence[Part]) -> list[Part]:
         """The parts, of which neighbors are merged if one launch would not take all of them."""
