@@ -470,13 +470,24 @@ int cluster_blocks(
     return is_cluster && fits ? static_cast<int>(wanted) : kClusterBlocks;
 }
 
+// Numbers of a row that a warp of down needs for its unit.
+int unit_inputs(const ExpertArgs& down, int unit_slices, int source) {
+    const int load_blocks = source == EXL_EXPERTS_DENSE ? 1 : kStageBlocks;
+    return 32 * load_blocks * max_warp_loads(down, unit_slices);
+}
+
 // Slices that a warp of down adds one after the other, so that each warp has one unit: it would copy
-// the weights of a second one after it has multiplied the first. Dense matrices have no ring.
+// the weights of a second one after it has multiplied the first. Dense matrices have no ring. Inputs
+// of large units would leave no space for weights in flight.
 int unit_slices_for(const ExpertArgs& down, int top_k, int cluster, int source) {
+    constexpr int kMostInputs = (16 << 10) / (kWarps * sizeof(__half));
     const int slices = kWarps >> down.unit_bits;
     int unit = 1;
-    if (source == EXL_EXPERTS_DENSE) return unit;
-    while (unit < slices && top_k * (slices / unit) > cluster * kWarps) unit *= 2;
+    while (source != EXL_EXPERTS_DENSE && unit < slices &&
+           top_k * (slices / unit) > cluster * kWarps &&
+           unit_inputs(down, 2 * unit, source) <= kMostInputs) {
+        unit *= 2;
+    }
     return unit;
 }
 
@@ -498,9 +509,8 @@ cudaError_t launch_row(
     }
     if (has_down) {
         ExpertArgs& down = args.parts[1];
-        const int load_blocks = source == EXL_EXPERTS_DENSE ? 1 : kStageBlocks;
         args.unit_slices = unit_slices_for(down, top_k, cluster, source);
-        down.warp_inputs = 32 * load_blocks * max_warp_loads(down, args.unit_slices);
+        down.warp_inputs = unit_inputs(down, args.unit_slices, source);
         row_bytes = std::max(row_bytes, 2 * kWarps * down.warp_inputs);
         num_sums = std::max(num_sums, top_k * ((kWarps >> down.unit_bits) + 1));
         blocks += static_cast<int>(ceil_div(down.call.n, 32) * cluster);
