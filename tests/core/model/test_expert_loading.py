@@ -288,14 +288,8 @@ def test_matrices_on_a_gpu_share_one_allocation() -> None:
     matrices = [CudaQuantLinear(one, cast(Any, gpu), memory=slab) for one in grouped]
     last = CudaTrellis(trellis, cast(Any, gpu), slab)
     held = [(one.matrix.tiles, one.size_bytes) for one in matrices]
-    held += [
-        (address, size)
-        for address, size in zip(
-            (last.matrix.words, last.matrix.suh, last.matrix.svh),
-            trellis_bytes(trellis),
-            strict=True,
-        )
-    ]
+    addresses = last.matrix.words, last.matrix.suh, last.matrix.svh
+    held += zip(addresses, trellis_bytes(trellis), strict=True)
     first = held[0][0]
     for (address, _), size in zip(held, sizes, strict=True):
         assert address == first

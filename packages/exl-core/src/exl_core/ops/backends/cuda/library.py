@@ -21,7 +21,7 @@ TYPES = {
 """Type numbers of `exl/cuda.h`."""
 
 ALIGNMENT = 256
-"""The address of each tensor is a multiple of so many bytes, also within one allocation."""
+"""Alignment in bytes of tensors that share one allocation. Kernels load vectors of 16 bytes."""
 
 FIXED_ROWS = 64
 """Rows that torch's ops get in the batch-invariant mode; missing rows are zeros. Torch's choice of
