@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from exl_cli.chat.presets import is_preset_name, save_preset
-from exl_cli.config import profile
+from exl_cli.config import profile, toml_lines
 from support.commands import Command
 
 SETTINGS = """
@@ -74,6 +74,17 @@ def test_a_saved_preset_is_a_profile_and_is_shown(
     assert "bad.toml: there is no option --tempp" in exl("config").error_line(2)
 
 
+def test_settings_are_written_as_they_were_read() -> None:
+    settings = {
+        "temp": 0.5,
+        "stop": ['"', "line\n", "\x7f", "ü"],
+        "json": True,
+        "chat": {"max-tokens": 8},
+        "profiles": {"writer": {"temp": 1.0, "system": "Be\tbrief."}},
+    }
+    assert tomllib.loads("\n".join(toml_lines(settings))) == settings
+
+
 @pytest.mark.parametrize("text", ["notes.json", "a/b", "~/x", "", ".", "-a", "two words"])
 def test_the_name_of_a_preset_is_no_path(text: str) -> None:
     assert not is_preset_name(text)
@@ -96,6 +107,11 @@ def test_config_shows_the_file(exl: Command, file: Path) -> None:
         ("temp = ", ("config",), "is not valid TOML"),
         ("tempp = 1", ("config",), "there is no option --tempp. Did you mean 'temp'"),
         ("[generat]\ntemp = 1", ("config",), "there is no option --generat"),
+        ("temp = 2026-11-28", ("config", "--json"), "temp has a value that no option has"),
+        ("stop = ['a', inf]", ("config", "--json"), "stop has a value that no option has"),
+        ("[chat]\nstop = { a = 1 }", ("config",), "[chat]: stop has a value that no option has"),
+        ("[profiles]\na = 1", ("config",), "[profiles.a]: is not a table"),
+        ("profiles = 3", ("config",), "there is no option --profiles"),
         ("[profiles.a]\nstopp = 1", ("config",), "[profiles.a]: there is no option --stopp"),
         ("[profiles.writer]", ("generate", "--profile", "writter"), "Did you mean 'writer'"),
         ('temp = "warm"', ("generate", "-p", "x"), "Input should be a valid number"),

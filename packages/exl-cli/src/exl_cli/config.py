@@ -16,8 +16,10 @@ writes this one, and `chat/presets.py` the presets.
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,24 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RequestError("is not valid TOML", where=path, got=error) from error
+
+
+def toml_value(value: object) -> str:
+    """A TOML value. JSON's numbers, strings and lists are TOML, but for the character DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def toml_lines(settings: Mapping[str, object], table: str = "") -> Iterator[str]:
+    """The settings of a table as TOML: its values, then the tables within it."""
+    tables = {name: value for name, value in settings.items() if isinstance(value, dict)}
+    for name, value in settings.items():
+        if name not in tables:
+            yield f"{name} = {toml_value(value)}"
+    for name, value in tables.items():
+        whole = f"{table}.{name}" if table else name
+        if any(not isinstance(own, dict) for own in value.values()):
+            yield from ("", f"[{whole}]")
+        yield from toml_lines(value, whole)
 
 
 def presets() -> dict[str, dict[str, Any]]:
@@ -74,15 +94,27 @@ def settings_for(command: str) -> dict[str, Any]:
     return {**top, **own} if isinstance(own, dict) else top
 
 
-def check_names(names: Mapping[str, Any], known: set[str], where: str) -> None:
-    """Raises RequestError for a setting that is no option of any command."""
-    for name in names:
+def check_settings(settings: object, known: set[str], where: str) -> None:
+    """Raises RequestError for a setting that is no option of any command, and for a value that no
+    option has: a date, a table, or a number that is not finite."""
+    if not isinstance(settings, dict):
+        raise RequestError("is not a table", where=where, got=settings)
+    for name, value in settings.items():
         if name not in known and name != MODEL:
             raise RequestError(
                 f"there is no option --{name}",
                 where=where,
                 next_step=did_you_mean(near_names(name, known)),
             )
+        for one in value if isinstance(value, list) else [value]:
+            is_finite = isinstance(one, int | str) or (isinstance(one, float) and isfinite(one))
+            if not is_finite:
+                raise RequestError(
+                    f"{name} has a value that no option has",
+                    where=where,
+                    expected="text, a number, true, false, or a list of them",
+                    got=one,
+                )
 
 
 def option_names(commands: Mapping[str, Any]) -> Iterator[str]:

@@ -6,12 +6,12 @@ A preset is a TOML file whose keys are options, like a profile in the user's fil
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from exl_cli.config import toml_value
 from exl_core.errors import RequestError
 from exl_core.files import write_atomically
 from exl_core.settings import preset_file
@@ -31,11 +31,6 @@ def save_preset(name: str, values: Mapping[str, Any]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError("cannot be created", where=path.parent, got=error.strerror) from error
-    lines = [f"{key} = {_toml(value)}\n" for key, value in values.items()]
+    lines = [f"{key} = {toml_value(value)}\n" for key, value in values.items()]
     write_atomically(path, ["".join(lines).encode()])
     return path
-
-
-def _toml(value: object) -> str:
-    """A TOML value. JSON's numbers, strings and lists are TOML, but for the character DEL."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from json import dumps
-
 import typer
 
 from exl_cli import options, output
-from exl_cli.config import PROFILES, check_names, option_names, presets, read_config
+from exl_cli.config import (
+    PROFILES,
+    check_settings,
+    option_names,
+    presets,
+    read_config,
+    toml_lines,
+)
 from exl_core.settings import config_file, preset_file
 
 EXAMPLES = (
@@ -33,17 +37,19 @@ def config(context: typer.Context, json: options.Json = False) -> None:
     commands: dict[str, object] = dict(getattr(root, "commands", {}))
     known = set(option_names(commands))
     for name, value in contents.items():
-        if name == PROFILES:
+        if name == PROFILES and isinstance(value, dict):
             for profile, settings in value.items():
-                check_names(settings, known, f"{config_file()}, [profiles.{profile}]")
+                check_settings(settings, known, f"{config_file()}, [profiles.{profile}]")
         elif isinstance(value, dict):
-            check_names({} if name in commands else {name: 0}, known, f"{config_file()}, [{name}]")
-            check_names(value, known, f"{config_file()}, [{name}]")
+            check_settings(
+                {} if name in commands else {name: 0}, known, f"{config_file()}, [{name}]"
+            )
+            check_settings(value, known, f"{config_file()}, [{name}]")
         else:
-            check_names({name: value}, known, str(config_file()))
+            check_settings({name: value}, known, str(config_file()))
     saved = presets()
     for preset, settings in saved.items():
-        check_names(settings, known, str(preset_file(preset)))
+        check_settings(settings, known, str(preset_file(preset)))
     if json:
         output.write_json(
             {
@@ -56,20 +62,7 @@ def config(context: typer.Context, json: options.Json = False) -> None:
         )
         return
     lines = [f"{config_file()}{'' if config_file().exists() else ' (does not exist)'}"]
-    lines += toml_lines("", contents)
+    lines += toml_lines(contents)
     for preset, settings in saved.items():
-        lines += ["", f"# preset {preset}: {preset_file(preset)}", *toml_lines("", settings)]
+        lines += ["", f"# preset {preset}: {preset_file(preset)}", *toml_lines(settings)]
     output.write_text("\n".join(lines) + "\n")
-
-
-def toml_lines(table: str, settings: Mapping[str, object]) -> Iterator[str]:
-    """The settings of a table as TOML: its values, then the tables within it."""
-    tables = {name: value for name, value in settings.items() if isinstance(value, dict)}
-    for name, value in settings.items():
-        if name not in tables:
-            yield f"{name} = {dumps(value, ensure_ascii=False, default=str)}"
-    for name, value in tables.items():
-        whole = f"{table}.{name}" if table else name
-        if any(not isinstance(own, dict) for own in value.values()):
-            yield from ("", f"[{whole}]")
-        yield from toml_lines(whole, value)
