@@ -249,6 +249,20 @@ def test_a_product_is_added_to_the_residual(
     assert_norm_within(residual, exact, GPU_BOUND)
 
 
+@pytest.mark.parametrize("m", [1, 8, 9, 32, 64])
+@pytest.mark.parametrize("n", [3584, 5120, 8192, 10240])
+def test_outputs_that_clusters_of_many_sizes_divide(
+    gpu_table: OpTable, rng: torch.Generator, n: int, m: int
+) -> None:
+    """Numbers of output tiles of models' matrices. 13 groups are no multiple of any number of
+    thread blocks."""
+    matrix = make_matrix(rng, Shape(((5, 1, 128), (4, 11, 128), (3, 1, 96)), n, permuted=True))
+    x, before = normal(rng, m, matrix.layout.in_features), normal(rng, m, n)
+    residual = before.clone()
+    gpu_table.linear_add_(x, filled(gpu_table, matrix), residual)
+    assert_norm_within(residual, before.double() + Exact(gpu_table, matrix)(x), GPU_BOUND)
+
+
 def check_gated(
     table: OpTable,
     rng: torch.Generator,
@@ -291,6 +305,17 @@ def test_gated_pairs(
     up = Shape(((4, 6, 128), (3, 2, 128)), n, permuted=True, has_bias=has_bias)
     out = torch.full((m, n), torch.nan, dtype=torch.float16)
     check_gated(gpu_table, rng, (make_matrix(rng, gate), make_matrix(rng, up)), out, kind)
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 32, 64])
+@pytest.mark.parametrize("n", [8704, 9728, 14336, 17408])
+def test_gated_pairs_that_clusters_of_many_sizes_divide(
+    gpu_table: OpTable, rng: torch.Generator, n: int, m: int
+) -> None:
+    gate = make_matrix(rng, Shape(((5, 1, 128), (4, 7, 128)), n, permuted=True))
+    up = make_matrix(rng, Shape(((4, 6, 128), (3, 2, 128)), n, permuted=True))
+    out = torch.full((m, n), torch.nan, dtype=torch.float16)
+    check_gated(gpu_table, rng, (gate, up), out)
 
 
 def test_the_same_inputs_give_the_same_bits(gpu_table: OpTable, rng: torch.Generator) -> None:

@@ -23,6 +23,7 @@
 //            of 9.0: two of a large launch, or one of a small launch and one of the next launch.
 #include <algorithm>
 #include <iterator>
+#include <limits>
 
 #include "cuda/linear/prepared.cuh"
 #include "cuda/linear/quant_tile.cuh"
@@ -33,6 +34,7 @@ namespace exl::cuda {
 namespace {
 
 constexpr int kMaxRows = 32;              // rows of a launch
+constexpr int kBlocksAtOnce = 2;          // thread blocks on a multiprocessor
 constexpr int kMaxPipelineBytes = 10752;  // shared memory for the stages of one warp
 // Shared memory of a thread block. Two blocks fit on a multiprocessor of 9.0, which has 228 KiB and
 // reserves 1 KiB per block.
@@ -147,27 +149,11 @@ int stages_for(int stage_bytes, int beside, const DeviceInfo& info) {
     return std::min(kMaxStages, warp_bytes / stage_bytes);
 }
 
-// Returns 1 if two thread blocks should split an output tile along k, otherwise 0: whichever
-// finishes earlier. The cost model counts k-tiles of a warp. The epilogue costs as much as one
-// k-tile, the reduction across two blocks as much as three more. `resident`: thread blocks that run
-// at once.
-int split_bits_for(const QuantLinearArgs& args, int resident, const DeviceInfo& info) {
-    const double k_tiles = static_cast<double>(args.parts[0].num_k_tiles) * args.panels() / kWarps;
-    const auto cost = [&](int bits) {
-        const int clusters = std::max(1, resident >> bits);
-        const auto rounds = static_cast<double>(ceil_div(args.num_tiles, clusters));
-        return rounds * (k_tiles / (1 << bits) + 1 + 3 * bits);
-    };
-    return info.capability >= 90 && cost(1) < cost(0);
-}
-
 template <class Shape>
 cudaError_t launch_shape(QuantLinearArgs& args, const DeviceInfo& info, void* stream) {
     constexpr int kBeside = bytes_beside_stages<Shape>();
     args.num_stages = stages_for(args.stage_bytes, kBeside, info);
-    const int resident = 2 * info.multiprocessors;
-    args.split_bits = split_bits_for(args, resident, info);
-    const int max_clusters = std::max(1, resident >> args.split_bits);
+    const int max_clusters = std::max(1, kBlocksAtOnce * info.multiprocessors >> args.split_bits);
     const int64_t clusters = std::min<int64_t>(args.num_tiles, max_clusters);
     return launch_clusters(
         quant_linear_kernel<Shape>, dim3(static_cast<unsigned>(clusters << args.split_bits)),
@@ -176,23 +162,53 @@ cudaError_t launch_shape(QuantLinearArgs& args, const DeviceInfo& info, void* st
     );
 }
 
+// Sets the panels of an output tile. Returns the number of tiles.
+int divide_tiles(QuantLinearArgs& args, int panel_bits) {
+    args.panel_bits = panel_bits;
+    args.num_tiles = 0;
+    for (int i = 0; i < args.num_groups; ++i) {
+        const int64_t tiles = ceil_div(args.parts[i].num_panels, 1 << args.part_panel_bits());
+        args.num_tiles += args.group_tiles[i] = static_cast<uint32_t>(tiles);
+    }
+    return static_cast<int>(args.num_tiles);
+}
+
+// Time of the slowest thread block in k-tiles of a warp. The epilogue costs as much as one k-tile,
+// the reduction across two blocks as much as three more.
+double cost_of(const QuantLinearArgs& args, const DeviceInfo& info) {
+    const double k_tiles = static_cast<double>(args.parts[0].num_k_tiles) * args.panels() / kWarps;
+    const int clusters = std::max(1, kBlocksAtOnce * info.multiprocessors >> args.split_bits);
+    const auto rounds = static_cast<double>(ceil_div(args.num_tiles, clusters));
+    return rounds * (k_tiles / args.splits() + 1 + 3 * args.split_bits);
+}
+
+// Chooses the panels of an output tile, and whether two thread blocks split it along k.
+void choose_partition(QuantLinearArgs& args, bool is_one_row, const DeviceInfo& info) {
+    int fewest = args.is_gated() ? 1 : 0;
+    int most = args.is_gated() && !is_one_row ? fewest : fewest + 1;
+    if (args.m > 8) {
+        // The panels of a tile share inputs: as many as leave no multiprocessor without a tile.
+        for (most = 2; most > fewest && divide_tiles(args, most) < info.multiprocessors;) --most;
+        fewest = most;
+    }
+    double least = std::numeric_limits<double>::infinity();
+    int panel_bits = fewest, split_bits = 0;
+    for (int panels = fewest; panels <= most; ++panels) {
+        for (int splits = 0; splits <= (info.capability >= 90 ? 1 : 0); ++splits) {
+            divide_tiles(args, panels), args.split_bits = splits;
+            const double cost = cost_of(args, info);
+            if (cost < least) least = cost, panel_bits = panels, split_bits = splits;
+        }
+    }
+    divide_tiles(args, panel_bits), args.split_bits = split_bits;
+}
+
 // Launches the kernel for args.m rows.
 cudaError_t launch_rows(
     QuantLinearArgs& args, int row_tiles, const DeviceInfo& info, void* stream
 ) {
-    // The panels of an output tile share inputs. More rows get more panels per tile, unless that
-    // leaves multiprocessors without a tile.
     const bool is_one_row = args.m == 1 && args.block_halves == 32;
-    args.panel_bits = args.m > 8 ? 2 : is_one_row && !args.is_gated() ? 0 : 1;
-    const auto divide = [&] {
-        args.num_tiles = 0;
-        for (int i = 0; i < args.num_groups; ++i) {
-            const int64_t tiles = ceil_div(args.parts[i].num_panels, 1 << args.part_panel_bits());
-            args.num_tiles += args.group_tiles[i] = static_cast<uint32_t>(tiles);
-        }
-        return static_cast<int>(args.num_tiles);
-    };
-    while (divide() < info.multiprocessors && args.part_panel_bits() > 0) --args.panel_bits;
+    choose_partition(args, is_one_row, info);
     const auto is_small = [&](const QuantPart& part) { return has_small_groups(part.offset_kind); };
     const bool has_small = std::any_of(std::begin(args.parts), std::end(args.parts), is_small);
     if (is_one_row && has_small) return launch_shape<RowShape<1, true, true>>(args, info, stream);

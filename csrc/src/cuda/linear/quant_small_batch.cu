@@ -17,6 +17,7 @@
 //            warms up the instruction cache for the epilogue. With up to 32 rows two thread blocks
 //            fit on a multiprocessor: two of one launch, or one of this launch and one of the next.
 #include <algorithm>
+#include <limits>
 
 #include "cuda/linear/quant_many_rows.cuh"
 #include "cuda/linear/quant_small_batch.cuh"
@@ -227,7 +228,7 @@ int divide_tiles(SmallBatchArgs& args, int slice_bits) {
     return static_cast<int>(args.num_tiles);
 }
 
-// Number of clusters of 1, 2, 4 or 8 blocks that run at once. Queried once per device.
+// Number of clusters of 1 to kMaxSplits blocks that run at once. Queried once per device.
 struct ClusterOccupancy {
     int device = -1;
     int max_active[kMaxSplits + 1];
@@ -242,7 +243,7 @@ cudaError_t cluster_occupancy(
             small_batch_kernel<kRows, is_by_rows, has_small>,
             cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes
         );
-        for (int splits = 1; splits <= kMaxSplits && error == cudaSuccess; splits *= 2) {
+        for (int splits = 1; splits <= kMaxSplits && error == cudaSuccess; ++splits) {
             cudaLaunchAttribute cluster = {};
             cluster.id = cudaLaunchAttributeClusterDimension;
             cluster.val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
@@ -266,55 +267,74 @@ cudaError_t cluster_occupancy(
     return cudaSuccess;
 }
 
-// A reduction through global memory has four clusters of two blocks per output tile.
-constexpr int kGlobalSplitBits = 2;
+// Vectors of four sums per lane that a thread block adds up in the reduction.
+int portion_of(const SmallBatchArgs& args, int rows) {
+    return static_cast<int>(ceil_div(rows / 4 * args.tile_panels(), args.splits));
+}
 
-// Chooses slices and splits such that the slowest thread block finishes as early as possible.
+struct Partition {
+    int slice_bits, splits, global_split_bits;
+};
+
+void set_partition(SmallBatchArgs& args, const Partition& partition) {
+    divide_tiles(args, partition.slice_bits);
+    args.splits = partition.splits;
+    args.global_split_bits = partition.global_split_bits;
+}
+
+// Whether a launch can have the partition of `args`. All clusters of divided tiles run at once.
+bool can_run(const SmallBatchArgs& args, int max_clusters, int rows) {
+    const int clusters = static_cast<int>(args.num_tiles) << args.global_split_bits;
+    // The reduction sends sums within a cluster: a lone block cannot.
+    if (args.splits == 1) return args.slice_bits == 0 && args.global_split_bits == 0;
+    if (clusters > max_clusters) return false;
+    if (args.global_split_bits == 0) return true;
+    const int sums = portion_of(args, rows) * kWarp * static_cast<int>(sizeof(float4));
+    return sums <= kGlobalSumBytes && clusters * args.splits <= kMaxGlobalBlocks;
+}
+
+// Time of the slowest thread block in k-tiles, of which an output tile has `k_tiles`.
 //
-// The cost model counts k-tiles, timed on a multiprocessor with one block of one slice. Two blocks
-// on a multiprocessor slow each other down by a third. Two slices, which read different inputs,
-// slow each other down by a tenth. A reduction costs as much as one k-tile. Cluster sizes are
-// powers of two: of 32 clusters of 7 blocks, which fit at once according to the driver, one was
-// observed to start only after others had ended.
+// Fitted to all partitions of the matrices of seven models with 32 rows on an H100
+// (docs/experiments/cuda-linear.md). Two blocks on a multiprocessor do not slow each other down. Two
+// slices, which read different inputs, do by 5 %. A reduction costs half a k-tile, through global
+// memory three more. If nearly as many large clusters run as fit, some start late, above all beside
+// the end of another kernel.
+double cost_of(const SmallBatchArgs& args, int64_t k_tiles, int max_clusters) {
+    const int clusters = static_cast<int>(args.num_tiles) << args.global_split_bits;
+    const int64_t rounds = args.is_split() ? 1 : ceil_div(clusters, max_clusters);
+    const auto own = static_cast<double>(rounds * ceil_div(k_tiles, args.slices() * args.blocks()));
+    const bool is_late = args.splits >= 5 && 20 * clusters > 19 * max_clusters;
+    return own * (args.slices() == 2 ? 1.05 : 1.0) + (args.is_split() ? 0.5 : 0.0) +
+           (args.has_global_split() ? 3.0 : 0.0) + (is_late ? 3.0 : 0.0);
+}
+
+// Chooses the partition whose slowest thread block finishes first. `rows`: kRows of the kernel.
 void choose_partition(
-    SmallBatchArgs& args, const ClusterOccupancy& occupancy, int multiprocessors,
-    bool can_split_globally
+    SmallBatchArgs& args, const ClusterOccupancy& occupancy, int rows, bool can_split_globally
 ) {
     int64_t k_tiles = 0;
     for (int i = 0; i < args.num_groups; ++i) {
         k_tiles = std::max<int64_t>(k_tiles, args.parts[i].num_k_tiles);
     }
     if (args.is_gated()) k_tiles += args.parts[1].num_k_tiles;
-    double least = 0;
-    int best = -1;
-    for (int bits = 0; bits <= (args.is_gated() ? 0 : 1); ++bits) {
-        const int num_tiles = divide_tiles(args, bits), slices = args.slices();
-        for (int splits = 1; splits <= kMaxSplits; splits *= 2) {
-            const bool is_split = slices * splits > 1;
-            const int max_clusters = std::max(1, occupancy.max_active[splits]);
-            if (is_split && num_tiles > max_clusters) continue;
-            const int64_t block_k_tiles =
-                ceil_div(k_tiles, slices * splits) * ceil_div(num_tiles, max_clusters);
-            const double slowdown =
-                (num_tiles * splits <= multiprocessors ? 1.0 : 1.33) * (slices == 2 ? 1.1 : 1.0);
-            const double cost = static_cast<double>(block_k_tiles) * slowdown + is_split;
-            if (best < 0 || cost < least) {
-                least = cost, best = bits, args.splits = splits;
-            }
+    double least = std::numeric_limits<double>::infinity();
+    Partition best = {0, 1, 0};
+    const auto consider = [&](const Partition& partition) {
+        set_partition(args, partition);
+        const int max_clusters = std::max(1, occupancy.max_active[partition.splits]);
+        if (!can_run(args, max_clusters, rows)) return;
+        const double cost = cost_of(args, k_tiles, max_clusters);
+        // Among equals the most blocks, which have fewer k-tiles on average.
+        if (cost <= least) least = cost, best = partition;
+    };
+    for (int splits = 1; splits <= kMaxSplits; ++splits) consider({0, splits, 0});
+    for (int splits = 1; splits <= kMaxSplits && !args.is_gated(); ++splits) {
+        for (int bits = 0; splits << bits <= (can_split_globally ? kMaxSplits : splits); ++bits) {
+            consider({1, splits, bits});
         }
     }
-    args.global_split_bits = 0;
-    // Alternative that fills the device: a reduction through global memory, whose epilogue costs
-    // four k-tiles more.
-    const int num_tiles = divide_tiles(args, 1), num_clusters = num_tiles << kGlobalSplitBits;
-    const auto block_k_tiles = static_cast<double>(ceil_div(k_tiles, 2 * kMaxSplits));
-    if (can_split_globally && !args.is_gated() && num_clusters * 2 <= kMaxGlobalBlocks &&
-        num_clusters <= occupancy.max_active[2] && block_k_tiles * 1.33 * 1.1 + 4 < least) {
-        args.splits = 2;
-        args.global_split_bits = kGlobalSplitBits;
-        return;
-    }
-    divide_tiles(args, best);
+    set_partition(args, best);
 }
 
 // Rows of the launch for which the batch-invariant mode chooses its partition.
@@ -339,12 +359,12 @@ cudaError_t launch_shape(
             &chosen, info, std::min(kShared, info.shared_per_block)
         );
         if (failure != cudaSuccess) return failure;
-        choose_partition(args, chosen, info.multiprocessors, false);
+        choose_partition(args, chosen, kInvariantRows, false);
         if (!is_by_rows && !has_small && suits_many_rows(args, info)) {
             return quant_many_rows(args, max_k_tile_bytes(call), info, stream);
         }
     } else {
-        choose_partition(args, occupancy, info.multiprocessors, kRows <= 32);
+        choose_partition(args, occupancy, kRows, kRows <= 32);
     }
     args.workspace = static_cast<uint8_t*>(call.workspace);
     const auto max_clusters = static_cast<uint32_t>(std::max(1, occupancy.max_active[args.splits]));
@@ -352,7 +372,7 @@ cudaError_t launch_shape(
     // The clusters of divided tiles have one tile each. If they do not all fit at once, as in the
     // batch-invariant mode, the last ones start when others have ended.
     const bool has_one_tile = args.is_split() || num_clusters <= max_clusters;
-    args.portion = static_cast<int>(ceil_div(kRows / 4 * args.tile_panels(), args.splits));
+    args.portion = portion_of(args, kRows);
     args.portion_reciprocal = static_cast<uint32_t>(ceil_div(1 << 16, args.portion));
     const int partial_bytes =
         args.num_partials() * args.portion * kWarp * static_cast<int>(sizeof(float4));
@@ -369,8 +389,7 @@ cudaError_t launch_shape(
     args.num_clusters = has_one_tile ? num_clusters : max_clusters;
     for (int i = 0; i < call.count; ++i) {
         SmallBatchPart& part = args.parts[i];
-        const int tile_blocks = args.splits << args.global_split_bits;
-        part.split_k_tiles = static_cast<uint32_t>(ceil_div(part.num_k_tiles, tile_blocks));
+        part.split_k_tiles = static_cast<uint32_t>(ceil_div(part.num_k_tiles, args.blocks()));
         for (uint32_t rank = 0; rank * part.split_k_tiles < part.num_k_tiles; ++rank) {
             part.first[rank] =
                 k_tile_at(*call.parts[i], rank * part.split_k_tiles, part.header_bytes);

@@ -23,7 +23,7 @@
 namespace exl::cuda {
 
 constexpr int kMaxTilePanels = 8;
-constexpr int kMaxSplits = 8;  // thread blocks that divide an output tile
+constexpr int kMaxSplits = 8;  // thread blocks that divide an output tile, in all its clusters
 // Workspace of the reduction through global memory. It has room for the sums of kMaxGlobalBlocks
 // thread blocks of a launch. The arrival counters, one per portion of a tile, precede the sums.
 constexpr int kMaxGlobalBlocks = 288;
@@ -58,7 +58,7 @@ struct SmallBatchArgs {
     uint32_t group_tiles[3];    // output tiles of each group: of a part, or of a gated pair
     uint32_t num_tiles;         // of all groups
     int32_t slice_bits;         // log2 of the slices: 1 for tiles of 4 panels, 0 for tiles of 8
-    int32_t splits;             // thread blocks of a cluster, 1 to kMaxSplits
+    int32_t splits;             // thread blocks of a cluster
     int32_t global_split_bits;  // log2 of the clusters of a tile
     uint32_t num_clusters;
     uint8_t* workspace;  // counters, zero between launches, and sums
@@ -88,6 +88,8 @@ struct SmallBatchArgs {
     __host__ __device__ bool has_activation() const { return epilogue >= EXL_EPILOGUE_GATED; }
     __host__ __device__ int slices() const { return 1 << slice_bits; }
     __host__ __device__ int tile_panels() const { return kMaxTilePanels >> slice_bits; }
+    // Thread blocks that divide a tile.
+    __host__ __device__ int blocks() const { return splits << global_split_bits; }
     // Number of partial sums per output in a cluster.
     __host__ __device__ int num_partials() const { return splits << slice_bits; }
     // Whether a tile is divided within its cluster. Then a thread block has one tile only.
