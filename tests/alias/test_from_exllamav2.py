@@ -136,11 +136,13 @@ def _tokenizer(s: Sides) -> None:
     assert s.loaded.tokenizer.vocab_size == s.tokenizer.get_vocab_size()
 
 
-@row("`tokenizer.encode(text, encode_special_tokens=True)`")
+@row("`tokenizer.encode(text)` with `tokenizer.json`, or with `encode_special_tokens=True`")
 def _encode(s: Sides) -> None:
     text = "a</s>b"
-    old = s.tokenizer.encode(text, encode_special_tokens=True)
-    assert old[0].tolist() == s.loaded.tokenizer.encode(text, allow_special=True)
+    expected = s.loaded.tokenizer.encode(text, allow_special=True)
+    for asked in (False, True):
+        old = s.tokenizer.encode(text, encode_special_tokens=asked)
+        assert old[0].tolist() == expected
 
 
 @row("`tokenizer.single_id(text)`, `get_id_to_piece_list()`")

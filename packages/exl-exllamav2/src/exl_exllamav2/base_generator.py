@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exl_core.engine.engine import Engine
-from exl_core.engine.request import Request
+from exl_core.engine.engine import Engine, EngineOptions
+from exl_core.engine.request import Report, Request
 from exl_core.generate.base import BaseGenerator
 from exl_core.generate.driver import generate
 from exl_core.model.embedded import EmbeddedSpan
 from exl_exllamav2.cache import ExLlamaV2CacheBase
-from exl_exllamav2.engines import hooks_of, make_engine, random_seed
+from exl_exllamav2.engines import hooks_of, make_engine, random_seed, report_for
 from exl_exllamav2.errors import old_types
 from exl_exllamav2.filters import constraints_of
 from exl_exllamav2.forward import ForwardOwner
@@ -23,6 +23,8 @@ from exl_exllamav2.model import ExLlamaV2
 from exl_exllamav2.notices import warn_once
 from exl_exllamav2.settings import Settings, sampler_params
 from exl_exllamav2.tokenizer import ExLlamaV2Tokenizer
+
+WARMUP_TOKENS = 256  # of the cache of a warm-up
 
 
 class EngineOwner:
@@ -64,7 +66,8 @@ class ExLlamaV2BaseGenerator:
     def warmup(self) -> None:
         """Run a short reply in memory of its own; the cache is not touched."""
         with old_types():
-            engine = Engine(self.model.weights, self.tokenizer.exl)
+            options = EngineOptions(max_batch=1, cache_tokens=WARMUP_TOKENS)
+            engine = Engine(self.model.weights, self.tokenizer.exl, options)
             generate(engine, Request((0, 1), max_tokens=2))
 
     def full(self) -> bool:
@@ -106,7 +109,9 @@ class ExLlamaV2BaseGenerator:
         if self.cache.take(owner):
             owner.engine.forget_cache()
         stop = self.tokenizer.eos_token_id if stop_token == -1 else stop_token
-        report_hooks = hooks_of(gen_settings)
+        if input_embeddings is None:
+            num_tokens = self._fitting(prompts, num_tokens, add_bos, encode_special_tokens)
+        hooks = hooks_of(gen_settings, self.model.config.padded_vocab_size)
         constraints = constraints_of(filters)
         with old_types():
             texts = generator.generate_simple(
@@ -115,7 +120,7 @@ class ExLlamaV2BaseGenerator:
                 seed=random_seed(),
                 stop_token=stop,
                 add_bos=add_bos and self.tokenizer.bos_token_id is not None,
-                parse_special=encode_special_tokens,
+                parse_special=self.tokenizer.reads_special(encode_special_tokens),
                 completion_only=completion_only,
                 abort=abort_event,
                 input_embeddings=input_embeddings,
@@ -125,10 +130,29 @@ class ExLlamaV2BaseGenerator:
                 adapters=adapters_of(loras),
                 constraints=constraints,
                 prefer_eos=filter_prefer_eos and bool(constraints) and stop is not None,
-                hooks=report_hooks,
+                hooks=hooks,
+                report=report_for(hooks, Report()),
             )
         self.sequence_ids = self._padded(generator.sequence_ids)
         return texts[0] if isinstance(prompt, str) else texts
+
+    def _fitting(
+        self, prompts: list[str], num_tokens: int, add_bos: bool, encode_special_tokens: bool
+    ) -> int:
+        """The tokens for which the cache has room behind the longest prompt, at most `num_tokens`.
+        exllamav2 failed at the end of such a cache, unless the reply ended before."""
+        ids = self.tokenizer.encode(
+            prompts, add_bos=add_bos, encode_special_tokens=encode_special_tokens
+        )
+        room = self.cache.max_seq_len - ids.shape[-1]
+        if not 1 <= room < num_tokens:
+            return num_tokens
+        warn_once(
+            "generate_simple num_tokens",
+            f"the cache of {self.cache.max_seq_len} tokens has room for {room} new ones, fewer "
+            f"than num_tokens={num_tokens}",
+        )
+        return room
 
     def _generator(self) -> tuple[EngineOwner, BaseGenerator]:
         if self._simple is None:

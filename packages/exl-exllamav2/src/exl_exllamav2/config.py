@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from exl_core.arch.layers import Dense, MoE
 from exl_core.arch.spec import RopeMethod
 from exl_core.errors import ExlError
 from exl_core.session.load import LoadOptions, resolve_device
@@ -43,6 +44,9 @@ class ExLlamaV2Config:
         self.alt_rope_method: str | None = None
         self.yarn_rope_factor: float | None = None
         self.yarn_rope_original_max_position_embeddings: int | None = None
+        self.num_experts: int | None = None
+        self.num_experts_per_token: int | None = None
+        self._native_top_k: int | None = None
         self.load_in_q4 = False
         self.fasttensors = False
         self.no_flash_attn = environment.is_set("EXLLAMA_NO_FLASH_ATTN")
@@ -92,6 +96,9 @@ class ExLlamaV2Config:
         yarn = self.yarn_rope_factor if self.alt_rope_method == "yarn" else None
         if yarn == self._native_yarn:
             yarn = None
+        top_k = self.num_experts_per_token
+        if self.num_experts is None or top_k == self._native_top_k:
+            top_k = None  # programs set a number for models without experts too
         return LoadOptions(
             device=environment.device(),
             max_seq_len=self.max_seq_len,
@@ -99,7 +106,13 @@ class ExLlamaV2Config:
             rope_alpha=None if alpha is None else float(alpha),
             yarn_factor=None if yarn is None else float(yarn),
             load_in_4bit=bool(self.load_in_q4),
+            experts_per_token=top_k,
         )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Length of a row of logits."""
+        return -(-self.vocab_size // 32) * 32
 
     def is_on_gpu(self) -> bool:
         """Whether a GPU will run the model."""
@@ -130,14 +143,19 @@ class ExLlamaV2Config:
         self.num_key_value_heads = attention.num_kv_heads
         self.num_key_value_groups = attention.num_q_heads // attention.num_kv_heads
         self.head_dim = attention.head_dim
-        self.intermediate_size = config.layers[0].feed_forward.inner_size
         self.norm_eps = config.norm_eps
         self.rotary_embedding_base = rope.base
         self.sliding_window = max(layer.attention.window for layer in config.layers)
         self.final_logit_softcapping = config.final_softcap
         self.attn_logit_softcapping = attention.softcap
-        self.num_experts: int | None = None
-        self.num_experts_per_token: int | None = None
+        parts = [layer.feed_forward for layer in config.layers]
+        experts = next((part for part in parts if isinstance(part, MoE)), None)
+        dense = next((part for part in parts if isinstance(part, Dense)), None)
+        width = 0 if experts is None else experts.intermediate_size
+        self.intermediate_size = width if dense is None else dense.inner_size
+        self.num_experts = None if experts is None else experts.router.num_experts
+        self._native_top_k = None if experts is None else experts.router.top_k
+        self.num_experts_per_token = self._native_top_k
         self.bos_token_id = config.bos_id
         self.eos_token_id = config.eos_ids[0] if config.eos_ids else None
         self.eos_token_ids = list(config.eos_ids)

@@ -231,10 +231,13 @@ class ExLlamaV2DynamicGenerator:
                     own.append(job.streamed(event, padded_vocab))
                 case StartEvent():
                     job.is_started = True
+                    job.prefill_total = _prefill_total(sequence.request)
+                    job.prefill_done = event.cached_tokens
                     job.time_first_prefill = now
                     own.append(job.result("started"))
                 case PrefillEvent():
-                    own.append(_progress(job, event))
+                    job.prefill_done = min(event.done, job.prefill_total)
+                    own.append(_progress(job))
                 case RewindEvent():
                     own.append(_suppressed(job, event))
                 case FinishEvent():
@@ -249,6 +252,12 @@ class ExLlamaV2DynamicGenerator:
             job.time_first_token = job.time_first_token or now
             job.time_last_token = now
         job.new_tokens = max(0, length - len(sequence.request.prompt_ids))
+        if job.new_tokens > 0 and job.prefill_done < job.prefill_total:
+            # The engine reports no progress with the chunk that ends the prompt.
+            job.prefill_done = job.prefill_total
+            stages = [one["stage"] for one in own]
+            first = stages.index("streaming") if "streaming" in stages else len(own)
+            own.insert(first, _progress(job))
         shown = sum(one["stage"] == "streaming" for one in own)
         if shown < num_new:
             own += [job.result("streaming") for _ in range(num_new - shown)]
@@ -262,7 +271,7 @@ class ExLlamaV2DynamicGenerator:
 
     @property
     def _padded_vocab(self) -> int:
-        return -(-self.model.config.vocab_size // 32) * 32
+        return self.model.config.padded_vocab_size
 
     def generate(
         self,
@@ -437,13 +446,14 @@ def _shown(prompt: Any) -> str:
     return str(prompt[0] if isinstance(prompt, tuple) else prompt)
 
 
-def _progress(job: ExLlamaV2DynamicJob, event: PrefillEvent) -> Result:
-    num_last = len(job.sequences)
-    return job.result(
-        "prefill",
-        curr_progress=min(event.done, event.total - num_last),
-        max_progress=event.total - num_last,
-    )
+def _prefill_total(request: Request) -> int:
+    """Tokens of the prompts without the last one of each, which the first sampled token follows."""
+    prompts = (request.prompt_ids, request.negative_prompt_ids)
+    return sum(len(ids) - 1 for ids in prompts if ids)
+
+
+def _progress(job: ExLlamaV2DynamicJob) -> Result:
+    return job.result("prefill", curr_progress=job.prefill_done, max_progress=job.prefill_total)
 
 
 def _suppressed(job: ExLlamaV2DynamicJob, event: RewindEvent) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from exl_exllamav2.settings import Settings
 from exl_exllamav2.tokenizer import ExLlamaV2Tokenizer
 
 Stops = tuple[frozenset[int], tuple[str, ...]]
+
+NO_LOGIT = -65504.0  # of the padding of rows
 
 
 def make_engine(
@@ -107,6 +110,7 @@ def random_seed() -> int:
 def build_request(
     prompt_ids: Sequence[int],
     *,
+    padded_vocab: int,
     max_tokens: int,
     sampler: SamplerParams,
     settings: Settings,
@@ -126,6 +130,7 @@ def build_request(
 ) -> Request:
     """A request with the old arguments; combinations that mean nothing are dropped as before."""
     stop_ids, stop_strings = stops
+    called = hooks_of(settings, padded_vocab)
     constraints = constraints_of(filters, busy_filters)
     return Request(
         prompt_ids=tuple(prompt_ids),
@@ -141,8 +146,8 @@ def build_request(
         token_healing=token_healing and len(prompt_ids) > 1,
         adapters=adapters_of(loras),
         embeddings=spans_of(embeddings),
-        hooks=(*hooks, *hooks_of(settings)),
-        report=report or Report(),
+        hooks=(*hooks, *called),
+        report=report_for(called, report or Report()),
         show_special=decode_special_tokens,
     )
 
@@ -166,12 +171,17 @@ class ExLlamaV2PostSamplingHook:
         raise NotImplementedError
 
 
-def hooks_of(settings: Settings) -> tuple[Hook, ...]:
+def hooks_of(settings: Settings, padded_vocab: int) -> tuple[Hook, ...]:
     """Hooks of exl that call those of the settings."""
-    return tuple(_hook(one) for one in settings.post_sampling_hooks or ())
+    return tuple(_hook(one, padded_vocab) for one in settings.post_sampling_hooks or ())
 
 
-def _hook(call: Any) -> Hook:
+def report_for(hooks: Sequence[Hook], asked: Report) -> Report:
+    """The details of each token that hooks need, besides those that the program has asked for."""
+    return replace(asked, probabilities=True, logits=True) if hooks else asked
+
+
+def _hook(call: Any, padded_vocab: int) -> Hook:
     def hook(token: SampledToken) -> int | None:
         result = ExLlamaV2PostSamplingResult()
         result.sampled_token = torch.tensor([[token.token_id]])
@@ -180,7 +190,9 @@ def _hook(call: Any) -> Hook:
         if token.top:
             result.candidate_tokens = torch.tensor([[[i for i, _ in token.top]]])
             result.candidate_probs = torch.tensor([[[p for _, p in token.top]]])
-        result.logits = token.logits
+        if token.logits is not None:
+            result.logits = torch.full((1, 1, padded_vocab), NO_LOGIT)
+            result.logits[0, 0, : len(token.logits)] = token.logits
         call(result)
         assert result.sampled_token is not None, "hooks replace tokens, not remove them"
         return int(result.sampled_token.view(-1)[0])

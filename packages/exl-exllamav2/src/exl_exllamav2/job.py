@@ -101,6 +101,7 @@ class ExLlamaV2DynamicJob:
         self.request_id = ""
         self.num_emitted = 0
         self.num_sampled = 0
+        self.prefill_done = self.prefill_total = 0
 
     def __repr__(self) -> str:
         return f"ExLlamaV2DynamicJob #{self.serial_number}"
@@ -130,6 +131,7 @@ class ExLlamaV2DynamicJob:
         self.reader = SettingsReader(self.gen_settings, tokenizer, self.seed)
         request = build_request(
             ids[0],
+            padded_vocab=tokenizer.config.padded_vocab_size,
             negative_ids=ids[1] if len(ids) == 2 else None,
             max_tokens=self.max_new_tokens,
             min_tokens=self.min_new_tokens,
@@ -178,7 +180,7 @@ class ExLlamaV2DynamicJob:
         self.is_finished = True
         self.new_tokens = event.completion_tokens
         result = self.result("streaming") if last is None else last
-        padded_vocab = -(-tokenizer.config.vocab_size // 32) * 32
+        padded_vocab = tokenizer.config.padded_vocab_size
         left = event.token_ids[self.num_emitted :]
         is_token = event.reason is FinishReason.STOP and isinstance(event.stopped_by, int)
         if left and not is_token:

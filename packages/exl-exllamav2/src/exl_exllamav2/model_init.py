@@ -147,7 +147,10 @@ def _apply(config: ExLlamaV2Config, args: Any) -> None:
     if option("load_q4"):
         config.load_in_q4 = True
     if option("experts_per_token"):
-        warn_once("--experts_per_token", "has no effect: the model has no experts")
+        if config.num_experts is None:
+            warn_once("--experts_per_token", "has no effect: the model has no experts")
+        else:
+            config.num_experts_per_token = option("experts_per_token")
 
 
 def _leave(text: str) -> None:

@@ -241,7 +241,7 @@ def _bias(bias: Tensor | None, vocab_size: int) -> dict[str, Any]:
 
 
 def _padded_vocab(tokenizer: ExLlamaV2Tokenizer) -> int:
-    return -(-tokenizer.config.vocab_size // 32) * 32
+    return tokenizer.config.padded_vocab_size
 
 
 @lru_cache(10)

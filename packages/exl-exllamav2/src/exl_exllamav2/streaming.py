@@ -212,10 +212,12 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         reader = SettingsReader(gen_settings, self.tokenizer, random_seed())
         report = Report(return_probabilities, return_top_tokens, return_logits)
         stops = frozenset(self.stop_tokens), tuple(self.stop_strings)
-        capacity = self.model.config.max_seq_len - max(map(len, rows))
+        context = min(self.model.config.max_seq_len, self.cache.max_seq_len)
+        capacity = context - max(map(len, rows))
         with old_types():
             request = build_request(
                 rows[0],
+                padded_vocab=self.model.config.padded_vocab_size,
                 negative_ids=rows[1] if len(rows) == 2 else None,
                 max_tokens=max(1, capacity),
                 sampler=reader.params,
@@ -385,7 +387,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             "eos": is_end,
             "chunk_token_ids": torch.tensor([list(found.token_ids)], dtype=torch.long).view(1, -1),
         }
-        padded_vocab = -(-self.model.config.vocab_size // 32) * 32
+        padded_vocab = self.model.config.padded_vocab_size
         details = token_details(found.tokens, begun.report, padded_vocab, "probs", "top_")
         result |= details or _no_details(begun.report, padded_vocab)
         if found.suppressed:

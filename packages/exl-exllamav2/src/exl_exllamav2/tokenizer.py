@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -22,8 +21,10 @@ from exl_exllamav2.errors import OldAssertionError, old_types
 class InnerTokenizer:
     """The vocabulary as integrations read it: raw spellings, and ids without added tokens."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, reads_special: bool) -> None:
         self._tokenizer = tokenizer
+        self.reads_special = reads_special
+        """Whether special tokens in a text are tokens, whatever a program asks for."""
 
     @cached_property
     def vocab(self) -> dict[str, int]:
@@ -45,8 +46,8 @@ class InnerTokenizer:
 
     def encode(self, text: str | Sequence[str]) -> Any:
         if isinstance(text, str):
-            return self._tokenizer.encode(text)
-        return [self._tokenizer.encode(one) for one in text]
+            return self._tokenizer.encode(text, allow_special=self.reads_special)
+        return [self.encode(one) for one in text]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids)
@@ -92,10 +93,10 @@ class ExLlamaV2Tokenizer:
         force_json: bool = False,
         force_spm: bool = False,
     ) -> None:
-        if force_spm and not (Path(config.model_dir or "") / "tokenizer.model").is_file():
-            raise OldAssertionError("force_spm, but there is no tokenizer.model")
         self.config = config
         files = config.opened()
+        if force_spm and not (files.path / "tokenizer.model").is_file():
+            raise OldAssertionError("force_spm, but there is no tokenizer.model")
         with old_types():
             self.exl = files.tokenizer
             is_dir = files.path.is_dir()
@@ -107,7 +108,11 @@ class ExLlamaV2Tokenizer:
             if self.tokenizer_config_dict and template.is_file():  # where newer models have it
                 text = template.read_text(encoding="utf-8")
                 self.tokenizer_config_dict.setdefault("chat_template", text)
-        self.tokenizer_model = self.tokenizer = InnerTokenizer(self.exl)
+        # exllamav2 passes texts to the library of tokenizer.json, which knows the special tokens.
+        # Of tokenizers it leaves only those of tokenizer.model the choice.
+        reads_special = not is_dir or (files.path / "tokenizer.json").is_file()
+        inner = InnerTokenizer(self.exl, reads_special=reads_special and not force_spm)
+        self.tokenizer_model = self.tokenizer = inner
         self.pieces = Pieces(self.exl)
         self.extended_piece_to_id = dict(self.exl.special_tokens)
         self.extended_id_to_piece = {i: text for text, i in self.extended_piece_to_id.items()}
@@ -139,19 +144,19 @@ class ExLlamaV2Tokenizer:
     ) -> Any:
         """Ids int64 [texts, n], padded on the left; `return_offsets` adds offsets, int32 [texts].
 
-        `embeddings`: objects with `text_alias` and `get_ids`.
+        Special tokens in a text become plain text only if `encode_special_tokens` is False and the
+        model has a `tokenizer.model` alone. `embeddings`: objects with `text_alias` and `get_ids`.
         """
         texts = [text] if isinstance(text, str) else list(text)
         aliases = {one.text_alias: one.get_ids() for one in embeddings or ()}
         bos = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         eos = [self.eos_token_id] if add_eos and self.eos_token_id is not None else []
+        allows = self.reads_special(encode_special_tokens)
         with old_types():
             rows = [
                 [
                     *bos,
-                    *encode_with_aliases(
-                        self.exl, one, aliases, allow_special=encode_special_tokens
-                    ),
+                    *encode_with_aliases(self.exl, one, aliases, allow_special=allows),
                     *eos,
                 ]
                 for one in texts
@@ -186,7 +191,7 @@ class ExLlamaV2Tokenizer:
         return torch.tensor([[token_id]], dtype=torch.long)
 
     def num_tokens(self, text: str) -> int:
-        return len(self.exl.encode(text))
+        return len(self.encode_unspecial(text))
 
     def padding_mask(self, ids: Tensor) -> Tensor:
         """Half [texts, n]: minus infinity at padding, else 0."""
@@ -232,7 +237,12 @@ class ExLlamaV2Tokenizer:
         return self.exl.encode(text, allow_special=True)
 
     def encode_unspecial(self, text: str) -> list[int]:
-        return self.exl.encode(text)
+        ids: list[int] = self.tokenizer_model.encode(text)
+        return ids
+
+    def reads_special(self, is_asked: bool) -> bool:
+        """Whether special tokens in a text become tokens, for a program's choice."""
+        return is_asked or self.tokenizer_model.reads_special
 
     def hf_render_chat_template(
         self,
@@ -262,7 +272,7 @@ class ExLlamaV2Tokenizer:
         return ids
 
     def _last_id(self, text: str) -> int | None:
-        ids = self.exl.encode(text)
+        ids = self.encode_unspecial(text)
         return ids[-1] if ids else None
 
 

@@ -3,7 +3,21 @@
 import torch as _torch
 
 from exl_core import __version__ as __exl__
-from exllamav2 import model_init
+from exllamav2 import (
+    attn,
+    compat,
+    embedding,
+    generator,
+    headnorm,
+    layernorm,
+    linear,
+    mlp,
+    model_init,
+    moe_mlp,
+    parallel_decoder,
+    pos_embedding,
+    rmsnorm,
+)
 from exllamav2.cache import (
     ExLlamaV2Cache,
     ExLlamaV2Cache_8bit,

@@ -1,3 +1,4 @@
+from exllamav2.generator import filters
 from exllamav2.generator.base import ExLlamaV2BaseGenerator
 from exllamav2.generator.dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 from exllamav2.generator.dynamic_async import (

@@ -1,0 +1,189 @@
+"""Behaviour of exllamav2 on which programs rely: special tokens of a text, caches shorter than the
+model's context, progress of prompts, hooks, experts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import exl_exllamav2.base_generator
+from exl_core.engine.engine import Engine
+from exl_exllamav2.settings import Settings
+from support import tiny_models
+
+GREEDY = Settings.greedy()
+
+
+@pytest.fixture
+def model(old: Any) -> Any:
+    model = old.ExLlamaV2(old.ExLlamaV2Config("/mnt/models/some-model"))
+    model.load()
+    return model
+
+
+@pytest.fixture
+def tokenizer(old: Any, model: Any) -> Any:
+    return old.ExLlamaV2Tokenizer(model.config)
+
+
+@pytest.fixture
+def expert_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny Mixtral, which every model path means then."""
+    tiny_models.save(tiny_models.tiny_mixtral(), tmp_path)
+    monkeypatch.setenv("EXL_ALIAS_MODELS", json.dumps({"*": str(tmp_path)}))
+    return tmp_path
+
+
+def test_special_tokens_of_a_text_are_tokens(model: Any, tokenizer: Any) -> None:
+    from exllamav2.generator import ExLlamaV2BaseGenerator
+
+    expected = [tokenizer.bos_token_id, tokenizer.single_id("a")]
+    for asked in (False, True):
+        assert tokenizer.encode("<s>a", encode_special_tokens=asked).tolist() == [expected]
+    assert tokenizer.encode_unspecial("<s>a") == tokenizer.tokenizer_model.encode("<s>a")
+    assert tokenizer.encode_unspecial("<s>a") == expected
+    assert tokenizer.num_tokens("<s>a") == 2
+    generator = ExLlamaV2BaseGenerator(model, new_cache(model), tokenizer)
+    generator.generate_simple("<s>a", GREEDY, 1)
+    assert generator.sequence_ids[0, :2].tolist() == expected
+
+
+def test_tokenizer_model_alone_leaves_special_tokens_as_text(
+    old: Any, tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny_dir, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.model").touch()
+    monkeypatch.setenv("EXL_ALIAS_MODELS", json.dumps({"*": str(tmp_path / "model")}))
+    tokenizer = old.ExLlamaV2Tokenizer(old.ExLlamaV2Config("any"), force_spm=True)
+    assert tokenizer.decode(tokenizer.encode("<s>a"), decode_special_tokens=True) == ["<s>a"]
+    assert tokenizer.encode("<s>a").shape == (1, 4)
+    assert tokenizer.encode("<s>a", encode_special_tokens=True).shape == (1, 2)
+
+
+def new_cache(model: Any, max_seq_len: int = 256) -> Any:
+    from exllamav2 import ExLlamaV2Cache
+
+    return ExLlamaV2Cache(model, max_seq_len=max_seq_len)
+
+
+def test_a_stream_goes_on_to_the_end_of_a_cache_shorter_than_the_context(
+    model: Any, tokenizer: Any
+) -> None:
+    from exllamav2.generator import ExLlamaV2StreamingGenerator
+
+    generator = ExLlamaV2StreamingGenerator(model, new_cache(model), tokenizer)
+    generator.begin_stream_ex(tokenizer.encode("x" * 250), GREEDY)
+    for _ in range(6):
+        generator.stream_ex()
+    with pytest.raises(AssertionError, match="full"):
+        generator.stream_ex()
+
+
+def test_a_call_takes_no_more_tokens_than_the_cache_has_room_for(
+    model: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from exllamav2.generator import ExLlamaV2BaseGenerator
+
+    generator = ExLlamaV2BaseGenerator(model, new_cache(model), tokenizer)
+    generator.generate_simple("x" * 250, GREEDY, 600, stop_token=None)
+    assert generator.sequence_ids.shape == (1, 256)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has room for 6 new ones, fewer than num_tokens=600" in line
+
+
+def test_a_warm_up_takes_little_memory(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from exllamav2.generator import ExLlamaV2StreamingGenerator
+
+    made: list[Engine] = []
+
+    def make(*args: Any, **kwargs: Any) -> Engine:
+        made.append(Engine(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(exl_exllamav2.base_generator, "Engine", make)
+    cache = new_cache(model, 1024)
+    ExLlamaV2StreamingGenerator(model, cache, tokenizer).warmup()
+    (engine,) = made
+    assert engine.store.num_pages * 4 <= cache.store.num_pages
+
+
+def test_submodules_are_attributes_of_the_package(old: Any) -> None:
+    assert old.generator.filters.ExLlamaV2Filter is old.generator.base.ExLlamaV2Filter
+    for name in ("attn", "linear", "mlp", "rmsnorm", "embedding", "compat"):
+        assert hasattr(old, name), name
+
+
+@pytest.mark.parametrize("length", [2, 300, 700])
+def test_prompts_are_reported_to_their_end(model: Any, tokenizer: Any, length: int) -> None:
+    from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+
+    generator = ExLlamaV2DynamicGenerator(
+        model, new_cache(model, 1024), tokenizer, max_chunk_size=256
+    )
+    generator.enqueue(ExLlamaV2DynamicJob(tokenizer.encode("x" * length), 2, gen_settings=GREEDY))
+    results = []
+    while generator.num_remaining_jobs():
+        results += generator.iterate()
+    stages = [one["stage"] for one in results]
+    assert stages == sorted(stages, key=("started", "prefill", "streaming").index)
+    progress = [
+        (one["curr_progress"], one["max_progress"]) for one in results if "curr_progress" in one
+    ]
+    assert progress[-1] == (length - 1, length - 1)
+    assert len(set(progress)) == len(progress)
+    assert all(total == length - 1 for _, total in progress)
+
+
+def test_hooks_get_the_probability_and_all_logits(model: Any, tokenizer: Any) -> None:
+    from exllamav2.generator import ExLlamaV2BaseGenerator, ExLlamaV2StreamingGenerator
+
+    seen: list[tuple[float, Any]] = []
+
+    def hook(found: Any) -> None:
+        seen.append((found.sampled_prob.item(), found.logits))
+        assert int(found.logits[0, 0].argmax()) == int(found.sampled_token)
+
+    settings = Settings.greedy()
+    settings.post_sampling_hooks = [hook]
+    cache = new_cache(model)
+    ExLlamaV2BaseGenerator(model, cache, tokenizer).generate_simple("abc", settings, 3)
+    stream = ExLlamaV2StreamingGenerator(model, cache, tokenizer)
+    stream.begin_stream_ex(tokenizer.encode("abc"), settings)
+    assert "logits" not in stream.stream_ex()
+    assert len(seen) == 4
+    for probability, logits in seen:
+        assert probability == 1.0
+        assert logits.shape == (1, 1, 320)
+        assert logits.dtype == torch.float32
+
+
+def test_experts_per_token_are_those_of_the_configuration(old: Any, expert_dir: Path) -> None:
+    def logits(experts: int | None) -> Any:
+        config = old.ExLlamaV2Config("any")
+        assert (config.num_experts, config.num_experts_per_token) == (4, 2)
+        assert config.intermediate_size == found["intermediate_size"]
+        if experts is not None:
+            config.num_experts_per_token = experts
+        model = old.ExLlamaV2(config)
+        model.load()
+        return model.forward(torch.tensor([[5, 6, 7]]))
+
+    found = json.loads((expert_dir / "config.json").read_text(encoding="utf-8"))
+    one, two = logits(1), logits(2)
+    assert torch.equal(two, logits(None))
+    assert not torch.allclose(one, two)
+
+
+def test_a_model_without_experts_ignores_their_number(old: Any) -> None:
+    """Some programs set it for every model."""
+    config = old.ExLlamaV2Config("any")
+    assert config.num_experts is None
+    config.num_experts_per_token = 2
+    old.ExLlamaV2(config).load()
