@@ -169,6 +169,21 @@ def test_responses_have_output_items(full: Running) -> None:
     assert done == ["reasoning", "message", "function_call"]
 
 
+def test_responses_have_log_probabilities_and_say_what_was_cut(plain: Running) -> None:
+    body = {"model": "gpt", "input": "hi", "max_output_tokens": 3}
+    body["include"] = ["message.output_text.logprobs"]
+    (item,) = plain.post("/v1/responses", body).json()["output"]
+    entries = item["content"][0]["logprobs"]
+    assert (item["status"], len(entries)) == ("incomplete", 3)
+    events = events_of(plain.post("/v1/responses", {**body, "stream": True}))
+    deltas = [e["logprobs"] for e in events if e["type"] == "response.output_text.delta"]
+    assert [one for part in deltas for one in part] == entries
+    (done,) = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+    assert done["content"][0]["logprobs"] == entries
+    assert done["status"] == "incomplete"
+    assert events[-1]["response"]["output"] == [done]
+
+
 def test_responses_join_the_parts_of_a_reply() -> None:
     seen: list[Any] = []
     template = (

@@ -123,6 +123,21 @@ def test_failed_pass_is_an_error_and_the_next_request_is_served() -> None:
         assert one.post("/v1/completions", {"prompt": "Q"}).json()["choices"][0]["text"] == "fine"
 
 
+def test_a_failed_pass_is_an_event_of_the_responses_api() -> None:
+    runtime = scripted_runtime(reply_with("fine"))
+    model: Any = runtime.loaded.model
+    with running(runtime) as one:
+        model.failure = ExlError("the device is gone")
+        body = {"model": "scripted", "input": "Q", "stream": True}
+        with one.http.stream("POST", "/v1/responses", json=body) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+    event = json.loads(lines[-1].removeprefix("data: "))
+    assert lines[-2] == "event: error"
+    assert event["type"] == "error"
+    assert "the device is gone" in event["message"]
+    assert event["sequence_number"] == 2, "after the two of the beginning"
+
+
 def test_metrics_count_requests_and_tokens(monkeypatch: Any) -> None:
     with running(scripted_runtime(reply_with("fine"))) as one:
         one.post("/v1/completions", {"prompt": "Q:"})
@@ -251,6 +266,41 @@ def test_requests_for_several_models_swap_them() -> None:
             model["id"]: model["loaded"] for model in one.http.get("/v1/models").json()["data"]
         }
         assert current == {"a": True, "b": False, "broken": False}
+
+
+def test_requests_without_a_model_join_the_swap() -> None:
+    """A look at the properties of a server does not load another model again."""
+    folder, gate = Folder(), threading.Event()
+
+    def open_late(path: Path) -> Runtime:
+        gate.wait(LIMIT_S)
+        return folder.open(path)
+
+    host = ModelHost(
+        scripted_runtime(reply_with("x"), name="a"), others={"b": Path("b")}, opener=open_late
+    )
+    with running(host) as one:
+        body = {"model": "b", "prompt": "Q", "max_tokens": 9}
+        asking = in_background(lambda: one.post("/v1/completions", body))
+        wait_until(lambda: host.is_loading)
+        assert one.http.get("/health").json() == {"status": "loading"}
+        looking = in_background(lambda: one.http.get("/props"))
+        time.sleep(0.1)
+        gate.set()
+        asking.join(LIMIT_S)
+        looking.join(LIMIT_S)
+        assert host.resident is not None and host.resident.name == "b"
+    assert folder.loaded == ["b"]
+
+
+def test_health_after_a_model_has_failed_to_load() -> None:
+    folder = Folder()
+    others = {name: Path(name) for name in ("a", "broken")}
+    host = ModelHost(folder.open(Path("a")), others=others, opener=folder.open)
+    with running(host) as one:
+        error_of(one.post("/v1/completions", {"model": "broken", "prompt": "Q"}), 500)
+        assert one.http.get("/health").json() == {"status": "unloaded"}
+        assert one.post("/v1/completions", {"prompt": "Q"}).is_success
 
 
 def test_disconnect_while_waiting_for_a_model_blocks_no_other_request() -> None:

@@ -247,7 +247,8 @@ def test_grammar_of_llama_cpp_is_translated() -> None:
     with running(scripted_runtime(reply_with("maybe"))) as one:
         body = {"prompt": "Q", "grammar": 'root ::= "yes" | "no"', "max_tokens": 9}
         assert one.post(TEXT, body).json()["choices"][0]["text"] in ("yes", "no")
-        error_of(one.post(TEXT, {**body, "grammar": "root ::= ("}), 400)
+        for wrong in ("root ::= (", "root ::= missing", 'other ::= "a"'):
+            error_of(one.post(TEXT, {**body, "grammar": wrong}), 400)
 
 
 @pytest.mark.parametrize("table", [COMPLETION, CHAT])

@@ -80,6 +80,10 @@ def test_calls_are_found_however_the_reply_is_split(tool_format: ToolFormat, siz
         '<tool_call>{"name": "weather", "arguments": 3}</tool_call>',
         "[TOOL_CALLS][1, 2",
         '<tool_call>{"name": "now"',
+        '<tool_call>{"name": ["now"], "arguments": {}}</tool_call>',
+        '<tool_call>{"name": {"now": 1}, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": {"city": NaN}}</tool_call>',
+        '<tool_call>it"s no call</tool_call> and on',
         "  spaces  around  ",
     ],
 )
@@ -87,6 +91,15 @@ def test_text_that_is_not_a_call_stays_text(tool_format: ToolFormat, size: int, 
     text, calls = split(tool_format, reply, size)
     assert calls == []
     assert "".join(text.split()) == "".join(reply.split()), "nothing is lost"
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_a_closing_tag_inside_of_an_argument_ends_no_call(size: int) -> None:
+    city = r"say \"a</tool_call>b\" "
+    call = f'{{"name": "weather", "arguments": {{"city": "{city}"}}}}'
+    text, calls = split(ToolFormat.HERMES, f"ok<tool_call>{call}</tool_call> bye", size)
+    assert calls == [("weather", {"city": 'say "a</tool_call>b" '})]
+    assert text.split() in (["okbye"], ["ok", "bye"])
 
 
 @pytest.mark.parametrize("between", ["[ARGS]", "", "[CALL_ID]a1b2c3d4e[ARGS]"])
@@ -296,6 +309,20 @@ def test_tool_results_are_rendered_by_the_template() -> None:
     assert seen[0] == "[user]Weather?[assistant](weather Rome)[tool]sunny[assistant]"
 
 
+@pytest.mark.parametrize("arguments", ["Oslo", '{"city": "Par'])
+def test_a_call_whose_arguments_are_not_json_may_be_sent_back(arguments: str) -> None:
+    """Agents do so, with an error as its result."""
+    function = {"name": "weather", "arguments": arguments}
+    call = {"id": "c1", "type": "function", "function": function}
+    messages = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "error: not JSON"},
+    ]
+    with serving(reply_with("ok"), HERMES) as one:
+        assert ask(one, messages=messages).choices[0].message.content == "ok"
+
+
 def test_messages_calls_and_results_cannot_spell_special_tokens() -> None:
     seen: list[list[int]] = []
     rule = reply_with("ok")
@@ -356,6 +383,7 @@ def test_invalid_tools_are_refused() -> None:
         ("", {}),
         ("Oslo", {"arguments": "Oslo"}),
         ('["Oslo"]', {"arguments": ["Oslo"]}),
+        ('{"city": NaN}', {"arguments": '{"city": NaN}'}),
     ],
 )
 def test_arguments_are_an_object_whatever_the_model_wrote(

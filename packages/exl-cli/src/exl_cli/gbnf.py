@@ -25,13 +25,13 @@ def lark_of(grammar: str) -> str:
     A grammar without recursion becomes one terminal, so that it means exactly the same. In
     recursive rules the library takes the longest terminal, as Lark does.
     """
-    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if len(grammar) > MAX_CHARS:
         raise ConstraintError(f"the grammar is longer than {MAX_CHARS} characters")
     try:
         lark: str = gbnf_to_lark(_NEXT_CHOICE.sub(" ", _CODE_POINT.sub(_character, grammar)))
-    except (GbnfToLarkError, RecursionError) as error:
+    except Exception as error:  # the library raises plain exceptions too, as for a missing rule
         raise ConstraintError(f"the grammar is not GBNF: {str(error)[:200]}") from error
     lark = lark.replace("%llguidance {}", "", 1)
     if _LARK_RULE.findall(lark) == ["start"] and len(_START.findall(lark)) == 1:

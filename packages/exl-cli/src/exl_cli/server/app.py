@@ -219,7 +219,7 @@ def _add_watching(app: FastAPI, service: Service) -> None:
         """200 while generation is idle or makes progress, 503 once it is stuck."""
         resident = service.host.resident
         if resident is None:
-            return json_reply({"status": "loading"})
+            return json_reply({"status": "loading" if service.host.is_loading else "unloaded"})
         stalled_s = resident.jobs.stalled_s
         if stalled_s > service.limits.stall_s:
             raise ApiError(

@@ -242,10 +242,8 @@ def _arguments(text: str | dict[str, Any] | None) -> object:
         check_structure(text.encode("utf-8", "surrogatepass"), 0)
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(
-            400, "arguments of a tool call are not JSON", param="messages", code="invalid_value"
-        ) from error
+    except (ValueError, RecursionError):
+        return text  # what a model has written; agents send it back with an error as the result
     return value if isinstance(value, Mapping) else text
 
 

@@ -128,6 +128,7 @@ class ModelHost:
         self._in_use = 0
         self._waiting: deque[_Waiter] = deque()
         self._swap: asyncio.Task[None] | None = None
+        self._next: str | None = None  # the model that a swap loads
 
     @property
     def names(self) -> list[str]:
@@ -144,7 +145,8 @@ class ModelHost:
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[Resident]:
-        """Keep the model of this name resident during the block. None: the resident one."""
+        """Keep the model of this name resident during the block. None: the resident one, or the
+        one that a swap loads."""
         resident = await self._acquire(self._known(name))
         try:
             yield resident
@@ -181,7 +183,8 @@ class ModelHost:
         """The model that a request names. A server of one model serves every name. Among several,
         a unique beginning of a name suffices."""
         if name is None:
-            return self.default if self._resident is None else self._resident.name
+            resident = self._next if self._resident is None else self._resident.name
+            return resident or self.default
         if name in self.aliases:
             return self.aliases[name]
         if name in self.others or name == self.default:
@@ -224,6 +227,7 @@ class ModelHost:
             if self._resident is not None and first.name == self._resident.name:
                 self._grant(self._waiting.popleft(), self._resident)
             elif self._in_use == 0:
+                self._next = first.name
                 self._swap = asyncio.get_running_loop().create_task(self._change_to(first.name))
             else:
                 return
@@ -247,7 +251,7 @@ class ModelHost:
             error = api_error_of(failure)
         except Exception as failure:  # noqa: BLE001 - raised in the waiting requests
             error = failure
-        self._swap = None
+        self._swap = self._next = None
         served = [waiter for waiter in self._waiting if waiter.name == name]
         self._waiting = deque(waiter for waiter in self._waiting if waiter.name != name)
         for waiter in served:

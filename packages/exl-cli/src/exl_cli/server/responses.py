@@ -17,12 +17,14 @@ from exl_cli.server.schema import ChatBody, parsed
 from exl_cli.server.service import Service, usage_of
 from exl_cli.server.streaming import NAMED_EVENTS, Event
 from exl_core.engine.events import FinishEvent
+from exl_core.errors import printable
 from exl_core.generate.asynchronous import AsyncJob
 from exl_core.generate.dynamic import Result
 
 Json = dict[str, Any]
 _STORED = ("previous_response_id", "conversation", "prompt", "background")
-_INERT = ("include", "truncation", "max_tool_calls", "context_management")
+_INERT = ("truncation", "max_tool_calls", "context_management")
+_LOGPROBS = "message.output_text.logprobs"  # a value of `include`
 _ECHOED = ("instructions", "temperature", "top_p", "metadata", "max_output_tokens")
 
 
@@ -55,7 +57,9 @@ def chat_body(body: Mapping[str, Any]) -> ChatBody:
     chosen = left.get("tool_choice")
     if isinstance(chosen, dict) and "name" in chosen:
         left["tool_choice"] = {"type": "function", "function": {"name": chosen["name"]}}
-    if left.get("top_logprobs"):
+    included = left.pop("include", None)
+    is_included = isinstance(included, list) and _LOGPROBS in included
+    if left.get("top_logprobs") or is_included:
         chat["logprobs"] = True
     return parsed(ChatBody, {**left, **chat})
 
@@ -168,8 +172,10 @@ class Responses(OneReplyChat):
     def response(self, output: list[Json], end: FinishEvent | None) -> Json:
         """The response object. `end` None: the reply has not ended."""
         given = self._given
-        is_cut = end is not None and end.reason.value in ("length", "time")
-        status = "in_progress" if end is None else "incomplete" if is_cut else "completed"
+        was_cut = end is not None and is_cut(end)
+        status = "in_progress" if end is None else "incomplete" if was_cut else "completed"
+        if was_cut and output:
+            output[-1]["status"] = status
         return {
             "id": self._id,
             "object": "response",
@@ -177,7 +183,7 @@ class Responses(OneReplyChat):
             "completed_at": None if end is None else int(time.time()),
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if was_cut else None,
             "model": self.model,
             "output": output,
             **{name: given.get(name) for name in _ECHOED},
@@ -192,6 +198,11 @@ class Responses(OneReplyChat):
             "truncation": "disabled",
             "usage": None if end is None else _usage(end),
         }
+
+
+def is_cut(end: FinishEvent) -> bool:
+    """Whether a limit has ended the reply."""
+    return end.reason.value in ("length", "time")
 
 
 def _usage(end: FinishEvent) -> Json:
@@ -253,6 +264,7 @@ class ResponseEvents:
         self._is_open = False
         self._text: list[str] = []
         self._number = 0
+        self._num_reported = 0  # log probabilities in the deltas so far
 
     @property
     def jobs(self) -> list[AsyncJob]:
@@ -270,9 +282,16 @@ class ResponseEvents:
         (end,) = self._work.ends([self._choice])
         if not self._output:
             yield from self._open(message_item(""))
+        if is_cut(end):
+            self._output[-1]["status"] = "incomplete"
         yield from self._close()
         response = self._work.response(self._output, end)
         yield self._event(f"response.{response['status']}", response=response)
+
+    def failure(self, error: ApiError) -> Event:
+        """The last event of a stream that fails."""
+        said = {"code": error.code, "message": printable(error.message), "param": error.param}
+        return self._event("error", **said)
 
     def _event(self, kind: str, **fields: object) -> Json:
         self._number += 1
@@ -299,7 +318,11 @@ class ResponseEvents:
             made = reasoning_item("") if kind == "reasoning" else message_item("")
             yield from self._open(made)
         self._text.append(str(value))
-        yield self._event(f"{self._text_event()}.delta", **self._place(part=True), delta=value)
+        place = self._place(part=True)
+        if kind == "message":
+            place["logprobs"] = self._choice.entries[self._num_reported :]
+            self._num_reported = len(self._choice.entries)
+        yield self._event(f"{self._text_event()}.delta", **place, delta=value)
 
     def _text_event(self) -> str:
         is_message = self._output[-1]["type"] == "message"
@@ -341,7 +364,10 @@ class ResponseEvents:
         if "content" in item:
             text, self._text = "".join(self._text), []
             item["content"][0] = {**item["content"][0], "text": text}
-            yield self._event(f"{self._text_event()}.done", **self._place(part=True), text=text)
+            place = self._place(part=True)
+            if item["type"] == "message":
+                place["logprobs"] = item["content"][0]["logprobs"] = self._choice.entries
+            yield self._event(f"{self._text_event()}.done", **place, text=text)
             if item["type"] == "message":
                 yield self._part("done")
         index = len(self._output) - 1

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from fastapi import Request
 from starlette.responses import Response
@@ -88,6 +88,13 @@ class EventStream(Protocol):
     def end(self) -> Iterable[Event]: ...
 
 
+@runtime_checkable
+class ShapesFailures(Protocol):
+    """Stream whose errors are events of its own."""
+
+    def failure(self, error: ApiError, /) -> Event: ...
+
+
 class ClientGoneError(Exception):
     """The client has disconnected."""
 
@@ -141,7 +148,10 @@ class EventStreamResponse(Response):
         except Exception as error:  # noqa: BLE001 - sent to the client; a bug is raised again below
             failure = failure_of(error)
             record_of(scope).reason = failure.message
-            last = framing.frame(shaped(failure, scope["path"]))
+            event: Event = shaped(failure, scope["path"])
+            if isinstance(self._events, ShapesFailures):
+                event = self._events.failure(failure)
+            last = framing.frame(event)
             bug = None if isinstance(error, ApiError | ExlError) else error
         await pipe.drain()
         await send({"type": "http.response.body", "body": last, "more_body": False})

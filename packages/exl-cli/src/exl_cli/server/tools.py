@@ -8,6 +8,7 @@ stays text, so that nothing is lost. Knows neither tokens nor HTTP.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,10 +83,22 @@ def arguments_object(text: str) -> dict[str, Any]:
     the value of `arguments`.
     """
     try:
-        found = json.loads(text or "{}")
-    except ValueError:
+        found = _DECODER.decode(text or "{}")
+    except (ValueError, RecursionError):
         found = text
     return found if isinstance(found, dict) else {"arguments": found}
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+"""JSON without Python's NaN and Infinity, which no client reads."""
+
+
+_CLOSING = "</tool_call>"
+_ESCAPES = re.compile(r"\\.", re.DOTALL)
 
 
 class ToolSplitter:
@@ -149,9 +162,11 @@ class ToolSplitter:
                 self._held, self._is_inside, self._wrote_marker = rest, True, True
             if self._format is ToolFormat.MISTRAL:
                 return  # the list of calls ends with the reply
-            inside, found, rest = self._held.partition("</tool_call>")
-            if not found:
+            size = _size_of_call(self._held)
+            if size is None:
                 return
+            found = _CLOSING
+            inside, rest = self._held[:size], self._held[size + len(found) :]
             calls = self._parsed(inside.strip())
             yield from calls
             if not calls:
@@ -179,14 +194,15 @@ class ToolSplitter:
         return known if len(known) == len(calls) else []
 
     def _call(self, value: object) -> ToolCall | None:
-        if not isinstance(value, Mapping) or value.get("name") not in self._names:
+        name = value.get("name") if isinstance(value, Mapping) else None
+        if not isinstance(value, Mapping) or not isinstance(name, str) or name not in self._names:
             return None
         arguments = value.get(self._format.arguments_key, value.get("arguments", {}))
         if isinstance(arguments, str):
-            return ToolCall(value["name"], arguments)
+            return ToolCall(name, arguments)
         if not isinstance(arguments, Mapping):
             return None
-        return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+        return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
 def call_schema(
@@ -260,15 +276,30 @@ def _moved(schema: object, home: str) -> object:
     return [_moved(one, home) for one in schema] if isinstance(schema, list) else schema
 
 
+def _size_of_call(text: str) -> int | None:
+    """Characters before the tag that closes a call: the first one outside of JSON strings. None: it
+    has not come yet."""
+    begin = 0
+    while (at := text.find(_CLOSING, begin)) >= 0:
+        if not _ends_in_string(text[:at]):
+            return at
+        begin = at + 1
+    return None
+
+
+def _ends_in_string(text: str) -> bool:
+    """Whether JSON that begins with this text is inside a string at its end."""
+    return _ESCAPES.sub("", text).count('"') % 2 == 1
+
+
 def _values_of(text: str) -> list[object] | None:
     """Consecutive JSON values, optionally separated by semicolons. A list counts as its elements.
     None if the text is not valid JSON."""
-    decoder = json.JSONDecoder()
     values: list[object] = []
     text = text.strip()
     try:
         while text:
-            value, end = decoder.raw_decode(text)
+            value, end = _DECODER.raw_decode(text)
             values += value if isinstance(value, list) else [value]
             text = text[end:].lstrip().removeprefix(";").lstrip()
     except (ValueError, RecursionError):
