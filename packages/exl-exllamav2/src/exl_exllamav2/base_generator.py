@@ -144,7 +144,7 @@ class ExLlamaV2BaseGenerator:
         ids = self.tokenizer.encode(
             prompts, add_bos=add_bos, encode_special_tokens=encode_special_tokens
         )
-        room = self.cache.max_seq_len - ids.shape[-1]
+        room: int = self.cache.max_seq_len - ids.shape[-1]
         if not 1 <= room < num_tokens:
             return num_tokens
         warn_once(

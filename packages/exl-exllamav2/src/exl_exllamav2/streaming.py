@@ -212,8 +212,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         reader = SettingsReader(gen_settings, self.tokenizer, random_seed())
         report = Report(return_probabilities, return_top_tokens, return_logits)
         stops = frozenset(self.stop_tokens), tuple(self.stop_strings)
-        context = min(self.model.config.max_seq_len, self.cache.max_seq_len)
-        capacity = context - max(map(len, rows))
+        capacity = min(self.model.config.max_seq_len, self.cache.max_seq_len) - max(map(len, rows))
         with old_types():
             request = build_request(
                 rows[0],

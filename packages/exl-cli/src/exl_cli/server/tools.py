@@ -162,15 +162,14 @@ class ToolSplitter:
                 self._held, self._is_inside, self._wrote_marker = rest, True, True
             if self._format is ToolFormat.MISTRAL:
                 return  # the list of calls ends with the reply
-            size = _size_of_call(self._held)
-            if size is None:
+            end = _end_of_call(self._held)
+            if end is None:
                 return
-            found = _CLOSING
-            inside, rest = self._held[:size], self._held[size + len(found) :]
+            inside, rest = self._held[:end], self._held[end + len(_CLOSING) :]
             calls = self._parsed(inside.strip())
             yield from calls
             if not calls:
-                yield self._as_text(inside + found)
+                yield self._as_text(inside + _CLOSING)
             self._held, self._is_inside = rest.lstrip(), False
 
     def _may_begin_marker(self) -> int:
@@ -276,7 +275,7 @@ def _moved(schema: object, home: str) -> object:
     return [_moved(one, home) for one in schema] if isinstance(schema, list) else schema
 
 
-def _size_of_call(text: str) -> int | None:
+def _end_of_call(text: str) -> int | None:
     """Characters before the tag that closes a call: the first one outside of JSON strings. None: it
     has not come yet."""
     begin = 0
