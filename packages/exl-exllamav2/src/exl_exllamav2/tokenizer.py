@@ -109,7 +109,7 @@ class ExLlamaV2Tokenizer:
                 text = template.read_text(encoding="utf-8")
                 self.tokenizer_config_dict.setdefault("chat_template", text)
         # exllamav2 passes texts to the library of tokenizer.json, which knows the special tokens.
-        # Of tokenizers it leaves only those of tokenizer.model the choice.
+        # Programs have the choice with tokenizer.model only.
         reads_special = not is_dir or (files.path / "tokenizer.json").is_file()
         inner = InnerTokenizer(self.exl, reads_special=reads_special and not force_spm)
         self.tokenizer_model = self.tokenizer = inner
