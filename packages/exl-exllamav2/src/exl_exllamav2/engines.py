@@ -177,7 +177,7 @@ def hooks_of(settings: Settings, padded_vocab: int) -> tuple[Hook, ...]:
 
 
 def report_for(hooks: Sequence[Hook], asked: Report) -> Report:
-    """The details of each token that hooks need, besides those that the program has asked for."""
+    """The details of each token that the program requested, and those that hooks need."""
     return replace(asked, probabilities=True, logits=True) if hooks else asked
 
 
