@@ -96,6 +96,19 @@ def test_a_call_takes_no_more_tokens_than_the_cache_has_room_for(
     assert "has room for 6 new ones, fewer than num_tokens=600" in line
 
 
+def test_a_cache_as_long_as_the_context_cuts_the_prompt(
+    model: Any, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from exllamav2.generator import ExLlamaV2BaseGenerator
+
+    generator = ExLlamaV2BaseGenerator(model, new_cache(model, 1024), tokenizer)
+    prompt = "y" * 10 + "x" * 1010
+    generator.generate_simple(prompt, GREEDY, 100, stop_token=None)
+    assert generator.sequence_ids.shape == (1, 1024)
+    assert generator.sequence_ids[0, :924].tolist() == tokenizer.encode("x" * 924)[0].tolist()
+    assert capsys.readouterr().err == ""
+
+
 def test_a_warm_up_takes_little_memory(
     model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,8 +139,11 @@ class ExLlamaV2BaseGenerator:
     def _fitting(
         self, prompts: list[str], num_tokens: int, add_bos: bool, encode_special_tokens: bool
     ) -> int:
-        """The tokens for which the cache has room behind the longest prompt, at most `num_tokens`.
-        exllamav2 failed at the end of such a cache, unless the reply ended before."""
+        """The tokens for which a cache shorter than the context has room behind the longest prompt,
+        at most `num_tokens`. exllamav2 failed at the end of such a cache, unless the reply ended
+        before."""
+        if self.cache.max_seq_len >= self.model.config.max_seq_len:
+            return num_tokens  # the beginning of a prompt that is too long is cut
         ids = self.tokenizer.encode(
             prompts, add_bos=add_bos, encode_special_tokens=encode_special_tokens
         )
