@@ -26,6 +26,26 @@ struct GateOperand {
         return is_half ? __half2float(static_cast<const __half*>(rows)[index])
                        : static_cast<const float*>(rows)[index];
     }
+    // The bits of several elements of a row. One branch for all of them, and no conversion, so that
+    // the loads are in flight together.
+    template <int count>
+    __device__ __forceinline__ void load(
+        int64_t row, const int (&columns)[count], uint32_t (&bits)[count]
+    ) const {
+        if (is_half) {
+            const auto* const from = static_cast<const uint16_t*>(rows) + row * stride;
+#pragma unroll
+            for (int j = 0; j < count; ++j) bits[j] = from[columns[j]];
+        } else {
+            const auto* const from = static_cast<const uint32_t*>(rows) + row * stride;
+#pragma unroll
+            for (int j = 0; j < count; ++j) bits[j] = from[columns[j]];
+        }
+    }
+    __device__ __forceinline__ float value_of(uint32_t bits) const {
+        const auto half = __ushort_as_half(static_cast<unsigned short>(bits));
+        return is_half ? __half2float(half) : __uint_as_float(bits);
+    }
 };
 
 // `place`: of the column, in the next linear's prepared inputs if these are stored.
@@ -82,7 +102,7 @@ __global__ void __launch_bounds__(kBlockThreads) gate_heads_kernel(ExlGateHeads 
         if (args.norm == nullptr) return 1.0f;
         return args.norm[args.norm_size == args.k ? first + i : i];
     };
-    float gains[kCount], values[kCount], gates[kCount];
+    float gains[kCount], values[kCount];
     int places[kCount];
     if constexpr (is_held) {
 #pragma unroll
@@ -97,15 +117,22 @@ __global__ void __launch_bounds__(kBlockThreads) gate_heads_kernel(ExlGateHeads 
     float squares = 0.0f;
     if constexpr (is_held) {
         const int64_t from = is_row ? row : 0;
+        uint32_t of_x[kCount], of_gate[kCount];
+        int columns[kCount];
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
-            const int i = min(thread + j * threads, args.head_dim - 1);
-            values[j] = x.at(from, first + i);
-            gates[j] = gate.at(from, args.is_row_gate ? 0 : first + i);
+            columns[j] = first + min(thread + j * threads, args.head_dim - 1);
         }
+        x.load(from, columns, of_x);
+        if (args.is_row_gate) {
+#pragma unroll
+            for (int& column : columns) column = 0;
+        }
+        gate.load(from, columns, of_gate);
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
-            const float product = gated_value(args, values[j], gates[j]);
+            values[j] = x.value_of(of_x[j]);
+            const float product = gated_value(args, values[j], gate.value_of(of_gate[j]));
             const float value = args.is_gate_first ? product : values[j];
             if (thread + j * threads < args.head_dim) squares += value * value;
             values[j] = product;

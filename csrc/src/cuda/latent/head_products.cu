@@ -25,13 +25,26 @@ constexpr int kStep =
     kWarps * kWarp / kColumnLanes;     // numbers of k that a block multiplies at once
 constexpr int kAhead = 16;             // steps whose weights are loaded at once
 constexpr int kRows = 8;               // of a block
+constexpr int kInputs = 2;             // of a thread, loaded at once
 constexpr int kCopied = 4 * kThreads;  // numbers of a row that a block copies
 
 extern __shared__ float inputs[];  // [rows][k]
 
-__device__ __forceinline__ float value_at(const void* from, bool is_half, int64_t index) {
-    return is_half ? __half2float(static_cast<const __half*>(from)[index])
-                   : static_cast<const float*>(from)[index];
+// Values at some indices. One branch for all of them, so that the loads are in flight together.
+template <int count>
+__device__ __forceinline__ void load_values(
+    const void* from, bool is_half, const int64_t (&at)[count], float (&to)[count]
+) {
+    if (is_half) {
+        __half halves[count];
+#pragma unroll
+        for (int j = 0; j < count; ++j) halves[j] = static_cast<const __half*>(from)[at[j]];
+#pragma unroll
+        for (int j = 0; j < count; ++j) to[j] = __half2float(halves[j]);
+    } else {
+#pragma unroll
+        for (int j = 0; j < count; ++j) to[j] = static_cast<const float*>(from)[at[j]];
+    }
 }
 
 // Copies one part of the rows of a block. Threads share a row, or a warp has one.
@@ -40,37 +53,75 @@ __device__ __forceinline__ void copy_rows(
     const ExlHeadCopy& copy, int part, int first_row, int count, float* partial
 ) {
     constexpr int kSharing = rows == 1 ? kThreads : kWarp;
+    constexpr int kTogether = kCopied / kThreads;  // numbers of a thread whose loads are in flight
     const int thread = threadIdx.x % kSharing, row = first_row + threadIdx.x / kSharing;
     if (rows > 1 && row >= first_row + count) return;
+    const int64_t to_row = copy.slots == nullptr ? row : copy.slots[row];
     const bool is_half = copy.dtype == kF16;
     const int64_t own = row * copy.row_stride;
     float factor = 1.0f;
     if (copy.norm != nullptr) {
         float squares = 0.0f;
-#pragma unroll 4
-        for (int i = thread; i < copy.width; i += kSharing) {
-            const float value = value_at(copy.from, is_half, own + i);
-            squares += value * value;
+#pragma unroll 1
+        for (int start = thread; start < copy.width; start += kTogether * kSharing) {
+            int64_t at[kTogether];
+            float values[kTogether];
+#pragma unroll
+            for (int j = 0; j < kTogether; ++j) {
+                at[j] = own + min(start + j * kSharing, copy.width - 1);
+            }
+            load_values(copy.from, is_half, at, values);
+#pragma unroll
+            for (int j = 0; j < kTogether; ++j) {
+                if (start + j * kSharing < copy.width) squares += values[j] * values[j];
+            }
         }
         const float sum = rows == 1 ? block_sum<kWarps>(squares, partial) : warp_sum(squares);
         factor = rsqrtf(sum / copy.width + copy.eps);
     }
-    const int size = copy.heads * copy.width, first = part * kCopied, half = copy.width / 2;
-    const int64_t to_row = copy.slots == nullptr ? row : copy.slots[row];
+    const int half = copy.width / 2, first = part * kCopied;
+    const int end = min(first + kCopied, copy.heads * copy.width);
     auto* const to = static_cast<__half*>(copy.to) + to_row * copy.to_row_stride;
-#pragma unroll 4
-    for (int i = first + thread; i < min(first + kCopied, size); i += kSharing) {
-        const int head = i / copy.width, place = i - head * copy.width;
-        const int64_t at = own + head * copy.head_stride + place;
-        float value = value_at(copy.from, is_half, at);
-        if (copy.norm != nullptr) value *= factor * copy.norm[place];
-        if (copy.cos != nullptr) {
-            const bool is_low = place < half;
-            const int angle = row * half + place - (is_low ? 0 : half);
-            const float partner = value_at(copy.from, is_half, is_low ? at + half : at - half);
-            value = value * copy.cos[angle] + (is_low ? -partner : partner) * copy.sin[angle];
+#pragma unroll 1
+    for (int start = first + thread; start < end; start += kTogether * kSharing) {
+        int heads[kTogether], places[kTogether];
+        int64_t at[kTogether];
+        float values[kTogether];
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+            const int i = min(start + j * kSharing, end - 1);
+            heads[j] = i / copy.width, places[j] = i - heads[j] * copy.width;
+            at[j] = own + heads[j] * copy.head_stride + places[j];
         }
-        to[head * copy.to_head_stride + place] = from_float<__half>(value);
+        load_values(copy.from, is_half, at, values);
+        if (copy.norm != nullptr) {
+            float weights[kTogether];
+#pragma unroll
+            for (int j = 0; j < kTogether; ++j) weights[j] = copy.norm[places[j]];
+#pragma unroll
+            for (int j = 0; j < kTogether; ++j) values[j] *= factor * weights[j];
+        }
+        if (copy.cos != nullptr) {
+            float partners[kTogether], cosines[kTogether], sines[kTogether];
+#pragma unroll
+            for (int j = 0; j < kTogether; ++j) {
+                const bool is_low = places[j] < half;
+                const int angle = row * half + places[j] - (is_low ? 0 : half);
+                cosines[j] = copy.cos[angle];
+                sines[j] = is_low ? -copy.sin[angle] : copy.sin[angle];
+                at[j] += is_low ? half : -half;
+            }
+            load_values(copy.from, is_half, at, partners);
+#pragma unroll
+            for (int j = 0; j < kTogether; ++j) {
+                values[j] = values[j] * cosines[j] + partners[j] * sines[j];
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+            if (start + j * kSharing >= end) break;
+            to[heads[j] * copy.to_head_stride + places[j]] = from_float<__half>(values[j]);
+        }
     }
 }
 
@@ -96,7 +147,7 @@ __global__ void __launch_bounds__(kThreads) head_products_kernel(
     if (block >= products) {
         wait_for_inputs();
         int part = block - products;
-#pragma unroll
+#pragma unroll 1
         for (const ExlHeadCopy& copy : args.copies) {
             const int parts = copy_parts(copy);
             if (part >= 0 && part < parts && count > 0) {
@@ -123,12 +174,28 @@ __global__ void __launch_bounds__(kThreads) head_products_kernel(
         }
     };
     load(0);
+    const int row = threadIdx.x / kColumns, place = tile * kColumns + threadIdx.x % kColumns;
+    const bool is_placed = args.inverse_permutation != nullptr && place < args.n;
+    const int feature = is_placed ? args.inverse_permutation[head * args.n + place] : 0;
     wait_for_inputs();
     const int total = rows * args.k;
-    for (int i = threadIdx.x; i < total; i += kThreads) {
-        const int row = i / args.k, k = i - row * args.k;
-        const int64_t at = (first_row + row) * args.row_stride + head * args.head_stride + k;
-        inputs[i] = row < count ? value_at(args.x, args.dtype == kF16, at) : 0.0f;
+#pragma unroll 1
+    for (int start = threadIdx.x; start < total; start += kInputs * kThreads) {
+        int64_t at[kInputs];
+        float some[kInputs];
+#pragma unroll
+        for (int j = 0; j < kInputs; ++j) {
+            const int i = min(start + j * kThreads, total - 1);
+            const int of = i / args.k, k = i - of * args.k;
+            at[j] =
+                (first_row + min(of, count - 1)) * args.row_stride + head * args.head_stride + k;
+        }
+        load_values(args.x, args.dtype == kF16, at, some);
+#pragma unroll
+        for (int j = 0; j < kInputs; ++j) {
+            const int i = start + j * kThreads;
+            if (i < total) inputs[i] = i < count * args.k ? some[j] : 0.0f;
+        }
     }
     __syncthreads();
     float sums[rows][kLaneColumns] = {};
@@ -163,7 +230,6 @@ __global__ void __launch_bounds__(kThreads) head_products_kernel(
         }
     }
     __syncthreads();
-    const int row = threadIdx.x / kColumns, place = tile * kColumns + threadIdx.x % kColumns;
     const int stored = min(rows, stored_rows(args) - first_row);
     if (row >= stored || place >= args.n) return;
     float sum = 0.0f;
@@ -171,7 +237,6 @@ __global__ void __launch_bounds__(kThreads) head_products_kernel(
     for (int i = 0; i < kWarps; ++i) sum += partial[i][row][threadIdx.x % kColumns];
     int64_t at = (first_row + row) * args.y_row_stride + head * args.y_head_stride + place;
     if (args.inverse_permutation != nullptr) {
-        const int feature = args.inverse_permutation[head * args.n + place];
         at = args.m > EXL_CUDA_TILE_ROWS ? prepared_by_rows_at(args.m, first_row + row, feature)
                                          : prepared_at(args.m, first_row + row, feature);
     }

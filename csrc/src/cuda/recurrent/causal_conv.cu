@@ -6,6 +6,8 @@
 //            new one from the last rows of the sequence in x. No other block touches the slot. That
 //            block therefore computes all rows that need the old state, the first taps - 1, even
 //            where they reach into the next tile.
+// Overlap    Weights and the numbers of the batch, which come from the host, are loaded before the wait
+//            for the previous kernel.
 // Floor      x and y once, the states of sequences twice, at memory bandwidth. With few rows,
 //            launch latency.
 #include "cuda/common/common.cuh"
@@ -18,9 +20,6 @@ constexpr int kTileRows = 16;  // per tile, taps - 1 rows are read a second time
 
 // Sequence of a row: the last one that starts at or before it; `seqs` for padding.
 __device__ __forceinline__ int sequence_of(const ExlStateRows& rows, int row) {
-    if (row < rows.seqs && rows.row_starts[row] == row && rows.row_starts[row + 1] == row + 1) {
-        return row;  // decode: saves the search
-    }
     int low = 0, high = rows.seqs + 1;  // the first sequence that starts after `row` is in between
     while (low < high) {
         const int middle = (low + high) / 2;
@@ -74,10 +73,37 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv_kernel(ExlCausalConv
 #pragma unroll
     for (int i = 0; i < taps; ++i) weight[i] = args.weight[i * channels + channel];
     const float bias = args.bias == nullptr ? 0.0f : args.bias[channel];
-    int seq = sequence_of(args.rows, first);
-    wait_for_inputs();
     const In* x = static_cast<const In*>(args.x) + channel;
     float* y = args.y + channel;
+    const auto output_of = [&](const ConvWindow<In, taps>& window, float value) {
+        float sum = bias;
+#pragma unroll
+        for (int i = 0; i < taps - 1; ++i) sum += weight[i] * window.held[i];
+        sum += weight[taps - 1] * value;
+        return args.has_silu ? sum / (1.0f + expf(-sum)) : sum;
+    };
+    if (first + 1 == end && first < args.rows.seqs) {
+        // Decode: row i is the only one of sequence i. No load depends on another one.
+        const int start = args.rows.row_starts[first], stop = args.rows.row_starts[first + 1];
+        const bool has_past = args.rows.past_lens[first] > 0;
+        float* state = args.states + args.rows.slots[first] * (taps - 1) * channels + channel;
+        if (start == first && stop == end) {
+            wait_for_inputs();
+            const float value = to_float(x[first * args.x_stride]);
+            ConvWindow<In, taps> window;
+#pragma unroll
+            for (int i = 0; i < taps - 1; ++i) window.held[i] = state[i * channels];
+#pragma unroll
+            for (int i = 0; i < taps - 1; ++i) window.held[i] = has_past ? window.held[i] : 0.0f;
+            y[first * channels] = output_of(window, value);
+            window.append(value);
+#pragma unroll
+            for (int i = 0; i < taps - 1; ++i) state[i * channels] = window.held[i];
+            return;
+        }
+    }
+    int seq = sequence_of(args.rows, first);
+    wait_for_inputs();
     int row = first;
     while (row < end && seq < args.rows.seqs) {
         const int start = args.rows.row_starts[seq], stop = args.rows.row_starts[seq + 1];
@@ -106,12 +132,8 @@ __global__ void __launch_bounds__(kConvThreads) causal_conv_kernel(ExlCausalConv
         const int until = row == start ? max(early_end, min(stop, end)) : min(stop, end);
         for (; row < until; ++row) {
             const float value = to_float(x[row * args.x_stride]);
-            float sum = bias;
-#pragma unroll
-            for (int i = 0; i < taps - 1; ++i) sum += weight[i] * window.held[i];
-            sum += weight[taps - 1] * value;
+            y[row * channels] = output_of(window, value);
             window.append(value);
-            y[row * channels] = args.has_silu ? sum / (1.0f + expf(-sum)) : sum;
         }
         ++seq;
     }
