@@ -19,7 +19,7 @@ from torch import Tensor
 
 from exl_core.ops.backends.cuda import trellis
 from exl_core.ops.elementwise import GateKind, RmsNorm
-from exl_core.ops.linear import PackedLinear
+from exl_core.ops.linear import NextRead, PackedLinear
 from exl_core.ops.table import OpTable
 from exl_core.ops.weights import Codebook, TrellisLayout
 from support.trellis import RATES, Exl3Layer, random_exl3
@@ -233,6 +233,89 @@ def test_prompts_with_matrices_that_are_decoded_in_slices(
     w, weights = packed(gpu_table, random_exl3(4, 4, rows=384, columns=columns))
     x = normal(rng, 131, 384)
     assert_norm_within(gpu_table.linear(x, w), x.double() @ weights, BOUND)
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "first"),
+    [(256, 384, 0), (384, 128, 0), (512, 4096, 0), (128, 8320, 0), (256, 640, 24), (256, 1152, 2)],
+)
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 9, 32, 33, 97])
+@pytest.mark.parametrize("book", ["mul1", "mcg"])
+def test_inputs_are_prepared_when_a_sum_is_written(
+    *,
+    gpu_table: OpTable,
+    rng: torch.Generator,
+    k: int,
+    n: int,
+    first: int,
+    rows: int,
+    book: Codebook,
+) -> None:
+    """Both ways write the same sum. `first`: features of the sum begin within a block of 128."""
+    features = n - 2 * first
+    w, _ = packed(
+        gpu_table,
+        random_exl3(1, 4, book, rows=k, columns=n),
+        normal(rng, features),
+        out_features=features,
+        first_out=first,
+    )
+    part: dict[str, Any] = {"in_features": features, "first_in": first}
+    parts = [
+        packed(gpu_table, random_exl3(i, 3, book, rows=n, columns=m), **part)[0]
+        for i, m in ((2, 256), (3, 256), (4, 128))
+    ]
+    table = cast(Any, gpu_table).on_device
+    three, two = table.join(parts), table.join(parts[:2])
+    norm = RmsNorm((normal(rng, features) + 1).to(table.device), EPS)
+    x, old = (normal(rng, rows, size).to(table.device) for size in (k, features))
+    for reader in (three, two, parts[2]):
+        table._linears.begin_pass()
+        inputs = table.inputs_for(w, x.half())
+        if isinstance(inputs, Tensor):
+            inputs.copy_(x)
+        else:
+            table._linears.prepare_for(inputs, x)
+        plain = table.linear_add_(inputs, w, old.clone())
+        expected = table.norm_linear(plain, norm, reader)
+        joint = table.before(NextRead(norm, reader)).linear_add_(inputs, w, old.clone())
+        assert torch.equal(joint, plain)
+        got = table.norm_linear(joint, norm, reader).cpu()
+        assert_norm_within(got, expected.double().cpu(), 2e-4)
+
+
+def test_prepared_inputs_are_for_one_reader(gpu_table: OpTable, rng: torch.Generator) -> None:
+    """Another tensor, norm or matrix, or a second read, gets inputs of its own."""
+    w, other, third = (
+        packed(gpu_table, random_exl3(i, 4, rows=256, columns=256))[0] for i in (1, 2, 3)
+    )
+    table = cast(Any, gpu_table).on_device
+    x, old = (normal(rng, 3, 256).to(table.device) for _ in range(2))
+    norm, wide = (RmsNorm(normal(rng, 256).to(table.device), EPS) for _ in range(2))
+    inputs = table.inputs_for(w, x.half())
+    table._linears.prepare_for(inputs, x)
+
+    def written() -> Tensor:
+        y: Tensor = table.before(NextRead(norm, other)).linear_add_(inputs, w, old.clone())
+        return y
+
+    y = written()
+    table._linears.begin_pass()
+    expected = {
+        "norm": table.norm_linear(y, wide, other),
+        "matrix": table.norm_linear(y, norm, third),
+        "states": table.norm_linear(old, norm, other),
+    }
+    assert torch.equal(table.norm_linear(written(), wide, other), expected["norm"])
+    assert torch.equal(table.norm_linear(written(), norm, third), expected["matrix"])
+    written()
+    assert torch.equal(table.norm_linear(old, norm, other), expected["states"])
+    y = written()
+    table.norm_linear(y, norm, other)
+    y.mul_(2)
+    table._linears.begin_pass()
+    expected_again = table.norm_linear(y.clone(), norm, other)
+    assert torch.equal(table.norm_linear(y, norm, other), expected_again)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 9, 64, 97])

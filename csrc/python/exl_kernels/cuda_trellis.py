@@ -61,6 +61,7 @@ class TrellisLinear(Structure):
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
         ("next", TrellisInputs),
+        ("then", POINTER(TrellisPrepare)),
     )
 
 

@@ -124,6 +124,9 @@ typedef struct {
     // Matrix not null, and gated: the result becomes prepared inputs, and y is not used. The
     // matrix's inputs are the outputs of the parts, at the same places of their blocks.
     ExlTrellisInputs next;
+    // Null, or with one part that is added: inputs that are prepared from y afterwards, with a norm.
+    // x, x_stride, x_dtype and m are those of y.
+    const ExlTrellisPrepare* then;
 } ExlTrellisLinear;
 // Workspace for parts of n columns in total and `rows` rows of a form other than plain.
 EXL_CUDA_API int64_t exl_cuda_trellis_linear_workspace(int32_t n, int32_t rows);

@@ -122,6 +122,18 @@ __device__ __forceinline__ void send(
     );
 }
 
+// The same for one number.
+__device__ __forceinline__ void send(float* to, float one, uint64_t* barrier, uint32_t rank) {
+    asm volatile(
+        "{\n .reg .b32 there, counts;\n"
+        " mapa.shared::cluster.u32 there, %0, %2;\n mapa.shared::cluster.u32 counts, %1, %2;\n"
+        " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 "
+        "[there], %3, [counts];\n}" ::"r"(shared_offset(to)),
+        "r"(shared_offset(barrier)), "r"(rank), "f"(one)
+        : "memory"
+    );
+}
+
 // ---- copies ------------------------------------------------------------------------------------
 
 // Bulk copy of `bytes` bytes, a multiple of 16, from global to shared memory. The mbarrier counts

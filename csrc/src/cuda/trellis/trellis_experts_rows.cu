@@ -21,14 +21,16 @@ constexpr int kPrepareWarps = kSortWarps, kInnerWarps = 4, kOuterWarps = 8;
 
 // `prepare_block` with every form.
 __device__ __forceinline__ void prepare_row_block(
-    const Target& to, int row, int block, float (&v)[kValues], const float (&suh)[kValues], int lane
+    const Target& to, int row, int block, float (&v)[kValues], const Halves& suh, int lane
 ) {
     if (to.form != kNaturalForm) {
         prepare_block(to, row, block, v, suh, 1.0f, lane);
         return;
     }
+    float factors[kValues];
+    suh.to_floats(factors);
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) v[i] *= suh[i] * kNormalize;
+    for (int i = 0; i < kValues; ++i) v[i] *= factors[i] * kNormalize;
     transform(v, lane);
     const int64_t at =
         static_cast<int64_t>(row) * to.k + EXL_TRELLIS_BLOCK * block + kValues * lane;
@@ -59,8 +61,8 @@ __global__ void __launch_bounds__(kPrepareWarps* kWarp) expert_prepare_kernel(
     const int64_t expert = args.ids[pair];
     const auto* scales = static_cast<const __half*>(args.matrices[expert * args.parts + part].suh);
     const int value = EXL_TRELLIS_BLOCK * block + kValues * lane;
-    float v[kValues], suh[kValues];
-    load_halves(scales + value, suh);
+    const Halves suh(scales + value);
+    float v[kValues];
     const X* x = static_cast<const X*>(args.x) + pair / args.pairs_per_row * args.x_stride;
     load_values(x, value - to.first_in, to.in_features, args.is_aligned, v);
     prepare_row_block(to, pair, block, v, suh, lane);
@@ -79,21 +81,32 @@ __device__ __forceinline__ void load_slots(
     const float* from = slots.from + slot * size + row * slots.columns + first % slots.columns;
 #pragma unroll
     for (float& one : v) one = 0.0f;
-#pragma unroll 4
-    for (; share <= last; ++share, from += size) {
-        const float4 own = *reinterpret_cast<const float4*>(from);
-        v[0] += own.x, v[1] += own.y, v[2] += own.z, v[3] += own.w;
+    constexpr int kTogether = 4;  // loads in flight: the last slot again in place of missing ones
+#pragma unroll 1
+    for (; share <= last; share += kTogether) {
+        float4 some[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+            some[i] = *reinterpret_cast<const float4*>(from);
+            if (i + 1 == kTogether || share + i + 1 <= last) from += size;
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+            if (share + i > last) continue;
+            v[0] += some[i].x, v[1] += some[i].y, v[2] += some[i].z, v[3] += some[i].w;
+        }
     }
 }
 
 // Outputs first .. first + 3 of a matrix, from their sums.
 struct OutputFactors {
-    float svh[kValues], bias[kValues];
+    Halves svh;
+    float bias[kValues];
 
     __device__ __forceinline__ void load(
         const ExlTrellisMatrix& w, int first, int first_out, int out_features
     ) {
-        load_halves(static_cast<const __half*>(w.svh) + first, svh);
+        svh = Halves(static_cast<const __half*>(w.svh) + first);
 #pragma unroll
         for (int i = 0; i < kValues; ++i) {
             const int column = first - first_out + i;
@@ -102,9 +115,11 @@ struct OutputFactors {
         }
     }
     __device__ __forceinline__ void apply(float (&v)[kValues], int lane) const {
+        float scales[kValues];
+        svh.to_floats(scales);
         transform(v, lane);
 #pragma unroll
-        for (int i = 0; i < kValues; ++i) v[i] = fmaf(v[i] * kNormalize, svh[i], bias[i]);
+        for (int i = 0; i < kValues; ++i) v[i] = fmaf(v[i] * kNormalize, scales[i], bias[i]);
     }
 };
 
@@ -120,14 +135,14 @@ __global__ void __launch_bounds__(kInnerWarps* kWarp) expert_inner_kernel(
     if (number < args.items.count()) item = args.items.at(number);
     const bool exists = row < item.count;
     OutputFactors factors, of_up;
-    float suh[kValues] = {};
+    Halves suh;
     int pair = 0;
     if (exists) {
         const ExlTrellisMatrix* w = args.matrices + static_cast<int64_t>(item.expert) * args.parts;
         factors.load(w[0], first, args.first_out, args.out_features);
         if (args.parts == 2) of_up.load(w[1], first, args.first_out, args.out_features);
         if (args.next != nullptr) {
-            load_halves(static_cast<const __half*>(args.next[item.expert].suh) + first, suh);
+            suh = Halves(static_cast<const __half*>(args.next[item.expert].suh) + first);
         }
         pair = args.items.pair(item, row);
     }
@@ -173,7 +188,12 @@ __global__ void __launch_bounds__(kOuterWarps* kWarp) expert_outer_kernel(
                                        : static_cast<int>(pair) * args.slots.rows;
     };
     if (warp < args.top_k) load(warp);
+    const int own = threadIdx.x;  // a column of the block
+    const int column = EXL_TRELLIS_BLOCK * blockIdx.y + own - args.first_out;
+    const bool exists = own < EXL_TRELLIS_BLOCK && column >= 0 && column < args.out_features;
+    float* const to = args.y + row * args.y_stride + column;
     wait_for_inputs();
+    const float old = exists && args.is_added ? *to : 0.0f;
     float4 sum = {};
     for (int j = warp; j < args.top_k; j += kOuterWarps) {
         if (j != warp) load(j);
@@ -186,15 +206,12 @@ __global__ void __launch_bounds__(kOuterWarps* kWarp) expert_outer_kernel(
     }
     partial[warp][lane] = sum;
     __syncthreads();
-    const int own = threadIdx.x;  // a column of the block
-    const int column = EXL_TRELLIS_BLOCK * blockIdx.y + own - args.first_out;
-    if (own >= EXL_TRELLIS_BLOCK || column < 0 || column >= args.out_features) return;
+    if (!exists) return;
     float y = 0.0f;
     for (int w = 0; w < min(kOuterWarps, args.top_k); ++w) {
         y += reinterpret_cast<const float*>(partial[w])[own];
     }
-    float* to = args.y + row * args.y_stride + column;
-    *to = args.is_added ? *to + y : y;
+    *to = old + y;
 }
 
 }  // namespace

@@ -9,8 +9,8 @@
 // Floor      With few rows: a launch, a read from the L2 cache, five shuffles in turn.
 #include "cuda/elementwise/gate.cuh"
 #include "cuda/exchange/partial_sums.cuh"
-#include "cuda/trellis/trellis_finish.cuh"
 #include "cuda/trellis/trellis_prompt.cuh"
+#include "cuda/trellis/trellis_sums.cuh"
 #include "exl/cuda/linear.h"
 
 namespace exl::cuda::trellis {
@@ -18,114 +18,6 @@ namespace exl::cuda::trellis {
 namespace {
 
 constexpr int kWarps = 4;
-
-// Slots with the sums of columns first .. first + 3 of a row, and the inputs' sums of the row.
-struct Slots {
-    const float* from;       // of the first slot
-    const float* of_inputs;  // [count of blocks], or null
-    int64_t size;            // floats of a slot
-    uint32_t count;
-
-    __device__ __forceinline__ Slots(const FinishPart& part, int row, int first_row, int first)
-        : from(nullptr), of_inputs(nullptr), size(0), count(0) {
-        const Sums& sums = part.sums;
-        if (sums.columns == 0) return;
-        const Division& division = sums.division;
-        const uint32_t group = sums.first_group + first / sums.columns;
-        const uint32_t block = division.block_of(group * division.group_items);
-        count = division.block_of((group + 1) * division.group_items - 1) - block + 1;
-        size = static_cast<int64_t>(sums.rows) * sums.columns;
-        from = static_cast<const float*>(sums.from) + division.slot(group, block) * size +
-               row * sums.columns + first % sums.columns;
-        if (part.input_sums != nullptr) {
-            of_inputs = part.input_sums + static_cast<int64_t>(first_row + row) * part.k_blocks;
-        }
-    }
-};
-
-// Adds slots in the order of their blocks. Loads some together, so that their latencies overlap.
-__device__ __forceinline__ void add_slots(const Slots& slots, float (&v)[kValues]) {
-    constexpr int kTogether = 8;
-#pragma unroll
-    for (float& one : v) one = 0.0f;
-    for (uint32_t first = 0; first < slots.count; first += kTogether) {
-        float4 some[kTogether];
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-            some[i] = {};
-            if (first + i < slots.count) {
-                some[i] = *reinterpret_cast<const float4*>(slots.from + (first + i) * slots.size);
-            }
-        }
-#pragma unroll
-        for (const float4& one : some) v[0] += one.x, v[1] += one.y, v[2] += one.z, v[3] += one.w;
-    }
-}
-
-// Sums of columns first .. first + 3 of a row.
-__device__ __forceinline__ void load_sums(
-    const FinishPart& part, const Slots& slots, int row, int first, int lane, float (&v)[kValues]
-) {
-    if (part.sums.columns == 0) {
-        const auto* sums = static_cast<const __half*>(part.sums.from);
-        load_halves(sums + static_cast<int64_t>(row) * part.n + first, v);
-        return;
-    }
-    float inputs = 0.0f;
-    if (slots.of_inputs != nullptr) {
-#pragma unroll 4
-        for (int i = lane; i < part.k_blocks; i += kWarp) inputs += slots.of_inputs[i];
-    }
-    add_slots(slots, v);
-    if (slots.of_inputs == nullptr) return;
-    inputs = warp_sum(inputs);
-#pragma unroll
-    for (float& one : v) one = kAlpha * fmaf(-kRawZero, inputs, one);
-}
-
-struct Factors {
-    float svh[kValues], bias[kValues];
-
-    __device__ __forceinline__ void load(const FinishPart& part, int first) {
-        load_halves(part.svh + first, svh);
-#pragma unroll
-        for (int i = 0; i < kValues; ++i) {
-            const int column = first - part.first_out + i;
-            const bool exists = part.bias != nullptr && column >= 0 && column < part.out_features;
-            bias[i] = exists ? part.bias[column] : 0.0f;
-        }
-    }
-};
-
-// Results of a block, from its sums.
-__device__ __forceinline__ void finish_block(
-    const Factors& factors, int lane, float (&v)[kValues]
-) {
-    transform(v, lane);
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-        v[i] = fmaf(v[i] * kNormalize, factors.svh[i], factors.bias[i]);
-    }
-}
-
-template <class Y>
-__device__ __forceinline__ void store_values(
-    Y* row, int first, int count, bool is_aligned, const float (&v)[kValues]
-) {
-    if (is_aligned && first >= 0 && first + kValues <= count) {
-        if constexpr (sizeof(Y) == 2) {
-            *reinterpret_cast<uint2*>(row + first) =
-                make_uint2(half_pair(v[0], v[1]), half_pair(v[2], v[3]));
-        } else {
-            *reinterpret_cast<float4*>(row + first) = make_float4(v[0], v[1], v[2], v[3]);
-        }
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-        if (first + i >= 0 && first + i < count) row[first + i] = from_float<Y>(v[i]);
-    }
-}
 
 // Stores results of a block to y and all copies, in which they begin `offset` elements after the start.
 __device__ __forceinline__ void send_values(
@@ -172,11 +64,11 @@ __global__ void __launch_bounds__(kWarps* kWarp) finish_kernel(
     const int first = EXL_TRELLIS_BLOCK * block + kValues * lane;
     const int output = first - part.first_out;
     Factors factors, of_up;
-    float suh[kValues] = {};
+    Halves suh;
     if (exists) {
         factors.load(part, first);
         if (is_gated) of_up.load(args.parts[1], first);
-        if (is_gated && args.has_next) load_halves(args.next.suh + first, suh);
+        if (is_gated && args.has_next) suh = Halves(args.next.suh + first);
     }
     const Slots slots(part, row, args.first_row, first);
     const Slots slots_of_up(args.parts[is_gated ? 1 : i], row, args.first_row, first);
@@ -188,11 +80,14 @@ __global__ void __launch_bounds__(kWarps* kWarp) finish_kernel(
     if constexpr (sends) let_next_begin();
     if (!exists) return;
     float v[kValues], up[kValues], old[kValues] = {};
-    load_sums(part, slots, row, first, lane, v);
-    if constexpr (is_gated) load_sums(args.parts[1], slots_of_up, row, first, lane, up);
+    RowSums sums, sums_of_up;
+    sums.load(part, slots, row, first, lane);
+    if constexpr (is_gated) sums_of_up.load(args.parts[1], slots_of_up, row, first, lane);
     if constexpr (epilogue == EXL_EPILOGUE_ADD) {
         load_values(y, output, part.out_features, is_aligned, old);
     }
+    sums.add(part, slots, lane, v);
+    if constexpr (is_gated) sums_of_up.add(args.parts[1], slots_of_up, lane, up);
     finish_block(factors, lane, v);
     if constexpr (is_gated) {
         finish_block(of_up, lane, up);

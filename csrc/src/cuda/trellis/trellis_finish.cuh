@@ -1,7 +1,7 @@
-// Arguments of the finish kernel (trellis_finish.cu).
+// Arguments of the kernels that finish products (trellis_finish.cu, trellis_join.cu).
 #pragma once
 
-#include "cuda/trellis/trellis_rows.cuh"
+#include "cuda/trellis/trellis_prepare.cuh"
 #include "cuda/trellis/trellis_work.cuh"
 #include "exl/cuda/exchange.h"
 
@@ -45,5 +45,10 @@ struct FinishArgs {
 };
 
 cudaError_t launch_finish(const FinishArgs& args, void* stream);
+
+// Whether `launch_join` takes a product that is added to y, and the preparation of y that follows.
+bool can_join(const FinishArgs& finish, const PrepareArgs& prepare, const DeviceInfo& info);
+// Finishes the product and prepares y in one launch (trellis_join.cu).
+cudaError_t launch_join(const FinishArgs& finish, const PrepareArgs& prepare, void* stream);
 
 }  // namespace exl::cuda::trellis

@@ -5,7 +5,8 @@
 // Launches   Successive parts of one rate, codebook and form share a launch of the decode kernel
 //            (trellis_decode.cuh, up to 8 rows) or of the small-batch kernel (trellis_batch.cuh, 32
 //            rows at a time). Its sums are in slots of the workspace (trellis_work.cuh). One launch
-//            of the finish kernel (trellis_finish.cu) then makes the results of all parts.
+//            of the finish kernel (trellis_finish.cu) then makes the results of all parts, or one of
+//            trellis_join.cu results and the inputs of the next products.
 #include <algorithm>
 
 #include "cuda/trellis/trellis_finish.cuh"
@@ -55,9 +56,18 @@ cudaError_t launch_product(const ExlTrellisInputs& of, const WorkArgs& work, voi
     return cudaErrorInvalidValue;
 }
 
+// Whether `then` prepares y.
+bool is_followed(const ExlTrellisLinear& args) {
+    const ExlTrellisPrepare& then = *args.then;
+    return args.epilogue == EXL_EPILOGUE_ADD && args.count == 1 && then.norm != nullptr &&
+           then.x == args.y && then.x_stride == args.y_stride && then.x_dtype == args.y_dtype &&
+           then.m == args.m;
+}
+
 bool are_valid(const ExlTrellisLinear& args, const DeviceInfo& info) {
     const bool is_gated = args.epilogue == EXL_EPILOGUE_GATED;
     if (args.count < 1 || args.count > EXL_TRELLIS_MAX_PARTS || args.m < 0) return false;
+    if (is_gated && args.then != nullptr) return false;
     if (is_gated && args.count != 2) return false;
     if (args.epilogue == EXL_EPILOGUE_ADD ? args.y_dtype != kF32
                                           : args.y_dtype != kF32 && args.y_dtype != kF16) {
@@ -88,7 +98,7 @@ bool are_valid(const ExlTrellisLinear& args, const DeviceInfo& info) {
                    next->in_features == gate.out_features && args.next.rows >= args.m;
         }
     }
-    return args.next.matrix == nullptr;
+    return args.next.matrix == nullptr && (args.then == nullptr || is_followed(args));
 }
 
 // Launches of the products of rows first_row .. first_row + rows - 1, and where their sums are.
@@ -210,6 +220,8 @@ cudaError_t trellis_linear(
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
     if (!are_valid(args, info)) return cudaErrorInvalidValue;
+    PrepareArgs then = {};
+    if (args.then != nullptr && !convert(*args.then, &then)) return cudaErrorInvalidValue;
     FinishArgs finish = finish_of(args);
     Products products(args, info, &finish);
     const int64_t y_bytes = args.y_dtype == kF32 ? 4 : 2;
@@ -228,9 +240,13 @@ cudaError_t trellis_linear(
         if (cudaError_t error = products.run(row, finish.m, stream); error != cudaSuccess) {
             return error;
         }
+        if (args.then != nullptr && finish.m == args.m && can_join(finish, then, info)) {
+            return launch_join(finish, then, stream);
+        }
         if (cudaError_t error = launch_finish(finish, stream); error != cudaSuccess) return error;
     }
-    return cudaSuccess;
+    if (args.then == nullptr) return cudaSuccess;
+    return static_cast<cudaError_t>(exl_cuda_trellis_prepare(args.then, stream));
 }
 
 }  // namespace

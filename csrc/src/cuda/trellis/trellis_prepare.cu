@@ -78,13 +78,14 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     const int row = blockIdx.x, tasks = args.count * args.blocks, stride = gridDim.y * kWarps;
     int task = blockIdx.y * kWarps + warp;
-    float suh[kValues] = {}, norm[kValues] = {};
+    Halves suh;
+    float norm[kValues] = {};
     const auto load_weights = [&]() {
         const int block = task % args.blocks;
         const Target& to = args.to[task / args.blocks];
         if (block >= to.blocks) return;
         const int value = EXL_TRELLIS_BLOCK * block + kValues * lane;
-        load_halves(to.suh + value, suh);
+        suh = Halves(to.suh + value);
         if constexpr (has_norm) {
             const bool is_aligned = args.is_aligned && to.first_in % kVector == 0;
             load_values(args.norm, value - to.first_in, args.features, is_aligned, norm);
@@ -156,7 +157,22 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(
     if constexpr (has_sums) wait_for_inputs();
 }
 
-// Checks the operands of exl_cuda_trellis_prepare, and converts them. False: they are invalid.
+// `most`: thread blocks per multiprocessor, unless the rows are as many.
+template <class X, bool has_norm, class Sums = NoSums>
+cudaError_t launch_prepare(
+    const PrepareArgs& operands, int m, int most, void* stream, const Sums& sums = {}
+) {
+    DeviceInfo info;
+    if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
+    const int needed = static_cast<int>(ceil_div(operands.count * operands.blocks, kWarps));
+    const int slices = std::clamp(most * info.multiprocessors / m, 1, needed);
+    const size_t bytes = std::is_same_v<Sums, NoSums> ? 0 : sizeof(float) * operands.features;
+    const auto kernel = prepare_kernel<X, has_norm, Sums>;
+    return launch(kernel, dim3(m, slices), dim3(kThreads), bytes, stream, operands, sums);
+}
+
+}  // namespace
+
 bool convert(const ExlTrellisPrepare& args, PrepareArgs* operands) {
     const bool fits = args.count >= 1 && args.count <= EXL_TRELLIS_MAX_PARTS && args.m >= 0 &&
                       (args.x_dtype == kF32 || args.x_dtype == kF16);
@@ -180,22 +196,6 @@ bool convert(const ExlTrellisPrepare& args, PrepareArgs* operands) {
                            args.x_stride * bytes % 16 == 0;
     return true;
 }
-
-// `most`: thread blocks per multiprocessor, unless the rows are as many.
-template <class X, bool has_norm, class Sums = NoSums>
-cudaError_t launch_prepare(
-    const PrepareArgs& operands, int m, int most, void* stream, const Sums& sums = {}
-) {
-    DeviceInfo info;
-    if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
-    const int needed = static_cast<int>(ceil_div(operands.count * operands.blocks, kWarps));
-    const int slices = std::clamp(most * info.multiprocessors / m, 1, needed);
-    const size_t bytes = std::is_same_v<Sums, NoSums> ? 0 : sizeof(float) * operands.features;
-    const auto kernel = prepare_kernel<X, has_norm, Sums>;
-    return launch(kernel, dim3(m, slices), dim3(kThreads), bytes, stream, operands, sums);
-}
-
-}  // namespace
 
 }  // namespace exl::cuda::trellis
 

@@ -15,4 +15,7 @@ struct PrepareArgs {
     Target to[EXL_TRELLIS_MAX_PARTS];
 };
 
+// Checks the operands of exl_cuda_trellis_prepare, and converts them. False: they are invalid.
+bool convert(const ExlTrellisPrepare& args, PrepareArgs* operands);
+
 }  // namespace exl::cuda::trellis

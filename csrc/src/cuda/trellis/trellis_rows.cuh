@@ -68,11 +68,21 @@ __device__ __forceinline__ void transform(float (&v)[kValues], int lane) {
 }
 constexpr float kNormalize = 0.08838834764831845f;  // 1 / sqrt(128)
 
+// Factors of a lane's values in float16, as they are in memory: a conversion would wait for the load.
+struct Halves {
+    uint2 raw = {};
+
+    Halves() = default;
+    __device__ __forceinline__ explicit Halves(const __half* from)
+        : raw(*reinterpret_cast<const uint2*>(from)) {}
+    __device__ __forceinline__ void to_floats(float (&to)[kValues]) const {
+        const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&raw.x));
+        const float2 b = __half22float2(*reinterpret_cast<const __half2*>(&raw.y));
+        to[0] = a.x, to[1] = a.y, to[2] = b.x, to[3] = b.y;
+    }
+};
 __device__ __forceinline__ void load_halves(const __half* from, float (&to)[kValues]) {
-    const uint2 raw = *reinterpret_cast<const uint2*>(from);
-    const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&raw.x));
-    const float2 b = __half22float2(*reinterpret_cast<const __half2*>(&raw.y));
-    to[0] = a.x, to[1] = a.y, to[2] = b.x, to[3] = b.y;
+    Halves(from).to_floats(to);
 }
 
 // Values first .. first + 3 of a row of `count`; zero outside of it.
@@ -169,13 +179,15 @@ __device__ __forceinline__ void store_block(
 
 // Multiplies a block by its suh, transforms it and stores it.
 __device__ __forceinline__ void prepare_block(
-    const Target& to, int row, int block, float (&v)[kValues], const float (&suh)[kValues],
-    float factor, int lane
+    const Target& to, int row, int block, float (&v)[kValues], const Halves& suh, float factor,
+    int lane
 ) {
+    float factors[kValues];
+    suh.to_floats(factors);
 #pragma unroll
     // Rounded, so that no compiler contracts it with the first sums of the transform in some of
     // the kernels.
-    for (int i = 0; i < kValues; ++i) v[i] = __fmul_rn(v[i], suh[i]);
+    for (int i = 0; i < kValues; ++i) v[i] = __fmul_rn(v[i], factors[i]);
     transform(v, lane);
     store_block(to, row, block, v, factor * kNormalize, lane);
 }

@@ -28,6 +28,7 @@ from exl_core.model.rotation import RotationTable, query_factors
 from exl_core.model.weights import BlockWeights
 from exl_core.ops.attention import AttentionRows, KeySmoothing
 from exl_core.ops.host_experts import HostExperts
+from exl_core.ops.linear import NextRead
 from exl_core.ops.recurrent import StateRows
 from exl_core.ops.table import OpTable
 
@@ -124,10 +125,33 @@ class Stage:
         `blocks` are by layer of the model."""
         for layer in self.layers:
             block = blocks[layer]
-            for step in steps[layer]:
-                x = step.run(self.ops, x, block, state)  # [R, hidden]
+            for index, step in enumerate(steps[layer]):
+                read = self._next_read(steps, blocks, block, (layer, index))
+                ops = None if read is None else self.ops.before(read)
+                x = step.run(ops or self.ops, x, block, state)  # [R, hidden]
             del block  # of streamed weights, only one block is in memory
         return x
+
+    def _next_read(
+        self,
+        steps: Steps,
+        blocks: Sequence[BlockWeights],
+        block: BlockWeights,
+        place: tuple[int, int],
+    ) -> NextRead | None:
+        """How the step after that at `place`, a layer and a number in it, reads the sum with which
+        the latter ends. None if it does not end so, or if other ops may read the sum."""
+        layer, index = place
+        if steps[layer][index].finish is None or block.scalar is not None:
+            return None
+        if index + 1 < len(steps[layer]):
+            following = steps[layer][index + 1]
+        # Streamed blocks, which are no tuple, are read one at a time.
+        elif layer + 1 in self.layers and isinstance(blocks, tuple):
+            following, block = steps[layer + 1][0], blocks[layer + 1]
+        else:
+            return None
+        return None if following.read is None else following.read(block)
 
     def angles(self, index: int | None, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of a RoPE table for int64 positions [R]; [R, 0] without RoPE."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -86,6 +86,13 @@ class PreparedInputs(Protocol):
 
 Inputs = Tensor | PreparedInputs
 """Inputs of a linear: a tensor [rows, in_features], or the buffer from `inputs_for`."""
+
+
+class NextRead(NamedTuple):
+    """How a sum of `linear_add_` is read next: by a product of norm(sum) with `w`."""
+
+    norm: Norm
+    w: PackedLinear
 
 
 class ProductOps(Protocol):

@@ -27,7 +27,7 @@ from torch import Tensor, device
 from exl_core.ops.attention import AttendOps, AttentionOps
 from exl_core.ops.elementwise import ElementwiseOps, RowOps
 from exl_core.ops.latent import HeadOps, LatentOps
-from exl_core.ops.linear import LinearOps, ProductOps
+from exl_core.ops.linear import LinearOps, NextRead, ProductOps
 from exl_core.ops.moe import MoeOps, RoutedOps
 from exl_core.ops.recurrent import RecurrentOps
 from exl_core.ops.rings import RingOps
@@ -89,6 +89,11 @@ class OpTable(
     def begin_pass(self) -> None:
         """Precedes all products of a pass, or of a stage of it, after work of any other kind, such
         as a captured graph. `Stage.bind` calls it."""
+        ...
+
+    def before(self, read: NextRead) -> LayerOps | None:
+        """Ops for a step whose sum nothing but the next op of the table reads, as `read` says: they
+        prepare the inputs of that op when they write the sum. None if the table cannot."""
         ...
 
     def activations(self, rows: int, columns: int) -> Tensor:

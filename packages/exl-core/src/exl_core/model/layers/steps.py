@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -39,8 +39,8 @@ from exl_core.model.layers.residual import add_mixed
 from exl_core.model.layers.short_conv import ShortConvStep, short_conv
 from exl_core.model.layers.state import PassState
 from exl_core.model.observe import Observer, Part, checked_states
-from exl_core.model.weights import BlockWeights
-from exl_core.ops.linear import Inputs
+from exl_core.model.weights import BlockWeights, MixerWeights, MlpWeights, RecurrentWeights
+from exl_core.ops.linear import Inputs, NextRead
 from exl_core.ops.table import LayerOps
 
 Run = Callable[[LayerOps, Tensor, BlockWeights, PassState], Tensor]
@@ -65,13 +65,15 @@ class Step(NamedTuple):
     `last`).
 
     `finish` computes the end of `run`, for callers that know the inputs of the last matrix. It is
-    None if other products of the step are added to the states as well.
+    None if other products of the step are added to the states as well. `read` finds the product
+    that reads the states first, for a layer's weights. Without it, other ops may read them.
     """
 
     first: Part
     last: Part
     run: Run
     finish: Finish | None = None
+    read: Callable[[BlockWeights], NextRead | None] | None = None
 
 
 WrapOps = Callable[[LayerOps, int, BlockWeights], LayerOps]
@@ -106,22 +108,22 @@ def _mixer_step(index: int, layer: LayerSpec) -> Step:
     match layer.mixer:
         case Attention() as spec:
             run = partial(attention, AttentionStep.of(index, spec))
-            return Step(part, part, run, Finish("output", add_attended))
+            return Step(part, part, run, Finish("output", add_attended), _mixer_read)
         case ShortConv() as spec:
             run = partial(short_conv, ShortConvStep.of(index, spec))
-            return Step(part, part, run, Finish("mixer_out", add_mixed))
+            return Step(part, part, run, Finish("mixer_out", add_mixed), _mixer_read)
         case GatedDeltaNet() as spec:
             run = partial(delta_net, DeltaNetStep.of(index, spec))
-            return Step(part, part, run, Finish("mixer_out", add_mixed))
+            return Step(part, part, run, Finish("mixer_out", add_mixed), _mixer_read)
         case KimiDeltaNet() as kimi:
             run = partial(kimi_delta, KimiDeltaStep.of(index, kimi))
-            return Step(part, part, run, Finish("mixer_out", add_mixed))
+            return Step(part, part, run, Finish("mixer_out", add_mixed), _mixer_read)
         case Mamba2() as spec:
             run = partial(mamba2, Mamba2Step.of(index, spec))
-            return Step(part, part, run, Finish("mixer_out", add_mixed))
+            return Step(part, part, run, Finish("mixer_out", add_mixed), _mixer_read)
         case MLA() as latent:
             run = partial(latent_attention, LatentStep.of(index, latent))
-            return Step(part, part, run, Finish("output", add_latent))
+            return Step(part, part, run, Finish("output", add_latent), _mixer_read)
         case other:
             raise unsupported("mixer", other)
 
@@ -131,11 +133,22 @@ def _feed_forward_step(index: int, layer: LayerSpec) -> Step:
     match layer.feed_forward:
         case Dense() as spec:
             run = partial(mlp, MlpStep.of(index, spec))
-            return Step(part, part, run, Finish("down", add_widened))
+            return Step(part, part, run, Finish("down", add_widened), _mlp_read)
         case MoE() as spec:
             return Step(part, part, partial(moe, MoeStep.of(index, spec)))
         case other:
             raise unsupported("feed-forward part", other)
+
+
+def _mixer_read(block: BlockWeights) -> NextRead | None:
+    mixer = cast(MixerWeights, block.mixer)
+    first = mixer.wide if isinstance(mixer, RecurrentWeights) else mixer.qkv
+    return None if mixer.norm is None else NextRead(mixer.norm, first)
+
+
+def _mlp_read(block: BlockWeights) -> NextRead | None:
+    weights = cast(MlpWeights, block.mlp)
+    return None if weights.norm is None else NextRead(weights.norm, weights.gate_up)
 
 
 def with_ops(steps: Steps, wrap: WrapOps) -> Steps:
@@ -145,7 +158,7 @@ def with_ops(steps: Steps, wrap: WrapOps) -> Steps:
         def run(ops: LayerOps, x: Tensor, block: BlockWeights, state: PassState) -> Tensor:
             return step.run(wrap(ops, layer, block), x, block, state)
 
-        return step._replace(run=run, finish=None)
+        return step._replace(run=run, finish=None, read=None)
 
     return tuple(
         tuple(wrapped(layer, step) for step in of_layer) for layer, of_layer in enumerate(steps)
@@ -161,6 +174,6 @@ def observed(steps: Steps, observe: Observer) -> Steps:
             x = step.run(ops, x, block, state)
             return checked_states(step.last, observe.after(step.last, x), x)
 
-        return step._replace(run=run, finish=None)
+        return step._replace(run=run, finish=None, read=None)
 
     return tuple(tuple(shown(step) for step in layer) for layer in steps)

@@ -21,6 +21,8 @@ from exl_core.ops.backends.cpu.moe import CpuMoeOps
 from exl_core.ops.backends.cpu.recurrent import CpuRecurrentOps
 from exl_core.ops.backends.cpu.rings import CpuRingOps
 from exl_core.ops.backends.cpu.sampling import CpuSamplingOps
+from exl_core.ops.linear import NextRead
+from exl_core.ops.table import LayerOps
 
 
 class CpuTable(
@@ -70,6 +72,9 @@ class CpuTable(
 
     def begin_pass(self) -> None:
         """Passes on this backend leave nothing behind that the next one could disturb."""
+
+    def before(self, read: NextRead) -> LayerOps | None:  # noqa: ARG002 - nothing to prepare
+        return None
 
     def activations(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns)

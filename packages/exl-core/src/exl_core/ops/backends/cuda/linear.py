@@ -9,12 +9,26 @@ from torch import Tensor
 
 from exl_core.ops.backends.composed import xielu
 from exl_core.ops.backends.cuda.library import TYPES, Gpu, Slab
-from exl_core.ops.backends.cuda.matmul import CudaInputs, CudaJoined, CudaLinear, Linears, parts_of
+from exl_core.ops.backends.cuda.matmul import (
+    CudaInputs,
+    CudaJoined,
+    CudaLinear,
+    Linears,
+    are_trellis,
+    parts_of,
+)
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear, tiles_bytes
-from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, trellis_bytes
+from exl_core.ops.backends.cuda.trellis import (
+    CudaTrellis,
+    CudaTrellisInputs,
+    TrellisRead,
+    are_joint,
+    trellis_bytes,
+)
 from exl_core.ops.checks import OpInputError
-from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, XIelu
-from exl_core.ops.linear import Inputs, PackedLinear
+from exl_core.ops.elementwise import ActivationKind, GateKind, Norm, RmsNorm, XIelu
+from exl_core.ops.linear import Inputs, NextRead, PackedLinear
+from exl_core.ops.table import LayerOps
 from exl_core.ops.weights import (
     DenseColumns,
     DenseLayout,
@@ -25,6 +39,30 @@ from exl_core.ops.weights import (
     WeightColumns,
     WeightLayout,
 )
+from exl_core.ops.wrapped import WrappedOps
+
+
+def trellis_read(read: NextRead) -> TrellisRead | None:
+    """The same with trellis codes, if kernels prepare its inputs when they write the sum."""
+    parts = parts_of(read.w)
+    if isinstance(read.norm, RmsNorm) and are_trellis(parts) and are_joint(parts):
+        return TrellisRead(read.norm, parts)
+    return None
+
+
+class StepOps(WrappedOps):
+    """Ops of a step whose sum is read as `read` says."""
+
+    def __init__(self, inner: LayerOps, linears: Linears, read: TrellisRead) -> None:
+        super().__init__(inner)
+        self._linears = linears
+        self._read = read
+
+    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> Tensor:
+        if not isinstance(x, CudaTrellisInputs):
+            return self.inner.linear_add_(x, w, residual)
+        self._linears.multiply_prepared(x, residual, self._read)
+        return residual
 
 
 class CudaLinearOps:

@@ -34,7 +34,13 @@ from exl_core.ops.backends.cuda.library import TYPES, Gpu, Slab
 from exl_core.ops.backends.cuda.norms import PendingRows, after_layer_norm, prepare_args
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
 from exl_core.ops.backends.cuda.slices import Slices
-from exl_core.ops.backends.cuda.trellis import CudaTrellis, CudaTrellisInputs, Trellis, is_pair
+from exl_core.ops.backends.cuda.trellis import (
+    CudaTrellis,
+    CudaTrellisInputs,
+    Trellis,
+    TrellisRead,
+    is_pair,
+)
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import GateKind, Norm
@@ -118,6 +124,7 @@ class Linears:
     def begin_pass(self) -> None:
         """Starts a pass: `Stage.bind` calls this before the first product of its layers."""
         self.slices.begin_pass()
+        self._trellis.begin_pass()
 
     def new(self, layout: WeightLayout, on_host: bool, memory: Slab | None = None) -> Part:
         match layout:
@@ -187,10 +194,15 @@ class Linears:
         halves = cuda.prepared_halves(rows, part.num_blocks)
         return CudaInputs(part, rows, self._gpu.empty(halves, dtype=torch.float16))
 
-    def multiply_prepared(self, x: CudaInputs | CudaTrellisInputs, residual: Tensor) -> None:
-        """residual [m, n] float32 += x @ w."""
+    def multiply_prepared(
+        self,
+        x: CudaInputs | CudaTrellisInputs,
+        residual: Tensor,
+        read: TrellisRead | None = None,
+    ) -> None:
+        """residual [m, n] float32 += x @ w. `read`, as in `Trellis`, is for trellis codes only."""
         if isinstance(x, CudaTrellisInputs):
-            self._trellis.multiply_prepared(x, residual)
+            self._trellis.multiply_prepared(x, residual, read)
             return
         args = self._new_arguments((x.w,), residual, cuda.ADD)
         args.inputs[0], args.is_by_rows = x.memory.data_ptr(), x.is_by_rows

@@ -17,7 +17,7 @@ from exl_core.ops.backends.cuda.elementwise import CudaElementwiseOps
 from exl_core.ops.backends.cuda.host_experts import CudaHostExperts
 from exl_core.ops.backends.cuda.latent import CudaLatentOps
 from exl_core.ops.backends.cuda.library import Gpu
-from exl_core.ops.backends.cuda.linear import CudaLinearOps
+from exl_core.ops.backends.cuda.linear import CudaLinearOps, StepOps, trellis_read
 from exl_core.ops.backends.cuda.moe import CudaMoeOps
 from exl_core.ops.backends.cuda.peer_linears import PeerLinears
 from exl_core.ops.backends.cuda.peers import PeerBuffers, PeerSums
@@ -25,6 +25,8 @@ from exl_core.ops.backends.cuda.recurrent import CudaRecurrentOps
 from exl_core.ops.backends.cuda.rings import CudaRingOps
 from exl_core.ops.backends.cuda.sampling import CudaSamplingOps, RowSampler
 from exl_core.ops.backends.cuda.upload import upload, upload_all
+from exl_core.ops.linear import NextRead
+from exl_core.ops.table import LayerOps
 
 
 class CudaTable(
@@ -76,6 +78,10 @@ class CudaTable(
     def begin_exchange(self) -> None:
         """Precedes an exchange with other GPUs: the next weights are dequantized beside it."""
         self._linears.slices.begin_exchange()
+
+    def before(self, read: NextRead) -> LayerOps | None:
+        found = None if self.is_batch_invariant else trellis_read(read)
+        return None if found is None else StepOps(self, self._linears, found)
 
     def activations(self, rows: int, columns: int) -> Tensor:
         return self._gpu.empty(rows, columns, dtype=torch.float16)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,6 +141,21 @@ class CudaTrellisInputs:
         )
 
 
+class TrellisRead(NamedTuple):
+    """Products of norm(x) with parts that one launch multiplies (`are_joint`)."""
+
+    norm: RmsNorm
+    parts: tuple[CudaTrellis, ...]
+
+
+class _Ahead(NamedTuple):
+    """Inputs of `read` that were prepared from x when it was written."""
+
+    x: Tensor
+    read: TrellisRead
+    inputs: list[CudaTrellisInputs]
+
+
 class Trellis:
     """Products with matrices of trellis codes on one GPU."""
 
@@ -147,6 +163,11 @@ class Trellis:
         self._gpu = gpu
         self._max_rows = gpu.trellis_max_rows
         self._max_n = self._max_halves = 1
+        self._ahead: _Ahead | None = None
+
+    def begin_pass(self) -> None:
+        """Forgets inputs that a pass without an end has prepared."""
+        self._ahead = None
 
     def new(self, layout: TrellisLayout, memory: Slab | None = None) -> CudaTrellis:
         self._max_n = max(self._max_n, layout.stored_out)
@@ -191,18 +212,7 @@ class Trellis:
     ) -> None:
         """Fills up to three prepared inputs from x [m, k] strided rows, float32 or float16, or
         from pending states, which are written too."""
-        rows = x.x if isinstance(x, PendingRows) else x
-        args = TrellisPrepare(
-            x=rows.data_ptr(),
-            x_stride=rows.stride(0),
-            x_dtype=TYPES[rows.dtype],
-            m=rows.shape[0],
-            count=len(inputs),
-        )
-        if norm is not None:
-            args.norm, args.eps = norm.weight.data_ptr(), norm.eps
-        for i, one in enumerate(inputs):
-            args.to[i] = one.operand
+        args = _prepare_args(x.x if isinstance(x, PendingRows) else x, norm, inputs)
         if isinstance(x, PendingRows):
             self._gpu.call("trellis_prepare_sums", args, x.sums)
         else:
@@ -223,17 +233,38 @@ class Trellis:
             first = 0
             for group in _groups(parts):
                 last = first + sum(part.out_features for part in group)
-                inputs = self._inputs_of(group, rows.stop - rows.start)
-                self.prepare(_rows_of(x, rows), norm, inputs)
+                inputs = self._prepared(_rows_of(x, rows), norm, group)
                 if isinstance(x, PendingRows):
                     x = x.total  # written by then
                 epilogue = cuda.ADD if is_added else cuda.STORE
                 self._launch(inputs, out[rows, first:last], epilogue)
                 first = last
 
-    def multiply_prepared(self, x: CudaTrellisInputs, residual: Tensor) -> None:
-        """residual [m, n] float32 += x @ w."""
-        self._launch([x], residual, cuda.ADD)
+    def _prepared(
+        self, x: Tensor | PendingRows, norm: RmsNorm | None, parts: Sequence[CudaTrellis]
+    ) -> list[CudaTrellisInputs]:
+        """Inputs of parts with the same number of stored inputs, from norm(x)."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.x is x and ahead.read.norm is norm:
+            of_same = [one is part for one, part in zip(ahead.read.parts, parts, strict=False)]
+            if len(parts) == len(ahead.read.parts) and all(of_same):
+                return ahead.inputs
+        inputs = self._inputs_of(parts, x.shape[0])
+        self.prepare(x, norm, inputs)
+        return inputs
+
+    def multiply_prepared(
+        self, x: CudaTrellisInputs, residual: Tensor, read: TrellisRead | None = None
+    ) -> None:
+        """residual [m, n] float32 += x @ w. If `read` is given, the inputs of its products are
+        prepared too: the next call of this object reads `residual` so."""
+        self._ahead = None
+        if read is None or x.form == FORMS["plain"]:
+            self._launch([x], residual, cuda.ADD)
+            return
+        inputs = self._inputs_of(read.parts, x.rows)
+        self._launch([x], residual, cuda.ADD, then=_prepare_args(residual, read.norm, inputs))
+        self._ahead = _Ahead(residual, read, inputs)
 
     def can_send(self, rows: int) -> bool:
         """Whether `multiply_sent` takes inputs of this number of rows."""
@@ -264,8 +295,7 @@ class Trellis:
         """out [m, n] = act(gate) * up for two parts that `is_pair` accepts."""
         if isinstance(out, CudaTrellisInputs):
             if _can_follow(out.w.layout, parts[0].layout) and len(self._chunks(out.rows)) == 1:
-                inputs = self._inputs_of(parts, out.rows)
-                self.prepare(x, norm, inputs)
+                inputs = self._prepared(x, norm, parts)
                 self._launch(inputs, None, cuda.GATED, kind, out)
                 return
             halves = self._gpu.empty(out.rows, parts[0].out_features, dtype=torch.float16)
@@ -273,8 +303,7 @@ class Trellis:
             self.prepare(halves, None, [out])
             return
         for rows in self._chunks(x.shape[0]):
-            inputs = self._inputs_of(parts, rows.stop - rows.start)
-            self.prepare(_rows_of(x, rows), norm, inputs)
+            inputs = self._prepared(_rows_of(x, rows), norm, parts)
             self._launch(inputs, out[rows], cuda.GATED, kind)
 
     def _chunks(self, rows: int) -> list[slice]:
@@ -289,9 +318,13 @@ class Trellis:
         epilogue: int,
         gate: GateKind = "silu",
         to: CudaTrellisInputs | None = None,
+        *,
+        then: TrellisPrepare | None = None,
     ) -> None:
         args = self._arguments(inputs, epilogue)
         args.gate = cuda.GATES[gate]
+        if then is not None:
+            args.then = ctypes.pointer(then)
         if out is not None:
             args.y, args.y_stride, args.y_dtype = out.data_ptr(), out.stride(0), TYPES[out.dtype]
         if to is not None:
@@ -366,8 +399,26 @@ class Trellis:
 
 
 def _rows_of(x: Tensor | PendingRows, rows: slice) -> Tensor | PendingRows:
-    """Some rows of x. Pending states are one range."""
-    return x if isinstance(x, PendingRows) else x[rows]
+    """Some rows of x, or x itself. Pending states are one range."""
+    return x if isinstance(x, PendingRows) or rows == slice(0, len(x)) else x[rows]
+
+
+def _prepare_args(
+    x: Tensor, norm: RmsNorm | None, inputs: Sequence[CudaTrellisInputs]
+) -> TrellisPrepare:
+    """Arguments of `exl_cuda_trellis_prepare`."""
+    args = TrellisPrepare(
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
+        x_dtype=TYPES[x.dtype],
+        m=x.shape[0],
+        count=len(inputs),
+    )
+    if norm is not None:
+        args.norm, args.eps = norm.weight.data_ptr(), norm.eps
+    for i, one in enumerate(inputs):
+        args.to[i] = one.operand
+    return args
 
 
 def _is_joint(first: CudaTrellisInputs, x: CudaTrellisInputs, before: int) -> bool:
@@ -405,6 +456,11 @@ def is_pair(parts: Sequence[CudaTrellis]) -> bool:
     a, b = (part.layout for part in parts)
     sizes = [(one.out_features, one.first_out, one.stored_in) for one in (a, b)]
     return sizes[0] == sizes[1]
+
+
+def are_joint(parts: Sequence[CudaTrellis]) -> bool:
+    """Whether one launch multiplies all of these."""
+    return len(list(_groups(parts))) == 1
 
 
 def _can_follow(after: TrellisLayout, before: TrellisLayout) -> bool:

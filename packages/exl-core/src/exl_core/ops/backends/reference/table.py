@@ -15,6 +15,8 @@ from exl_core.ops.backends.reference.moe import ReferenceMoeOps
 from exl_core.ops.backends.reference.recurrent import ReferenceRecurrentOps
 from exl_core.ops.backends.reference.sampling import ReferenceSamplingOps
 from exl_core.ops.backends.rings import TorchRingOps
+from exl_core.ops.linear import NextRead
+from exl_core.ops.table import LayerOps
 
 
 class ReferenceTable(
@@ -49,6 +51,9 @@ class ReferenceTable(
 
     def begin_pass(self) -> None:
         """Passes on this backend leave nothing behind that the next one could disturb."""
+
+    def before(self, read: NextRead) -> LayerOps | None:  # noqa: ARG002 - nothing to prepare
+        return None
 
     def activations(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns)
