@@ -112,6 +112,7 @@ def test_config_shows_the_file(exl: Command, file: Path) -> None:
         ("[chat]\nstop = { a = 1 }", ("config",), "[chat]: stop has a value that no option has"),
         ("[profiles]\na = 1", ("config",), "[profiles.a]: is not a table"),
         ("profiles = 3", ("config",), "there is no option --profiles"),
+        ("profiles = 3", ("generate", "--profile", "a"), "[profiles]: is not a table"),
         ("[profiles.a]\nstopp = 1", ("config",), "[profiles.a]: there is no option --stopp"),
         ("[profiles.writer]", ("generate", "--profile", "writter"), "Did you mean 'writer'"),
         ('temp = "warm"', ("generate", "-p", "x"), "Input should be a valid number"),

@@ -74,7 +74,10 @@ def presets() -> dict[str, dict[str, Any]]:
 
 def profile(name: str) -> Mapping[str, Any]:
     """Settings of one profile, or of one preset."""
-    profiles = {**presets(), **read_config().get(PROFILES, {})}
+    own = read_config().get(PROFILES, {})
+    if not isinstance(own, dict):
+        raise RequestError("is not a table", where=f"{config_file()}, [{PROFILES}]")
+    profiles = {**presets(), **own}
     found = profiles.get(name)
     if not isinstance(found, dict):
         raise RequestError(
