@@ -59,6 +59,29 @@ def test_the_random_stream_continues_after_a_change() -> None:
     assert sequence.token_ids == expected.token_ids
 
 
+def test_a_changed_rate_of_mirostat_applies_from_the_next_token_on() -> None:
+    """The cut stays, and moves by the new rate afterwards."""
+
+    def cuts(rates: list[float]) -> list[float | None]:
+        engine = engine_for(HashRule(3))
+        tau, eta = 3.0, 0.2
+        sampler = SamplerParams(mirostat_tau=tau, mirostat_eta=eta, seed=5)
+        request = Request(PROMPT, max_tokens=len(rates) + 1, sampler=sampler)
+        engine.submit(request)
+        found = []
+        for rate in rates:
+            engine.step()
+            found.append(engine.mirostat_cut(request.request_id))
+            changed = SamplerParams(mirostat_tau=tau, mirostat_eta=rate)
+            engine.set_sampler(request.request_id, changed)
+        run_all(engine)
+        return found
+
+    kept, stopped = cuts([0.2] * 6), cuts([0.2, 0.2, 0.0, 0.0, 0.0, 0.0])
+    assert len(set(kept)) == 6
+    assert stopped == kept[:3] + [kept[2]] * 3
+
+
 def test_stops_apply_to_held_text_too() -> None:
     engine = engine_for(HashRule(3))
     whole = Request(PROMPT, max_tokens=20, sampler=GREEDY)

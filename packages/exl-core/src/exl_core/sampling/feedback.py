@@ -77,6 +77,10 @@ class Mirostat:
     def mu(self) -> float:
         return self._trace[-1][1] if self._trace else self._start
 
+    def set_rate(self, eta: float) -> None:
+        """Change the learning rate from the next token on."""
+        self._eta = eta
+
     def accept(self, length: int, probability: float) -> None:
         """Record a token of this final probability, which made the history `length` long."""
         surprise = -math.log2(probability)

@@ -245,13 +245,14 @@ class Sampler:
     def changed(self, params: SamplerParams) -> Sampler:
         """A sampler with other settings that continues this one's random stream.
 
-        Mirostat goes on from its current cut if its target stays the same.
+        Mirostat goes on from its current cut, at the new rate, if its target stays the same.
         """
         other = Sampler(params, self._ops)
         other._generator = self._generator
         other._length = self._length
         if other._mirostat is not None and params.mirostat_tau == self.params.mirostat_tau:
             other._mirostat = self._mirostat
+            other._mirostat.set_rate(params.mirostat_eta)
         return other
 
     @property
