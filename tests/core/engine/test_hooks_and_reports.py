@@ -194,6 +194,84 @@ def test_an_interrupt_in_a_hook_gives_each_request_one_end() -> None:
     assert run_one(engine, ask())[1].text == "hello"
 
 
+@pytest.mark.parametrize("mode", ["plain", "drafts", "hybrid"])
+def test_a_hook_may_cancel_its_own_request(mode: str) -> None:
+    """The reply ends after the token that the hook saw, also if a draft brought more tokens."""
+    rule = reply_with("hello")
+    drafter = ScriptedDrafter(right(rule)) if mode == "drafts" else None
+    engine = engine_for(rule, drafter=drafter, clock=lambda: 0.0, is_hybrid=mode == "hybrid")
+    seen: list[int] = []
+
+    def hook(token: SampledToken) -> None:
+        seen.append(token.token_id)
+        if len(seen) == 3:
+            assert engine.cancel("own")
+
+    other = ask()
+    engine.submit(other)
+    engine.submit(ask(request_id="own", hooks=(hook,)))
+    ends = {e.request_id: e for e in run_all(engine) if isinstance(e, FinishEvent)}
+    own = ends["own"]
+    assert (own.reason, own.text, own.token_ids) == (FinishReason.CANCELLED, "hel", tuple(b"hel"))
+    assert bytes(seen) == b"hel"
+    assert ends[other.request_id].text == "hello"
+    assert engine.pool.num_available == engine.pool.num_pages
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["before", "after"])
+def test_a_hook_may_cancel_other_requests(index: int) -> None:
+    """One that runs, before or after its token of this step, and one that waits."""
+    engine = engine_for(reply_with("hello"), max_batch=2)
+
+    def hook(_: SampledToken) -> None:
+        for name in ("running", "waiting"):
+            engine.cancel(name)
+
+    requests = [ask(request_id="running")]
+    requests.insert(index, ask(request_id="own", hooks=(hook,)))
+    for request in (*requests, ask(request_id="waiting")):
+        engine.submit(request)
+    events = engine.step()
+    ends = {e.request_id: e for e in events if isinstance(e, FinishEvent)}
+    assert {name: (e.reason, e.text) for name, e in ends.items()} == {
+        "running": (FinishReason.CANCELLED, "h"),
+        "waiting": (FinishReason.CANCELLED, ""),
+    }
+    (end,) = [e for e in run_all(engine) if isinstance(e, FinishEvent)]
+    assert (end.request_id, end.text) == ("own", "hello")
+    assert not engine.cancel("running")
+
+
+def test_a_request_that_a_hook_cancelled_ends_although_the_step_fails() -> None:
+    engine = engine_for(reply_with("hello"), max_batch=1)
+
+    def hook(_: SampledToken) -> None:
+        assert engine.cancel("waiting")
+        raise KeyboardInterrupt
+
+    engine.submit(ask(request_id="running", hooks=(hook,)))
+    engine.submit(ask(request_id="waiting"))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    failed, cancelled = run_all(engine)
+    assert isinstance(failed, FailEvent)
+    assert isinstance(cancelled, FinishEvent)
+    assert cancelled.reason is FinishReason.CANCELLED
+    assert run_one(engine, ask())[1].text == "hello"
+
+
+def test_a_hook_that_calls_step_fails_its_request_alone() -> None:
+    engine = engine_for(reply_with("hello"))
+    other = ask()
+    engine.submit(other)
+    engine.submit(ask(hooks=(lambda _: len(engine.step()),)))
+    failed, end = [e for e in run_all(engine) if isinstance(e, FailEvent | FinishEvent)]
+    assert isinstance(failed, FailEvent)
+    assert "a hook called step" in str(failed.error)
+    assert isinstance(end, FinishEvent)
+    assert (end.request_id, end.text) == (other.request_id, "hello")
+
+
 def test_a_hook_that_repeats_a_banned_token_fails_its_request() -> None:
     engine = engine_for(reply_with("hello"))
     request = ask(hooks=(lambda _: 120,), banned_strings=("xx",))

@@ -152,6 +152,8 @@ class Engine:
             self._drafting = Drafting(drafter, self.vocab_size, clock, is_adaptive=adapt)
         self._replies: dict[str, ReplyState] = {}
         self._events: list[Event] = []  # to be returned by the next step
+        self._late_cancels: list[str] | None = None
+        """Requests that hooks have cancelled in the running step; None between steps."""
 
     @property
     def is_idle(self) -> bool:
@@ -205,10 +207,19 @@ class Engine:
         return sequence
 
     def cancel(self, request_id: str) -> bool:
-        """End the request; the next step returns its `FinishEvent`. False if it had ended."""
+        """End the request; the next step returns its `FinishEvent`. False if it had ended.
+
+        A hook may call this. The request then ends in the running step, after its next token or, if
+        it is the hook's own request, after the token that the hook returns.
+        """
         reply = self._replies.get(request_id)
         if reply is None:
             return False
+        if self._late_cancels is not None:
+            # The rest of the step uses the reply and the pages of the request.
+            reply.is_cancelled = True
+            self._late_cancels.append(request_id)
+            return True
         with reply.guard:
             self._events.append(self._with_drafts(reply.cancel(self._clock())))
         if reply.error is not None:
@@ -263,7 +274,12 @@ class Engine:
         self._events = [event for event in self._events if event.request_id != request_id]
 
     def step(self) -> list[Event]:
-        """Run one forward pass if a request needs one; return the events since the last step."""
+        """Run one forward pass if a request needs one; return the events since the last step.
+
+        RequestError if a hook calls this.
+        """
+        if self._late_cancels is not None:
+            raise RequestError("a hook called step", expected="one step at a time")
         try:
             self.scheduler.prepare()
             drafts: dict[str, Draft] = {}
@@ -273,11 +289,14 @@ class Engine:
                 token_ids = {name: draft.token_ids for name, draft in drafts.items()}
                 plan = self.scheduler.plan(token_ids)
             if plan.segments:
+                self._late_cancels = []
                 self._run(plan, drafts)
+                self._cancel_late()
                 if not self._replies:
                     self._move_pages(self.scheduler.defragment())
         except BaseException as error:  # KeyboardInterrupt included; raised again below
             self._fail_running(error)
+            self._cancel_late()  # those that wait, the others have failed
             raise
         events, self._events = self._events, []
         return events
@@ -367,6 +386,11 @@ class Engine:
             if reply.error is None:
                 self._finish_or_rewind(reply)
         self._drop_failed(replies)
+
+    def _cancel_late(self) -> None:
+        late, self._late_cancels = self._late_cancels, None
+        for request_id in late or ():
+            self.cancel(request_id)  # has no effect on a request that has ended meanwhile
 
     def _finish_or_rewind(self, reply: ReplyState) -> None:
         """Remove a reply that has ended; cut the tokens of one that goes back."""

@@ -81,6 +81,8 @@ class ReplyState:
         self.guard = FailureGuard()
         """The engine makes every call below under this guard."""
         self.rewind_to: int | None = None
+        self.is_cancelled = False
+        """A hook has cancelled the request; it ends after this step."""
         self._request = sequence.request
         self._vocab_size = vocab_size
         self._banned_at_first = frozenset(

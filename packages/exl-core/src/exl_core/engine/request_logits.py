@@ -61,7 +61,11 @@ class RequestLogits:
                     sequence.token_ids[-1] == self.proposals[i]
                 )
                 accepted += is_accepted
-                is_stopped = self.reply.end is not None or self.reply.rewind_to is not None
+                is_stopped = (
+                    self.reply.end is not None
+                    or self.reply.rewind_to is not None
+                    or self.reply.is_cancelled
+                )
                 if not is_accepted or is_stopped:
                     break
         return TokenCounts(len(self.proposals), accepted, emitted)
