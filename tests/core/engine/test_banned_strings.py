@@ -16,6 +16,7 @@ from exl_core.constrain.regex import Regex
 from exl_core.engine.banned import BannedStrings, fold
 from exl_core.engine.engine import Engine
 from exl_core.engine.events import FinishEvent, FinishReason, RewindEvent, TextEvent
+from exl_core.engine.request import Report
 from exl_core.errors import RequestError
 from support.driving import ask, engine_for, run_all, run_one, run_to_failure, submit
 from support.profiles import examples
@@ -212,6 +213,34 @@ def test_min_tokens_counts_tokens_that_remain_after_a_rewind() -> None:
     _, end = run(engine_for(lambda _: logits), ("aaa",), min_tokens=4, max_tokens=8)
     assert end.text == "bbaa"
     assert end.stopped_by == EOS_ID
+
+
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_the_time_limit_ends_a_reply_that_goes_back(is_hybrid: bool) -> None:
+    """The removed tokens are part of neither the reply nor the sequence."""
+    now = 0.0
+    texts = [f"so x{letter}z" for letter in "abcdefgh"]
+    banned = tuple(f"{letter}z" for letter in "abcdefgh")
+    preferred = preferring(*texts)
+
+    def rule(history: Sequence[int]) -> Tensor:
+        nonlocal now
+        now += 1.0
+        return preferred(history)
+
+    engine = engine_for(rule, clock=lambda: now, is_hybrid=is_hybrid)
+    # The eighth pass completes the second banned string.
+    request = ask(banned_strings=banned, max_time_s=8.0, report=Report(log_probs=0))
+    sequence = engine.submit(request)
+    *others, end = run_all(engine)
+    assert isinstance(end, FinishEvent)
+    assert [event.text for event in others if isinstance(event, RewindEvent)] == ["az", "bz"]
+    assert (end.reason, end.text, end.held_text) == (FinishReason.TIME, "so x", "")
+    assert (bytes(end.token_ids), bytes(sequence.token_ids)) == (b"so x", b"Q:so x")
+    tokens = [token for event in others if isinstance(event, TextEvent) for token in event.tokens]
+    assert bytes(token.token_id for token in (*tokens, *end.tokens)) == b"so x"
+    assert engine.pool.num_available == engine.pool.num_pages
+    assert run_one(engine, ask())[1].text == texts[0]
 
 
 def test_held_text_is_reported_when_a_request_is_cancelled() -> None:

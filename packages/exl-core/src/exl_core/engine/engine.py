@@ -393,13 +393,13 @@ class Engine:
             self.cancel(request_id)  # has no effect on a request that has ended meanwhile
 
     def _finish_or_rewind(self, reply: ReplyState) -> None:
-        """Remove a reply that has ended; cut the tokens of one that goes back."""
+        """Cut the tokens of a reply that goes back; remove one that has ended."""
+        if reply.rewind_to is not None:
+            self.scheduler.rewind(reply.sequence, reply.rewind_to)
+            reply.rewind_to = None
         if reply.end is not None:
             self._events.append(self._with_drafts(reply.end))
             self._drop(reply)
-        elif reply.rewind_to is not None:
-            self.scheduler.rewind(reply.sequence, reply.rewind_to)
-            reply.rewind_to = None
 
     def _drop_failed(self, replies: Iterable[ReplyState]) -> None:
         """Remove the requests whose own work failed, each with a `FailEvent`."""

@@ -60,7 +60,8 @@ class ReplyState:
     """Reply of one sequence, from its submission to its end.
 
     After each `take`, `end` is the final event if the reply has ended. `rewind_to` is None, or the
-    number of tokens that the caller must cut the sequence to before the next pass.
+    number of tokens that the caller must cut the sequence to before the next pass. Both are set if
+    a reply ends because of its time limit while it goes back.
     """
 
     def __init__(
@@ -212,7 +213,10 @@ class ReplyState:
         before = self._decoder.copy()
         found = self._banned.feed(position, self._decoder.feed(token_id), before)
         if isinstance(found, Rewind):
-            return [self._rewind(found)]
+            events: list[Event] = [self._rewind(found)]
+            if self._is_out_of_time(now):
+                events += self._finish(FinishReason.TIME, None, now)
+            return events
         return self._add_text(found, now)
 
     def cancel(self, now: float) -> FinishEvent:
@@ -350,12 +354,13 @@ class ReplyState:
             events += self._finish(FinishReason.CONSTRAINT, None, now)
         elif len(self.sequence.token_ids) >= self.sequence.max_len:
             events += self._finish(FinishReason.LENGTH, None, now)
-        elif self._request.max_time_s is not None and self._run_s(now) >= self._request.max_time_s:
+        elif self._is_out_of_time(now):
             events += self._finish(FinishReason.TIME, None, now)
         return events
 
-    def _run_s(self, now: float) -> float:
-        return 0.0 if self._started_at is None else now - self._started_at
+    def _is_out_of_time(self, now: float) -> bool:
+        limit, started = self._request.max_time_s, self._started_at
+        return limit is not None and started is not None and now - started >= limit
 
     def _rewind(self, rewind: Rewind[TextDecoder]) -> RewindEvent:
         """Take back all tokens from the one that began a banned string."""
@@ -415,7 +420,7 @@ class ReplyState:
             reason=reason,
             stopped_by=stopped_by,
             text="".join(self._text),
-            token_ids=tuple(self.sequence.token_ids[prompt_tokens:]),
+            token_ids=tuple(self.sequence.token_ids[prompt_tokens : self.rewind_to]),
             prompt_tokens=prompt_tokens,
             cached_tokens=self.sequence.cached_tokens or 0,
             queued_s=started - self._submitted_at,

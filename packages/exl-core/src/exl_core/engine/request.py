@@ -78,7 +78,7 @@ class Request:
     stop_strings         strings that end the reply, independent of token borders; the string and
                          all text after it are not part of the reply
     max_time_s           seconds from the first pass after which no further token is generated; the
-                         reply has at least one. None: no limit
+                         reply has at least one, unless a banned string took it back. None: no limit
     min_tokens           tokens before which no stop token is sampled (stop strings still stop)
     banned_strings       strings that the text must not contain, in any case: when one is completed,
                          the reply is rewound to the token that began it and takes another token
