@@ -55,6 +55,19 @@ def test_every_eos_of_the_reply_is_allowed_even_one_with_text() -> None:
     assert allowed(filters) == [ord("!"), BOS_ID, EOS_ID]
 
 
+def test_another_eos_is_allowed_once_complete_and_the_earlier_one_is_text() -> None:
+    filters = together(Regex("a[!?]?"), eos=(EOS_ID, ord("!")))
+    filters.accept(ord("a"))
+    assert allowed(filters) == [ord("!"), ord("?"), EOS_ID]
+    filters.set_eos((BOS_ID, ord("?")))
+    assert allowed(filters) == [ord("!"), ord("?"), BOS_ID]
+    filters.accept(ord("!"))
+    assert filters.is_finished
+    filters.rewind(1)
+    filters.set_eos(())
+    assert allowed(filters) == [ord("!"), ord("?")]
+
+
 def test_prefer_eos_allows_only_eos_once_complete() -> None:
     filters = together(Regex("ab*"), prefer_eos=True)
     assert allowed(filters) == [ord("a")]

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from exl_core.constrain.regex import Regex
 from exl_core.engine.engine import Engine
-from exl_core.engine.events import FinishEvent, TextEvent
+from exl_core.engine.events import FinishEvent, SampledToken, TextEvent
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams
-from support.driving import engine_for, run_all
-from support.scripted import ByteTokenizer, HashRule
+from support.driving import ask, engine_for, run_all, submit
+from support.guessing import ScriptedDrafter, right
+from support.scripted import (
+    BOS_ID,
+    EOS_ID,
+    VOCAB_SIZE,
+    ByteTokenizer,
+    HashRule,
+    always,
+    reply_with,
+)
 
 PROMPT = tuple(b"hello")
 GREEDY = SamplerParams(temperature=0.0)
@@ -98,6 +109,42 @@ def test_stops_apply_to_held_text_too() -> None:
     (stopped,) = [event for event in run_all(engine) if isinstance(event, FinishEvent)]
     assert stopped.stopped_by == stop
     assert stopped.text == end.text[: end.text.index(stop)]
+
+
+@pytest.mark.parametrize("prefer_eos", [False, True])
+def test_changed_stop_tokens_end_a_constrained_reply(prefer_eos: bool) -> None:
+    """The earlier one is no longer allowed: the constraint has no such text."""
+    logits = torch.full((VOCAB_SIZE,), -30.0)
+    logits[[EOS_ID, BOS_ID, ord("a")]] = torch.tensor([3.0, 2.0, 1.0])
+    engine = engine_for(always(logits))
+    request = ask(constraints=(Regex("a{2,9}"),), prefer_eos=prefer_eos)
+    submit(engine, request)
+    engine.step()
+    engine.set_stops(request.request_id, (BOS_ID,), ())
+    (end,) = [event for event in run_all(engine) if isinstance(event, FinishEvent)]
+    assert (end.text, end.stopped_by) == ("aa", BOS_ID)
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_a_hook_changes_stop_tokens_from_the_next_token_on(has_drafts: bool) -> None:
+    """The token that the hook saw was sampled under the earlier ones, in both requests. Text of
+    both reaches the constraint."""
+    rule = reply_with("ab!")
+    drafter = ScriptedDrafter(right(rule)) if has_drafts else None
+    engine = engine_for(rule, drafter=drafter, clock=lambda: 0.0)
+    constraints = (Regex("ab!?"),)
+    other = ask(constraints=constraints)
+
+    def hook(token: SampledToken) -> None:
+        for name in ("own", other.request_id):
+            if token.token_id == ord("b"):
+                engine.set_stops(name, (ord("b"), ord("!")), ())
+
+    submit(engine, ask(request_id="own", constraints=constraints, hooks=(hook,)))
+    submit(engine, other)
+    ends = {e.request_id: e for e in run_all(engine) if isinstance(e, FinishEvent)}
+    assert [ends[name].text for name in ("own", other.request_id)] == ["ab", "ab"]
+    assert [ends[name].stopped_by for name in ("own", other.request_id)] == [ord("!")] * 2
 
 
 @pytest.mark.parametrize(

@@ -37,17 +37,22 @@ class FilterSet:
     ) -> None:
         """`eos_ids` are all tokens that end this reply, with bytes or without."""
         self._filters = tuple(filters)
-        self._eos_ids = frozenset(eos_ids)
         self._vocabulary = vocabulary
-        self._eos_mask = vocabulary.mask_of(self._eos_ids)
-        words = self._eos_mask.numpy().view(np.uint32)
-        self._eos_words = [(int(place), int(words[place])) for place in words.nonzero()[0]]
         self._prefer_eos = prefer_eos
         self._background = executor if any(f.runs_in_background for f in filters) else None
         self._pending: Future[list[Tensor | None]] | None = None
         self._mask: Tensor | None = None
         self._has_mask = False
         self._was_fed: list[bool] = []  # for each accepted token: False for EOS
+        self.set_eos(eos_ids)
+
+    def set_eos(self, eos_ids: Collection[int]) -> None:
+        """Let these tokens end the reply, instead of the earlier ones, from the next mask on."""
+        self._eos_ids = frozenset(eos_ids)
+        self._eos_mask = self._vocabulary.mask_of(self._eos_ids)
+        words = self._eos_mask.numpy().view(np.uint32)
+        self._eos_words = [(int(place), int(words[place])) for place in words.nonzero()[0]]
+        self._has_mask = False
 
     @property
     def is_complete(self) -> bool:

@@ -86,9 +86,9 @@ class ReplyState:
         """A hook has cancelled the request; it ends after this step."""
         self._request = sequence.request
         self._vocab_size = vocab_size
-        self._banned_at_first = frozenset(
-            token_id for token_id in self._request.stop_ids if token_id < vocab_size
-        )
+        self._stop_ids = self._request.stop_ids
+        """Those that the next token was sampled under. A hook may change the request's meanwhile.
+        """
         self._sampler = sampler
         self._decoder = decoder
         self._healing = healing
@@ -153,7 +153,6 @@ class ReplyState:
         self._request = request
         for member in self.sequence.members:
             member.request = request
-        self._banned_at_first = frozenset(i for i in request.stop_ids if i < self._vocab_size)
 
     def start_mask(self) -> None:
         """Start computing the constraints' mask in the background, during the forward pass."""
@@ -203,7 +202,7 @@ class ReplyState:
             piece, self._healing = self._healing.grown_by(token_id), None
             self._healed_id = token_id
             return self._add_text(self._decoder.feed_bytes(piece), now)
-        if token_id in self._request.stop_ids:
+        if token_id in self._stop_ids:
             return self._finish(FinishReason.STOP, token_id, now, token)
         self._unreported.append(token)
         if self.filters is not None:
@@ -305,9 +304,13 @@ class ReplyState:
         """Limits on the next token. Called once per token: ids of `ban_next` count only once."""
         banned = self._banned_next.union(self._tried.get(len(self.sequence.token_ids), ()))
         self._banned_next = frozenset()
+        if self._stop_ids is not self._request.stop_ids:
+            self._stop_ids = self._request.stop_ids
+            if self.filters is not None:
+                self.filters.set_eos(self._stop_ids)
         may_stop = self.num_generated >= self._request.min_tokens
         if not may_stop:
-            banned |= self._banned_at_first
+            banned = banned.union(i for i in self._stop_ids if i < self._vocab_size)
         mask = None
         if self._healing is not None:
             mask = self._healing.mask
