@@ -147,7 +147,9 @@ def test_scoring_without_a_reply(client: Any) -> None:
     reply = complete(client, echo=True, logprobs=0, max_tokens=0)
     assert reply.choices[0].text == FRANCE
     assert len(reply.choices[0].logprobs.tokens) == 5
+    assert reply.choices[0].finish_reason == "length"
     assert reply.usage.completion_tokens == 0
+    assert reply.timings["predicted_n"] == 0
     assert complete(client, echo=True, max_tokens=0).choices[0].text == FRANCE
 
 

@@ -10,12 +10,20 @@ import pytest
 import torch
 
 from exl_core.engine.engine import Engine
-from exl_core.engine.events import Event, FailEvent, FinishEvent, ScoreEvent, TextEvent
+from exl_core.engine.events import (
+    Event,
+    FailEvent,
+    FinishEvent,
+    FinishReason,
+    ScoreEvent,
+    TextEvent,
+)
 from exl_core.engine.request import Report, Request
 from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError
 from exl_core.speculate.ngram import NgramDrafter
+from support.async_steps import enable_async_steps
 from support.driving import ask, engine_for, run_all
 from support.guessing import ScriptedDrafter, right
 from support.scripted import BOS_ID, VOCAB_SIZE, HashRule, Rule
@@ -108,9 +116,42 @@ def test_a_preempted_request_reports_each_score_once() -> None:
     check(request, events)
 
 
-def test_a_prompt_of_one_token_has_no_scores() -> None:
-    request = scored([BOS_ID])
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_a_prompt_of_one_token_has_no_scores(max_tokens: int) -> None:
+    request = scored([BOS_ID], max_tokens=max_tokens)
     check(request, run(engine_for(RULE), [request]))
+
+
+@pytest.mark.parametrize("mode", ["plain", "drafts", "hybrid", "async"])
+@pytest.mark.parametrize("chunk", [7, 109, 512])
+def test_a_prompt_is_scored_without_a_reply(mode: str, chunk: int) -> None:
+    """Also if the pass with the last score does not compute the last token (chunks of 109)."""
+    drafter = ScriptedDrafter(right(RULE)) if mode == "drafts" else None
+    engine = engine_for(RULE, drafter=drafter, cache_tokens=4096, is_hybrid=mode == "hybrid")
+    if mode == "async":
+        enable_async_steps(engine)
+    engine.scheduler.score_chunk = chunk
+    requests = [scored(prompt, max_tokens=0) for prompt in PROMPTS]
+    other = scored(PROMPTS[0], max_tokens=20)
+    events = run(engine, [other, *requests])
+    check(other, events)
+    for request in requests:
+        end = check(request, events)
+        assert (end.reason, end.token_ids, end.text) == (FinishReason.LENGTH, (), "")
+        assert end.tokens == ()
+    assert engine.pool.num_available == engine.pool.num_pages
+    again = ask(PROMPTS[3], max_tokens=1)
+    *_, last = run(engine, [again])
+    assert isinstance(last, FinishEvent)
+    assert last.cached_tokens, "a scored prompt is cached for others"
+
+
+@pytest.mark.parametrize("length", [511, 512])
+def test_a_prompt_that_fills_the_cache_is_scored_without_a_reply(length: int) -> None:
+    request = scored([i % 200 for i in range(length)], max_tokens=0)
+    check(request, run(engine_for(RULE, cache_tokens=512), [request]))
+    with pytest.raises(RequestError, match="do not fit the cache"):
+        engine_for(RULE, cache_tokens=512).submit(scored([1] * 513, max_tokens=0))
 
 
 def test_log_probabilities_do_not_depend_on_sampler_settings() -> None:

@@ -82,7 +82,6 @@ class Completion:
         self._created = int(time.time())
         self.model = ""
         self._prompts: list[Prompt] = []
-        self._scores_only = _is_scores_only(body.settings)
 
     async def start(self, stack: AsyncExitStack) -> list[Choice]:
         """Start the replies. They run until the stack is closed."""
@@ -127,7 +126,7 @@ class Completion:
             [prompt.token_ids for prompt in self._prompts],
             Wanted(
                 param="prompt",
-                max_tokens=1 if self._scores_only else self.limit(),
+                max_tokens=self.limit(),
                 max_time_s=self._service.limits.reply_s,
                 report=Report(
                     log_probs=settings.logprobs,
@@ -167,7 +166,7 @@ class Completion:
         return _CompletionStream(self, self._body, await self.start(stack))
 
     def figures(self, choices: Sequence[Choice]) -> dict[str, object]:
-        return figures_of(self.ends(choices), self._n, no_reply=self._scores_only)
+        return figures_of(self.ends(choices), self._n)
 
     def ends(self, choices: Sequence[Choice]) -> list[FinishEvent]:
         ends = self._service.ends_of([choice.end for choice in choices])
@@ -243,7 +242,6 @@ class Choice:
         self.end: FinishEvent | None = None
         self.index = index
         self._text = prompt.text if settings.echo else ""
-        self._scores_only = _is_scores_only(settings)
         self._logprobs: LegacyLogprobs | None = None
         if settings.logprobs is not None:
             self._logprobs = LegacyLogprobs(tokenizer, settings.logprobs, prompt.token_ids)
@@ -259,8 +257,6 @@ class Choice:
             self.end = result.finish
         if self._logprobs is not None:
             self._logprobs.echo(result.scores)
-        if self._scores_only:
-            return
         self._text += result.text
         if self._logprobs is not None:
             self._logprobs.add(result.tokens)
@@ -347,12 +343,6 @@ def fill_in(tokenizer: Tokenizer, before: str, after: str, *, max_tokens: int) -
     if len(ids) > max_tokens:
         raise ContextLengthError(len(ids), max_tokens)
     return Prompt(ids, before)
-
-
-def _is_scores_only(settings: Settings) -> bool:
-    """Does the request want only log probabilities of its prompt? One token is generated for it,
-    because the engine scores a prompt only together with a reply. The token is not shown."""
-    return settings.max_tokens == 0 and settings.echo and settings.logprobs is not None
 
 
 def _listed(body: CompletionBody) -> list[str] | list[list[int]]:

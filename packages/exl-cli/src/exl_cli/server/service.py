@@ -190,16 +190,16 @@ async def in_thread(work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work)
 
 
-def figures_of(ends: Sequence[FinishEvent], n: int, *, no_reply: bool = False) -> dict[str, object]:
+def figures_of(ends: Sequence[FinishEvent], n: int) -> dict[str, object]:
     """Usage and timings of an answer whose replies have all ended, `n` for each prompt."""
-    return {"usage": usage_of(ends, n, no_reply=no_reply), "timings": timings_of(ends)}
+    return {"usage": usage_of(ends, n), "timings": timings_of(ends)}
 
 
-def usage_of(ends: Sequence[FinishEvent], n: int, *, no_reply: bool = False) -> dict[str, object]:
+def usage_of(ends: Sequence[FinishEvent], n: int) -> dict[str, object]:
     """Token counts. `ends`: of all replies in order, `n` for each prompt. A prompt counts once."""
     firsts = ends[::n]
     prompt = sum(end.prompt_tokens for end in firsts)
-    reply = 0 if no_reply else sum(end.completion_tokens for end in ends)
+    reply = sum(end.completion_tokens for end in ends)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": reply,

@@ -71,7 +71,7 @@ def reply_limit(request: Request, shape: ModelShape, num_pages: int) -> int:
 
     `num_pages` is the size of the whole cache. It limits the reply only if the request has no
     `max_tokens`. The result is at least 1, so that `Scheduler.check_fits` refuses a prompt that
-    fills the cache.
+    fills the cache; but 0 if no token is wanted and no prompt is scored, which takes no cache.
     """
     lengths = [len(request.prompt_ids)]
     if request.negative_prompt_ids is not None:
@@ -87,7 +87,7 @@ def reply_limit(request: Request, shape: ModelShape, num_pages: int) -> int:
             )
     limit = shape.max_seq_len - max(lengths)
     if request.max_tokens is not None:
-        return min(limit, request.max_tokens)
+        return min(limit, max(request.max_tokens, 1 if request.report.prompt else 0))
 
     def needed(count: int) -> int:
         """Pages for a reply of `count` tokens; its last token is sampled and never cached."""

@@ -199,7 +199,7 @@ class Engine:
             )
         sequence, negative, healing = self._checked(request)
         reply = self._reply_state(sequence, filters, healing, self._clock())
-        if request.max_tokens == 0:
+        if request.max_tokens == 0 and not sequence.is_scored:
             self._events.append(self._with_drafts(reply.finish_empty(self._clock())))
             return sequence
         self._replies[request_id] = reply
@@ -376,7 +376,7 @@ class Engine:
                     self._events += reply.progress()
         for reply, counts in taken:
             with reply.guard:
-                if reply.error is None and self._drafting is not None:
+                if reply.error is None and self._drafting is not None and counts.emitted:
                     self._drafting.verified(
                         reply.sequence.request_id,
                         **counts._asdict(),

@@ -44,7 +44,7 @@ class Report:
                    this many likeliest tokens; None: off
     prompt         report these log probabilities for the prompt's tokens too (`ScoreEvent`), except
                    for the first, which has no prediction. The whole prompt is then computed, even
-                   if it is cached
+                   if it is cached. With `max_tokens=0` the request ends after that
     """
 
     probabilities: bool = False

@@ -39,18 +39,23 @@ class RequestLogits:
     """Logits of one request in one pass. Its failures are kept in `reply.error`."""
 
     reply: ReplyState
-    rows: list[LogitRow]  # for the next token, then one after each proposal
+    rows: list[LogitRow]  # for the next token, then one after each proposal; none: no token wanted
     negative: LogitRow | None  # of the negative prompt
     proposals: tuple[int, ...]  # drafted tokens, in order
     drawn_from: tuple[Tensor, ...] | None  # distribution of each proposal; None: deterministic
     sampled: Sampled | None = None  # the next token, if batched sampling has sampled it
 
     def take(self, events: list[Event], clock: Callable[[], float]) -> TokenCounts:
-        """Append the next token, and one more after each accepted proposal."""
+        """Append the next token, and one more after each accepted proposal.
+
+        Without rows, end the reply.
+        """
         emitted = accepted = 0
         # Logits of other requests may be valid, so these continue. The cached values of a failed
         # request are not reused (`Engine._drop_failed`).
         with self.reply.guard:
+            if not self.rows and self.reply.error is None:
+                self.reply.finish_empty(clock())
             for i, row in enumerate(self.rows if self.reply.error is None else ()):
                 events += self._take_one(i, row, clock())
                 emitted += 1
@@ -90,7 +95,7 @@ def split_by_request(
     drafts: dict[str, Draft],
     events: list[Event],
 ) -> list[RequestLogits]:
-    """One entry per request whose next token this pass predicts.
+    """One entry per request whose next token this pass predicts, or that ends without a token.
 
     `replies` has one item per segment of the plan. Scores of prompt tokens are appended to
     `events`.
@@ -106,7 +111,11 @@ def split_by_request(
         if is_scored:
             with reply.guard:
                 events += score_prompt(sequence, segment, logits.block(row - len(rows), row))
-            if segment.past_len + len(segment.token_ids) < len(sequence.token_ids):
+            if sequence.request.max_tokens == 0:
+                if sequence.is_scored:
+                    continue
+                rows = []
+            elif segment.past_len + len(segment.token_ids) < len(sequence.token_ids):
                 continue
             rows = rows[-1:]
         draft = drafts.get(sequence.request_id)
@@ -140,7 +149,7 @@ def sample_batch(
     """
     batch: list[tuple[RequestLogits, RowSettings]] = []
     for part in parts:
-        if part.reply.error is not None or part.negative is not None:
+        if part.reply.error is not None or part.negative is not None or not part.rows:
             continue
         if part.drawn_from is not None and part.proposals:
             continue
