@@ -103,6 +103,8 @@ class Memory:
     def __init__(self) -> None:
         self.values: Values = {}
         self.states: dict[int, int] = {}
+        self.writers: dict[int, RequestSequence] = {}
+        """Sequence that has last written to each page, if it has the page ever since."""
 
     def after(self, copies: Iterable[PageCopy]) -> Values:
         """Contents after these copies, run in order."""
@@ -138,6 +140,7 @@ class Memory:
             before = self.values[last] if past_len else root_value(runner.state.key_root)
             for i, value in enumerate(chain(before, segment.token_ids), start=past_len):
                 self.values[segment.page_ids[i // PAGE], i % PAGE] = value
+                self.writers[segment.page_ids[i // PAGE]] = runner
             if segment.state_slot is not None:
                 before = self.states[segment.state_slot] if past_len else before
                 self.states[segment.state_slot] = chain(before, segment.token_ids)[-1]
@@ -171,6 +174,7 @@ class Simulation:
         self.live: list[RequestSequence] = []  # in order of arrival
         self.count = Counter[str]()
         self.value_of_key: dict[PageKey, int] = {}
+        self.num_requeued = 0  # when the writers of pages were last up to date
 
     def num_events(self) -> int:
         kinds = ("arrival", "cancellation", "stop", "failure", "rewind")
@@ -241,8 +245,15 @@ class Simulation:
         plan = self.s.plan(self.draft(random))
         assert bool(plan.segments) == bool(self.live), "a plan is empty only without live sequences"
         self.check_plan(plan)
+        self.update_writers()
         self.memory.run(plan)
         return plan
+
+    def update_writers(self) -> None:
+        """Forget who wrote the pages after a preemption, which makes their contents trusted."""
+        if self.num_requeued != self.s.num_requeued:
+            self.num_requeued = self.s.num_requeued
+            self.memory.writers.clear()
 
     def next_tokens(self, plan: BatchPlan, random: Random) -> list[int] | None:
         """One token for each segment, if they are known before the host appends them."""
@@ -287,17 +298,34 @@ class Simulation:
 
     def distrust(self, runner: RequestSequence, rewinds: list[tuple[RequestSequence, int]]) -> None:
         """Remove an untrusted sequence between the pass and `advance`."""
-        page_ids = [page for member in runner.members for page in member.page_ids]
-        self.s.remove(runner, is_trusted=False)
-        self.live.remove(runner)
-        assert not any(self.s.pool.contents_of(page) for page in page_ids)
+        self.remove_untrusted(runner)
         rewinds[:] = [rewind for rewind in rewinds if rewind[0] is not runner]
         self.count["cancellation"] += 1
 
+    def remove_untrusted(self, runner: RequestSequence) -> None:
+        """Contents are forgotten of those pages that the sequence has written, and of no others."""
+        self.update_writers()
+        writers, pool = self.memory.writers, self.s.pool
+        page_ids = {page for m in runner.members for page in m.page_ids if page in writers}
+        before = {page: pool.contents_of(page) for page in page_ids}
+        self.s.remove(runner, is_trusted=False)
+        self.live.remove(runner)
+        for page, contents in before.items():
+            is_own = any(writers[page] is member for member in runner.members)
+            if not is_own and pool.contents_of(page) is None and contents is not None:
+                # The pool keeps no contents that another page begins with.
+                others = pool.known_after(contents.previous)
+                assert any(contents.begins(other) for other in others)
+            elif is_own:
+                assert pool.contents_of(page) is None
+            self.count["forgotten" if is_own else "kept"] += contents is not None
+
     def cancel(self, i: int, *, is_trusted: bool) -> None:
-        page_ids = list(self.live[i].page_ids)
-        self.end(self.live[i], is_trusted=is_trusted)
-        assert is_trusted or not any(self.s.pool.contents_of(page) for page in page_ids)
+        if is_trusted:
+            self.end(self.live[i], is_trusted=True)
+        else:
+            self.remove_untrusted(self.live[i])
+            self.check()
         self.count["cancellation"] += 1
 
     def end(self, runner: RequestSequence, *, is_trusted: bool) -> None:
@@ -432,6 +460,8 @@ class Simulation:
                 for i, value in enumerate(chain(before, known.token_ids)):
                     assert values.get((page, i)) == value, "registered contents are correct"
         self.check_that_no_cached_page_is_useless()
+        writers = self.memory.writers
+        self.memory.writers = {p: w for p, w in writers.items() if p in w.page_ids}
         self.check_states(members)
 
     def check_states(self, members: list[RequestSequence]) -> None:

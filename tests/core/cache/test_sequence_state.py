@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from exl_core.cache.page_pool import PageCopy, PagePool
 from exl_core.cache.sequence_state import CacheMemory, Prefix, SequenceState
+from exl_core.cache.state import StatePool
 
 PAGE = 4
 
@@ -106,6 +107,68 @@ def test_released_contents_are_found_again_only_if_they_are_trusted() -> None:
         assert (state.page_ids, state.past_len) == ([], 0)
         assert cache.pool.num_available == cache.pool.num_pages
         assert len(started(cache, range(7)).known_prefix(6).page_ids) == (1 if is_trusted else 0)
+
+
+def test_a_release_without_trust_forgets_only_what_the_sequence_wrote() -> None:
+    """Shared pages of the prefix stay known, and a page that took the place of an equal one."""
+    cache = memory(pages=12)
+    first = computed(cache, range(10))
+    second = computed(cache, [*range(8), *range(20, 26)])
+    assert second.page_ids[:2] == first.page_ids[:2]
+    own = second.page_ids[2:]
+    second.release(is_trusted=False)
+    assert [cache.pool.contents_of(page) for page in own] == [None] * 2
+    assert len(started(cache, range(10)).known_prefix(9).page_ids) == 2
+
+    equal = SequenceState(cache, list(range(10)))
+    assert equal.extend(3)
+    written = equal.page_ids[:2]
+    equal.token_ids.append(9)
+    equal.advance(10, is_prompt=True)
+    assert equal.page_ids[:2] == first.page_ids[:2] != written
+    equal.release(is_trusted=False)
+    assert len(started(cache, range(10)).known_prefix(9).page_ids) == 2
+    assert len(first.known_prefix(9).page_ids) == 2
+
+
+def test_a_shared_page_that_was_written_again_is_not_trusted() -> None:
+    cache = memory()
+    computed(cache, range(5)).release()
+    state = started(cache, range(8))
+    page = state.page_ids[0]
+    state.rewind(3)
+    state.token_ids += [3, 5]
+    state.advance(3, is_prompt=True)
+    assert state.page_ids[0] == page
+    assert cache.pool.contents_of(page) is not None
+    state.release(is_trusted=False)
+    assert cache.pool.contents_of(page) is None
+
+
+def test_a_release_without_trust_drops_the_snapshots_that_the_sequence_took() -> None:
+    """Its pages took the place of equal ones of another sequence, whose snapshots are gone."""
+    states = StatePool(num_slots=6, num_sequences=2)
+    cache = CacheMemory(PagePool(12), PAGE, states)
+    first = started(cache, range(10))
+    first.advance(8, is_prompt=True)
+    ((key, _),) = states.snapshots.items()
+    states.drop_after(key.pages)
+
+    second = started(cache, range(10))
+    assert second.past_len == 0, "there was no snapshot"
+    second.advance(8, is_prompt=True)
+    assert second.page_ids[:2] == first.page_ids[:2]
+    assert list(states.snapshots) == [key]
+    second.release(is_trusted=False)
+    assert not states.snapshots
+    assert cache.pool.contents_of(first.page_ids[0]) is not None
+
+    third = started(cache, range(10))
+    third.advance(8, is_prompt=True)
+    fourth = started(cache, range(10))
+    assert fourth.past_len == 8
+    fourth.release(is_trusted=False)
+    assert list(states.snapshots) == [key], "of another sequence"
 
 
 def test_a_reset_cache_has_all_pages_and_forgotten_sequences_have_none() -> None:

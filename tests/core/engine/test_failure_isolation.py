@@ -25,7 +25,7 @@ from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError
 from exl_core.speculate.drafter import Draft, DraftJob
 from support.async_steps import enable_async_steps
-from support.driving import ask, run_all, run_one, submit
+from support.driving import ask, engine_for, run_all, run_one, run_to_failure, submit
 from support.faults import (
     POINTS,
     VICTIM_TOP_K,
@@ -293,6 +293,26 @@ def test_a_failed_batch_is_sampled_again_row_by_row(mode: str, is_late: bool) ->
         submit(engine, request)
     ends = [e for e in run_all(engine) if isinstance(e, FinishEvent)]
     assert {e.request_id: outcome(e) for e in ends} == undisturbed(mode)
+
+
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_a_failure_forgets_only_what_the_request_has_computed(is_hybrid: bool) -> None:
+    """A prefix that others have computed stays in the cache, the pages behind it do not."""
+    engine = engine_for(RULE, cache_tokens=4096, prefill_chunk=256, is_hybrid=is_hybrid)
+    prefix = [i % 90 for i in range(520)]
+    plain: dict[str, Any] = {"stop_ids": frozenset(), "max_tokens": 2}
+    run_one(engine, ask(prefix, **plain))
+
+    def hook(_: SampledToken) -> None:
+        raise ValueError("scripted")
+
+    longer = [*prefix, *(i % 80 for i in range(300))]
+    run_to_failure(engine, ask(longer, hooks=(hook,), **plain))
+    _, end = run_one(engine, ask(longer, **plain))
+    assert end.cached_pages == 2
+    _, again = run_one(engine, ask(longer, **plain))
+    assert again.cached_pages == 3
+    assert again.token_ids == end.token_ids
 
 
 def test_cancel_removes_a_request_whose_state_fails() -> None:

@@ -131,6 +131,10 @@ class SequenceState:
     """End of the tokens that `extend` may copy from a known page. Set by `share`; 0 after that."""
     _backup: tuple[int, int] | None = None
     """Slot with the state after fewer tokens, and their number."""
+    _written: set[int] = field(default_factory=set)
+    """Pages of `page_ids` that this sequence has written, or will write. It found the others."""
+    _saved: list[tuple[StateKey, int]] = field(default_factory=list)
+    """Snapshots that this sequence has taken at page borders, with their slots."""
 
     @property
     def capacity(self) -> int:
@@ -206,6 +210,7 @@ class SequenceState:
         fresh = pool.allocate(count)
         assert fresh is not None, "the available pages were counted"
         self.page_ids += fresh
+        self._written.update(fresh)
         if run is not None:
             self.memory.copy(run.page_id, fresh[0], run.length)
             self.past_len += run.length
@@ -227,23 +232,24 @@ class SequenceState:
         self.past_len = length
         page, offset = divmod(self.past_len, size)
         if self.slot is not None:  # pages that will be written again may be shared
-            pool.release(self.page_ids[page + 1 :])
-            del self.page_ids[page + 1 :]
+            self._release_pages(page + 1)
         if page >= len(self.page_ids):
             return
         page_id = self.page_ids[page]
         if not pool.is_shared(page_id):
             pool.forget((page_id,))
+            self._written.add(page_id)
             return
         fresh = pool.allocate(1)
         if fresh is None:  # recompute from the start of the page once a page is free
-            pool.release(self.page_ids[page:])
-            del self.page_ids[page:]
+            self._release_pages(page)
             if self.slot is not None and offset:
                 self._go_back(page * size)
             self.past_len = min(self.past_len, page * size)
             return
         self.page_ids[page] = fresh[0]
+        self._written.add(fresh[0])
+        self._written.discard(page_id)
         self.memory.copy(page_id, fresh[0], offset)
         pool.release((page_id,))
 
@@ -286,12 +292,15 @@ class SequenceState:
         return border if border > self.past_len else end
 
     def release(self, *, is_trusted: bool = True) -> None:
-        """Give up all memory. Its contents can be reused later if `is_trusted`."""
+        """Give up all memory. Its contents can be reused later if `is_trusted`.
+
+        Pages and snapshots of other sequences can be reused in any case.
+        """
         if is_trusted:
             self._accept_launched()
             self._note()
         else:
-            self.memory.pool.forget(self.page_ids)
+            self._forget_written()
         self._release_state(is_trusted=is_trusted)
         self.memory.pool.release(self.page_ids)
         self.forget()
@@ -300,6 +309,14 @@ class SequenceState:
         """Have no memory any more, after `CacheMemory.reset`."""
         self.page_ids, self.past_len, self._copy_end, self._state_len = [], 0, 0, 0
         self.slot = self._backup = None
+        self._written.clear()
+        self._saved.clear()
+
+    def _forget_written(self) -> None:
+        """Forget the contents of the pages and snapshots that this sequence has written."""
+        self.memory.pool.forget(page for page in self.page_ids if page in self._written)
+        if self.memory.states is not None:
+            self.memory.states.drop(self._saved)
 
     def advance(self, count: int, *, is_prompt: bool) -> None:
         """Record a pass that computed `count` tokens, drafts included, from `past_len` on.
@@ -342,7 +359,10 @@ class SequenceState:
         """Make the full pages from this one on available for sharing."""
         size = self.memory.page_size
         for i in range(first_page, self.past_len // size):
-            self.page_ids[i] = self.memory.pool.register(self.page_ids[i], self._contents(i, size))
+            own = self.page_ids[i]
+            self.page_ids[i] = self.memory.pool.register(own, self._contents(i, size))
+            if self.page_ids[i] != own:
+                self._written.discard(own)
 
     def _save_border(self) -> None:
         """Take a snapshot at the end of the last full page."""
@@ -353,6 +373,7 @@ class SequenceState:
         if target is not None:
             self._copy_state(slot, target)
             states.keep(key, target)
+            self._saved.append((key, target))
 
     def _restore(self, length: int) -> int:
         """Continue from the longest known state of at most `length` tokens. Returns its length."""
@@ -415,9 +436,14 @@ class SequenceState:
 
     def _trim(self) -> None:
         """Release pages behind the last token."""
-        keep = pages_for(len(self.token_ids), self.memory.page_size)
-        self.memory.pool.release(self.page_ids[keep:])
-        del self.page_ids[keep:]
+        self._release_pages(pages_for(len(self.token_ids), self.memory.page_size))
+
+    def _release_pages(self, first_page: int) -> None:
+        """Release the pages from this one on."""
+        released = self.page_ids[first_page:]
+        self.memory.pool.release(released)
+        self._written.difference_update(released)
+        del self.page_ids[first_page:]
 
     def _keys_of(self, num_pages: int) -> list[PageKey]:
         """Keys of the first `num_pages` pages, which must be full."""

@@ -171,6 +171,12 @@ class StatePool:
             if size and not any(ids[:size] == key.rest for ids in contents):
                 self._drop(key)
 
+    def drop(self, snapshots: Iterable[tuple[StateKey, int]]) -> None:
+        """Drops these snapshots, if they are still in these slots."""
+        for key, slot in snapshots:
+            if self._slot_of.get(key) == slot:
+                self._drop(key)
+
     def drop_slots(self, slots: Iterable[int]) -> None:
         """Drops the snapshots in these slots, whose contents are invalid."""
         invalid = set(slots)
