@@ -21,7 +21,7 @@ from exl_core.session.load import LoadedModel, load_model
 from support import tiny_models
 from support.adapters import random_pairs, stored, write_adapter
 from support.generators import GREEDY, SMALL, Counter, loaded_around
-from support.scripted import EOS_ID, HashRule, Rule, reply_with
+from support.scripted import BOS_ID, EOS_ID, HashRule, Rule, reply_with
 
 
 def base(rule: Rule, *, max_seq_len: int = 1024) -> BaseGenerator:
@@ -65,6 +65,35 @@ def test_a_long_prompt_is_truncated_at_its_beginning() -> None:
     assert text == "hello"
     assert generator.full()
     assert generator.generate_simple("0123456789ABCDEF", num_tokens=0) == "123456789ABCDEF"
+
+
+def test_truncation_keeps_bos() -> None:
+    generator = base(reply_with("hello"), max_seq_len=16)
+    text = generator.generate_simple("0123456789ABCDEF", num_tokens=6, add_bos=True)
+    assert text == "789ABCDEFhello"
+    assert generator.sequence_ids == ((BOS_ID, *b"789ABCDEFhello", EOS_ID),)
+    generator.generate_simple("0123456789", num_tokens=14, add_bos=True)
+    assert generator.sequence_ids[0][:2] == (BOS_ID, ord("9"))
+    with pytest.raises(RequestError, match=r"leaves no room for a prompt .*less than 15"):
+        generator.generate_simple("0123456789", num_tokens=15, add_bos=True)
+    generator.generate_simple("", num_tokens=15, add_bos=True)
+    assert len(generator.sequence_ids[0]) <= 16
+
+
+def test_a_cache_shorter_than_the_context_truncates_too() -> None:
+    """The last token of a reply needs no place in the cache of 256 tokens."""
+    loaded = loaded_around(reply_with("x", then=ord("x")), max_seq_len=1024)
+    generator = BaseGenerator(loaded, EngineOptions(cache_tokens=256))
+    prompt = "ab" * 300
+    text = generator.generate_simple(prompt, num_tokens=57, sampler=GREEDY)
+    assert text == prompt[-200:] + "x" * 57
+    assert generator.full()
+    generator.generate_simple(prompt, num_tokens=57, sampler=GREEDY, add_bos=True)
+    assert generator.sequence_ids[0][:200] == (BOS_ID, *prompt[-199:].encode())
+    generator.generate_simple("ab", num_tokens=57, sampler=GREEDY)
+    assert not generator.full()
+    with pytest.raises(RequestError, match="num_tokens"):
+        generator.generate_simple("ab", num_tokens=257)
 
 
 @pytest.mark.parametrize("num_tokens", [16, -1, True, "six", 2.5])

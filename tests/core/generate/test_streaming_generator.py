@@ -291,6 +291,16 @@ def test_new_token_ids_exclude_the_healed_token(smollm2: LoadedModel) -> None:
     assert len(ids) == 3
 
 
+def test_full_is_true_when_a_shorter_cache_is_used_up() -> None:
+    loaded = loaded_around(reply_with("hello", then=ord("!")), max_seq_len=1024)
+    generator = StreamingGenerator(loaded, EngineOptions(cache_tokens=256))
+    generator.begin("Q:" * 125, sampler=GREEDY)
+    while not generator.full():
+        result = generator.step()
+    assert result.is_end
+    assert len(generator.sequence_ids) == 257
+
+
 def test_full_is_true_when_the_context_is_used_up() -> None:
     loaded = loaded_around(reply_with("hello", then=ord("!")), max_seq_len=8)
     generator = StreamingGenerator(loaded, SMALL)

@@ -75,8 +75,8 @@ class BaseGenerator(Generator):
     ) -> str | list[str]:
         """Return the prompt with its completion; with `completion_only` the completion alone.
 
-        num_tokens        most tokens to generate. If prompt and reply exceed the context, the
-                          beginning of the prompt is cut
+        num_tokens        most tokens to generate. If prompt and reply exceed the context or the
+                          cache, the beginning of the prompt is cut, but not a BOS token
         seed              prompt i gets `seed + i`
         stop_token        "eos": the model's stop tokens; None: no stop token; or a token id
         abort             cleared at the start; once set, the call returns the text so far, and ""
@@ -120,21 +120,23 @@ class BaseGenerator(Generator):
         return texts if isinstance(prompt, list) else texts[0]
 
     def full(self) -> bool:
-        """Whether the longest sequence of the last call has filled the context."""
+        """Whether the longest sequence of the last call has filled the context or the cache."""
         longest = max((len(ids) for ids in self.sequence_ids), default=0)
-        return longest >= self.loaded.config.max_seq_len
+        return longest >= self._max_len
 
     def _cut(self, ids: list[int], num_tokens: int) -> list[int]:
-        """Cut the beginning of the prompt, so that the reply fits the context."""
-        context = self.loaded.config.max_seq_len
+        """Cut the beginning of the prompt behind BOS, so that the reply fits context and cache."""
+        bos = [i for i in ids[:1] if i == self.tokenizer.bos_id]
         is_count = isinstance(num_tokens, int) and not isinstance(num_tokens, bool)
-        if not is_count or not 0 <= num_tokens < context:
+        excess = len(ids) + max(num_tokens, 1) - self._max_len if is_count else 0
+        if not is_count or num_tokens < 0 or 0 < excess >= len(ids) - len(bos):
             raise RequestError(
                 "num_tokens is out of range, or leaves no room for a prompt",
-                expected=f"a whole number from 0, less than the context, {context}",
+                expected=f"a whole number from 0, less than {self._max_len - len(bos)}, to leave "
+                "room in the context and the cache",
                 got=repr(num_tokens),
             )
-        return ids[max(num_tokens, 1) - context :]
+        return ids if excess <= 0 else bos + ids[len(bos) + excess :]
 
     def _stops(self, stop_token: StopToken) -> frozenset[int]:
         if stop_token is None:

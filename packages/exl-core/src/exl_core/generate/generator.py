@@ -49,6 +49,14 @@ class Generator:
         """Every token that ends a reply of this model."""
         return stop_ids(self.tokenizer, self.loaded.config)
 
+    @property
+    def _max_len(self) -> int:
+        """Most tokens of a prompt and its reply: the context, or what a shorter cache holds.
+
+        The last token of a reply needs no place in the cache.
+        """
+        return min(self.loaded.config.max_seq_len, self.engine.scheduler.capacity + 1)
+
     def encode(
         self,
         prompt: Prompt,

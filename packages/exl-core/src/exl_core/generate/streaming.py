@@ -132,8 +132,8 @@ class StreamingGenerator(Generator):
         return tuple(sequence.token_ids) if is_begun else prompt_ids
 
     def full(self) -> bool:
-        """Whether the context has no room for another token."""
-        return len(self.sequence_ids) >= self.loaded.config.max_seq_len
+        """Whether the context or the cache has no room for another token."""
+        return len(self.sequence_ids) >= self._max_len
 
     def begin(
         self,
