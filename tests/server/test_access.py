@@ -15,7 +15,7 @@ from exl_cli.server.presets import check_preset, defaults_of
 from exl_core.errors import RequestError
 from exl_core.prompt.formats import find_format
 from support.scripted import reply_with
-from support.server import error_of, running, scripted_runtime
+from support.server import Opening, error_of, running, scripted_runtime
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -94,7 +94,7 @@ def test_models_of_a_folder_are_named_by_prefix_and_alias(tmp_path: Path) -> Non
         scripted_runtime(reply_with("x")),
         name="llama-8b",
         others=others,
-        opener=opener,
+        opener=Opening(opener),
         aliases={"gpt-4": "owner/qwen-14b"},
     )
     with running(host) as one:
@@ -112,18 +112,17 @@ def test_models_of_a_folder_are_named_by_prefix_and_alias(tmp_path: Path) -> Non
 
 
 def test_sampler_defaults_come_from_the_model_or_a_file(tmp_path: Path) -> None:
-    runtime = scripted_runtime(reply_with("x"), name=str(tmp_path))
-    assert defaults_of("model", runtime) == {}
+    assert defaults_of("model", tmp_path) == {}
     config = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": 2}
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps(config))
-    assert defaults_of("model", runtime) == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
-    assert defaults_of("neutral", runtime) == {}
+    assert defaults_of("model", tmp_path) == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert defaults_of("neutral", tmp_path) == {}
     path.write_text(json.dumps({**config, "do_sample": False}))
-    assert defaults_of("model", runtime) == {}
+    assert defaults_of("model", tmp_path) == {}
     preset = tmp_path / "preset.json"
     preset.write_text('{"min_p": 0.1, "rep_pen": 1.1}')
-    assert defaults_of(str(preset), runtime) == {"min_p": 0.1, "repetition_penalty": 1.1}
+    assert defaults_of(str(preset), tmp_path) == {"min_p": 0.1, "repetition_penalty": 1.1}
     for wrong in ('{"min_p": 2}', '{"min_q": 1}', "[]", "{"):
         preset.write_text(wrong)
         with pytest.raises(RequestError, match="preset"):

@@ -18,7 +18,15 @@ from exl_cli.server.models import ModelHost
 from exl_core.session.load import load_model
 from support import tiny_models
 from support.scripted import ByteTokenizer, reply_with
-from support.server import PLAIN_TEMPLATE, Running, error_of, running, runtime_of, scripted_runtime
+from support.server import (
+    PLAIN_TEMPLATE,
+    Opening,
+    Running,
+    error_of,
+    running,
+    runtime_of,
+    scripted_runtime,
+)
 
 SAID = '<think>hm</think>Yes.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 TEMPLATE = PLAIN_TEMPLATE + "{# tools <tool_call> #}"
@@ -448,7 +456,9 @@ def test_models_are_loaded_and_unloaded_by_the_admin_alone() -> None:
         return scripted_runtime(reply_with("x"), name=path.name)
 
     others = {name: Path(name) for name in ("one", "two")}
-    host = ModelHost(scripted_runtime(reply_with("x")), name="one", others=others, opener=opener)
+    host = ModelHost(
+        scripted_runtime(reply_with("x")), name="one", others=others, opener=Opening(opener)
+    )
     access = Access(frozenset({"user"}), admin_keys=frozenset({"root"}))
     load, unload = "/v1/model/load", "/v1/model/unload"
     with running(host, access=access) as one:

@@ -20,7 +20,7 @@ from exl_cli.server.app import Access
 from exl_cli.server.models import ModelHost
 from support.profiles import first_by_default
 from support.scripted import Rule, reply_with
-from support.server import Running, running, scripted_runtime
+from support.server import Opening, Running, running, scripted_runtime
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright, no browser")
 expect = playwright.expect
@@ -474,7 +474,7 @@ def test_model_switching_says_loading(page: Page, tmp_path: Any) -> None:
         assert may_load.wait(20)
         return other
 
-    host = ModelHost(first, others={"other": tmp_path}, opener=load)
+    host = ModelHost(first, others={"other": tmp_path}, opener=Opening(load))
     with running(host) as one:
         page.goto(one.url)
         page.get_by_label("Model").select_option("other")

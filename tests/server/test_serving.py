@@ -26,7 +26,7 @@ from exl_core.session.load import LoadOptions, load_model
 from exl_core.session.runtime import Runtime
 from support.real_models import smollm2_gguf
 from support.scripted import HashRule, always, certain, reply_with
-from support.server import LIMIT_S, error_of, running, scripted_runtime
+from support.server import LIMIT_S, Opening, error_of, running, scripted_runtime
 
 ENDLESS = always(certain(ord("a")))
 
@@ -244,7 +244,7 @@ class Folder:
 def test_requests_for_several_models_swap_them() -> None:
     folder = Folder()
     others = {name: Path(name) for name in ("a", "b", "broken")}
-    host = ModelHost(folder.open(Path("a")), others=others, opener=folder.open)
+    host = ModelHost(folder.open(Path("a")), others=others, opener=Opening(folder.open))
     with running(host) as one:
         listed = [model.id for model in one.openai().models.list()]
         assert listed == ["a", "b", "broken"]
@@ -277,7 +277,9 @@ def test_requests_without_a_model_join_the_swap() -> None:
         return folder.open(path)
 
     host = ModelHost(
-        scripted_runtime(reply_with("x"), name="a"), others={"b": Path("b")}, opener=open_late
+        scripted_runtime(reply_with("x"), name="a"),
+        others={"b": Path("b")},
+        opener=Opening(open_late),
     )
     with running(host) as one:
         body = {"model": "b", "prompt": "Q", "max_tokens": 9}
@@ -293,20 +295,12 @@ def test_requests_without_a_model_join_the_swap() -> None:
     assert folder.loaded == ["b"]
 
 
-def test_health_after_a_model_has_failed_to_load() -> None:
-    folder = Folder()
-    others = {name: Path(name) for name in ("a", "broken")}
-    host = ModelHost(folder.open(Path("a")), others=others, opener=folder.open)
-    with running(host) as one:
-        error_of(one.post("/v1/completions", {"model": "broken", "prompt": "Q"}), 500)
-        assert one.http.get("/health").json() == {"status": "unloaded"}
-        assert one.post("/v1/completions", {"prompt": "Q"}).is_success
-
-
 def test_disconnect_while_waiting_for_a_model_blocks_no_other_request() -> None:
     folder = Folder()
     host = ModelHost(
-        scripted_runtime(slowly(ENDLESS), name="a"), others={"b": Path("b")}, opener=folder.open
+        scripted_runtime(slowly(ENDLESS), name="a"),
+        others={"b": Path("b")},
+        opener=Opening(folder.open),
     )
     with running(host) as one:
         body = {"model": "a", "prompt": "Q", "max_tokens": 200}

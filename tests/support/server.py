@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from openai import DefaultHttpx2Client, OpenAI
 
 from exl_cli.server.app import Access, create_app
 from exl_cli.server.limits import Limits
-from exl_cli.server.models import ModelHost
+from exl_cli.server.models import ModelFacts, ModelHost
 from exl_cli.server.run import Server, listen, make_server, url_of
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.prompt.template import ChatTemplate
@@ -87,6 +87,23 @@ def runtime_of(
 ) -> Runtime:
     known = EngineOptions(cache_tokens=cache_tokens, max_batch=max_batch, **options)
     return Runtime(loaded, Engine(loaded.model, loaded.tokenizer, known), ctx_size)
+
+
+@dataclass
+class Opening:
+    """Opener whose models `load` makes. `check` runs first, while the former model is loaded."""
+
+    load: Callable[[Path], Runtime]
+    check: Callable[[Path], object] = lambda _: None
+    facts: Callable[[Path], ModelFacts] | None = None
+
+    def describe(self, path: Path) -> ModelFacts:
+        assert self.facts is not None, "no model is described"
+        return self.facts(path)
+
+    def prepare(self, path: Path, replaced: Runtime | None) -> Callable[[], Runtime]:
+        self.check(path)
+        return lambda: self.load(path)
 
 
 @dataclass

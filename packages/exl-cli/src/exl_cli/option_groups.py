@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from exl_cli.chat.prompt_style import PromptStyle
     from exl_core.cache.format import KVFormat
     from exl_core.session.load import LoadedModel, LoadOptions
-    from exl_core.session.runtime import Runtime
+    from exl_core.session.open import ModelFiles
+    from exl_core.session.runtime import Runtime, RuntimeOptions
     from exl_core.settings import Launched
 
 
@@ -84,9 +85,35 @@ class RunningOptions(ModelOptions):
             batch_invariant=self.batch_invariant,
         )
 
+    def runtime_options(
+        self,
+        choices: EngineChoices,
+        *,
+        has_guidance: bool = False,
+        max_batch: int = 1,
+        cache_tokens: int | None = None,
+        job: Launched | None = None,
+    ) -> RuntimeOptions:
+        """The options as `open_runtime` takes them. Imports torch."""
+        from exl_core.session.runtime import DraftOptions, RuntimeOptions
+
+        draft = None
+        if choices.has_drafts:
+            draft = DraftOptions(choices.draft_model, choices.draft_tokens, choices.mtp)
+        return RuntimeOptions(
+            load=replace(self.loading(), job=job),
+            ctx_size=self.ctx_size,
+            cache_tokens=cache_tokens,
+            max_batch=max_batch,
+            kv_format=choices.kv_format,
+            adapters=choices.loras,
+            draft=draft,
+            has_guidance=has_guidance,
+        )
+
     def open(
         self,
-        spec: str | None,
+        model: ModelFiles | str | None,
         choices: EngineChoices,
         *,
         is_quiet: bool,
@@ -97,7 +124,9 @@ class RunningOptions(ModelOptions):
     ) -> Runtime:
         """Load the model. `cache_tokens`: size of the cache that all requests share; None: one
         context. `job`: the processes that the model is divided among, seen from rank 0."""
-        path = resolve_model(spec)  # reports an unknown name before torch is imported
+        is_name = model is None or isinstance(model, str)
+        # Reports an unknown name before torch is imported.
+        found = resolve_model(model) if is_name else model
         num_ranks = parse_ranks(self.tensor_parallel)
         if job is None and num_ranks not in (1, AUTO):
             has_limit = self.held_memory is not None
@@ -106,21 +135,15 @@ class RunningOptions(ModelOptions):
             start_ahead(num_ranks, may_use_gpu=may_use_gpu)
         with exits_at_once():
             from exl_cli.load import loader
-            from exl_core.session.runtime import DraftOptions, RuntimeOptions, open_runtime
-        draft = None
-        if choices.has_drafts:
-            draft = DraftOptions(choices.draft_model, choices.draft_tokens, choices.mtp)
-        runtime_options = RuntimeOptions(
-            load=replace(self.loading(), job=job),
-            ctx_size=self.ctx_size,
-            cache_tokens=cache_tokens,
-            max_batch=max_batch,
-            kv_format=choices.kv_format,
-            adapters=choices.loras,
-            draft=draft,
+            from exl_core.session.runtime import open_runtime
+        runtime_options = self.runtime_options(
+            choices,
             has_guidance=has_guidance,
+            max_batch=max_batch,
+            cache_tokens=cache_tokens,
+            job=job,
         )
-        runtime = open_runtime(path, runtime_options, loader(is_quiet=is_quiet))
+        runtime = open_runtime(found, runtime_options, loader(is_quiet=is_quiet))
         print_warnings(runtime.warnings)
         return runtime
 

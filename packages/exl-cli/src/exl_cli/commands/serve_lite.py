@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from exl_cli.engine_options import EngineChoices
     from exl_cli.server.limits import Limits
     from exl_cli.server.models import Embedder, ModelHost, Prompting
-    from exl_core.session.runtime import Runtime
+    from exl_cli.serving import FileOpener
     from exl_core.settings import Launched
 
 EXAMPLES = (
@@ -334,7 +334,7 @@ class ServerOptions:
         check_preset(self.preset)
         preset = self.preset
         found = None if self.format is None else find_format(self.format)
-        return Prompting(lambda runtime: defaults_of(preset, runtime), found)
+        return Prompting(lambda path: defaults_of(preset, path), found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,18 +404,17 @@ def serve_lite(
     spec, name = _initial_model(model, server.served_model_name, others)
     # Bind the port first: an address in use is then reported before the model is loaded.
     with closing(listen(server.host, server.port)) as listening:
-        runtime = opener(spec, is_quiet=quiet)
+        runtime = opener.load(spec, is_quiet=quiet)
         end_with_job(job, runtime)
         if others:
             name = name or runtime.name
-            others.setdefault(name, runtime.loaded.path)
         known = limits.of_requests()
         host = ModelHost(
             runtime,
             name=name,
             others=others,
             opener=opener,
-            aliases=_aliases(server.alias, [*others] or [name or runtime.name]),
+            aliases=_aliases(server.alias, list(dict.fromkeys((name or runtime.name, *others)))),
             is_strict=server.strict,
             prompting=prompting,
         )
@@ -445,28 +444,19 @@ def _opener(
     limits: LimitOptions,
     template: str | None,
     job: Launched | None,
-) -> Callable[..., Runtime]:
-    """Function that loads a model for the server. `template`: file with its chat template."""
+) -> FileOpener:
+    """Opener of the server's models. `template`: file with their chat template."""
     source = None if template is None else read_text_file(Path(template), CONFIG_LIMIT_BYTES)
-
-    def opener(path: Path | str | None, *, is_quiet: bool = True) -> Runtime:
-        runtime = running.open(
-            None if path is None else str(path),
-            choices,
-            is_quiet=is_quiet,
-            max_batch=limits.max_batch,
-            cache_tokens=limits.cache_tokens or DEFAULT_CACHE_TOKENS,
-            job=job,
-        )
-        if source is not None:
-            _set_template(runtime, source, str(template))
-        # Later these two would delay the replies that run.
-        runtime.engine.vocabulary.prepare()
-        if runtime.loaded.template is not None:
-            runtime.loaded.tokenizer.prepare_trust(runtime.loaded.template.source)
-        return runtime
-
-    return opener
+    with exits_at_once():
+        from exl_cli.serving import FileOpener
+    return FileOpener(
+        running,
+        choices,
+        max_batch=limits.max_batch,
+        cache_tokens=limits.cache_tokens or DEFAULT_CACHE_TOKENS,
+        template=None if source is None else (source, str(template)),
+        job=job,
+    )
 
 
 def _embedder(
@@ -482,21 +472,6 @@ def _embedder(
     runtime = running.open(server.embedding_model, own, is_quiet=is_quiet)
     pooling = pooling_of(runtime.loaded, server.embedding_pooling)
     return Embedder(Resident(runtime.name, runtime), pooling)
-
-
-def _set_template(runtime: Runtime, source: str, where: str) -> None:
-    from exl_core.prompt.template import ChatTemplate
-
-    loaded = runtime.loaded
-    tokenizer = loaded.tokenizer
-    bos, eos = tokenizer.bos_id, next(iter(tokenizer.eos_ids), None)
-    made = ChatTemplate(
-        source,
-        bos_token="" if bos is None else tokenizer.token_text(bos),
-        eos_token="" if eos is None else tokenizer.token_text(eos),
-        where=where,
-    )
-    runtime.loaded = replace(loaded, template=made)
 
 
 def _app(

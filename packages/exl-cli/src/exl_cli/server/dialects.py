@@ -19,7 +19,7 @@ from exl_cli.server.conversation import chat_prompt, num_chars
 from exl_cli.server.embeddings import Embeddings, RerankBody, embeddings_body, rerank
 from exl_cli.server.engine_request import refusing_long_prompts
 from exl_cli.server.errors import ApiError, json_reply
-from exl_cli.server.models import Resident, about
+from exl_cli.server.models import ModelFacts, Resident, about
 from exl_cli.server.record import record_of
 from exl_cli.server.schema import ChatBody, CompletionBody, GenerationBody, parsed
 from exl_cli.server.service import Service
@@ -202,27 +202,25 @@ def _add_ollama_models(app: FastAPI, service: Service) -> None:
 
     @app.post("/api/show", tags=[_TAG])
     async def show(body: JsonObject) -> Response:
-        """Describe a model, by ollama's API."""
+        """Describe a model, by ollama's API. Loads no model."""
         name = body.get("model", body.get("name"))
         if not isinstance(name, str):
             raise ApiError(400, "model: a name is expected", param="model")
-        async with host.use(name) as resident:
-            template = resident.style.source if resident.style.has_template else ""
-            details = _details(resident)
-            family = details["family"]
-            return json_reply(
-                {
-                    "modelfile": "",
-                    "parameters": "\n".join(f"{k} {v}" for k, v in resident.defaults.items()),
-                    "template": template,
-                    "details": details,
-                    "model_info": {
-                        "general.architecture": family,
-                        f"{family}.context_length": resident.runtime.ctx_size,
-                    },
-                    "capabilities": _capabilities(template),
-                }
-            )
+        facts, defaults = await host.describe(name)
+        family = facts.architecture
+        return json_reply(
+            {
+                "modelfile": "",
+                "parameters": "\n".join(f"{k} {v}" for k, v in defaults.items()),
+                "template": facts.template,
+                "details": _details(facts),
+                "model_info": {
+                    "general.architecture": family,
+                    f"{family}.context_length": facts.ctx_size,
+                },
+                "capabilities": _capabilities(facts.template),
+            }
+        )
 
 
 def _capabilities(template: str) -> list[str]:
@@ -238,10 +236,9 @@ def _capabilities(template: str) -> list[str]:
     return found
 
 
-def _details(resident: Resident | None) -> dict[str, object]:
-    loaded = None if resident is None else resident.runtime.loaded
-    family = "" if loaded is None else about(loaded)["architecture"]
-    is_gguf = loaded is not None and loaded.path.suffix.lower() == ".gguf"
+def _details(facts: ModelFacts | None) -> dict[str, object]:
+    family = "" if facts is None else facts.architecture
+    is_gguf = facts is not None and facts.is_gguf
     return {
         "parent_model": "",
         "format": "gguf" if is_gguf else "safetensors",
@@ -262,7 +259,7 @@ def _model_json(resident: Resident | None, name: str) -> dict[str, object]:
         "modified_at": ollama.created_at(),
         "size": size,
         "digest": hashlib.sha256(name.encode("utf-8", "replace")).hexdigest(),
-        "details": _details(resident if is_loaded else None),
+        "details": _details(resident.facts if resident is not None and is_loaded else None),
     }
 
 

@@ -1,10 +1,11 @@
 """The models of a server, and the one that is loaded.
 
-One model is resident at a time. Requests for another model wait until the resident one is idle;
-then it is unloaded and the other is loaded. Waiting requests are served in order of arrival, except
-that all requests for a newly loaded model start together. So no request waits forever, and the
-server does not swap models for each request. Everything here runs on the event loop, except the
-loading itself.
+One model is resident at a time. Requests for another model wait until the resident one is idle.
+Then it is unloaded and the other is loaded.
+
+Waiting requests are served in order of arrival, except that all requests for a newly loaded model
+start together. So no request waits forever, and the server does not swap models for each request.
+Everything here runs on the event loop, except the work of the opener.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from exl_cli.server.errors import ApiError, api_error_of
 from exl_cli.server.pooling import Pooling
 from exl_cli.server.prompt_style import PromptStyle
-from exl_core.errors import ExlError, ModelNotFoundError, RequestError
+from exl_cli.server.record import LOG
+from exl_core.errors import ExlError, ModelNotFoundError, RequestError, printable
 from exl_core.generate.asynchronous import AsyncGenerator
 from exl_core.generate.dynamic import DynamicGenerator
 from exl_core.model.adapters import AdapterUse
@@ -31,8 +33,32 @@ from exl_core.session.load import LoadedModel
 from exl_core.session.open import model_name
 from exl_core.session.runtime import Runtime
 
-Opener = Callable[[Path], Runtime]
-"""Loads a model. Called on another thread."""
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts about a model that clients read. `template`: source of its chat template, or ""."""
+
+    path: Path
+    architecture: str
+    ctx_size: int
+    template: str
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.path.suffix.lower() == ".gguf"
+
+
+class Opener(Protocol):
+    """Opens the models that a server can change to. All methods run on another thread."""
+
+    def describe(self, path: Path) -> ModelFacts:
+        """Facts from the headers of a model, without its weights."""
+
+    def prepare(self, path: Path, replaced: Runtime | None) -> Callable[[], Runtime]:
+        """Checks a model by its headers, and returns the function that loads it.
+
+        `replaced` is unloaded in between. Its memory counts as free.
+        """
 
 
 @dataclass(eq=False)
@@ -65,20 +91,28 @@ class Resident:
     def max_batch(self) -> int:
         return self.runtime.engine.options.max_batch
 
+    @property
+    def facts(self) -> ModelFacts:
+        loaded, template = self.runtime.loaded, ""
+        if self.style.has_template:
+            template = self.style.source
+        architecture = str(about(loaded)["architecture"])
+        return ModelFacts(loaded.path, architecture, self.runtime.ctx_size, template)
+
 
 @dataclass(frozen=True, slots=True)
 class Prompting:
     """Choices of the server that hold for every model.
 
-    defaults       sampler settings of a model, for requests that do not choose
+    defaults       sampler settings of the model at a path, for requests that do not choose
     prompt_format  used instead of the model's chat template
     """
 
-    defaults: Callable[[Runtime], Mapping[str, Any]] = lambda _: {}
+    defaults: Callable[[Path], Mapping[str, Any]] = lambda _: {}
     prompt_format: PromptFormat | None = None
 
     def resident(self, name: str, runtime: Runtime) -> Resident:
-        return Resident(name, runtime, self.defaults(runtime), self.prompt_format)
+        return Resident(name, runtime, self.defaults(runtime.loaded.path), self.prompt_format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +132,7 @@ class _Waiter:
 class ModelHost:
     """Owns the resident model.
 
-    others     models by name that `opener` can load instead of the first
+    others     models by name that `opener` can load instead of the first, which need not be listed
     aliases    further names of models
     is_strict  a server of one model refuses other names too
     embedder   model for vectors of texts; None: the loaded one
@@ -123,6 +157,8 @@ class ModelHost:
         self.created = int(time.time())
         self.default = name or first.name
         self.others = dict(others or {})
+        if self.others:
+            self.others.setdefault(self.default, first.loaded.path)
         self._opener = opener
         self._resident: Resident | None = self._prompting.resident(self.default, first)
         self._in_use = 0
@@ -136,7 +172,7 @@ class ModelHost:
 
     @property
     def resident(self) -> Resident | None:
-        """None during a swap of models."""
+        """None while another model is loaded."""
         return self._resident
 
     @property
@@ -154,6 +190,22 @@ class ModelHost:
             self._in_use -= 1
             self._pump()
 
+    async def describe(self, name: str) -> tuple[ModelFacts, Mapping[str, Any]]:
+        """Facts about the model of this name, and its sampler defaults. Loads no model."""
+        name, resident = self._known(name), self._resident
+        if resident is not None and resident.name == name:
+            return resident.facts, resident.defaults
+
+        def read() -> tuple[ModelFacts, Mapping[str, Any]]:
+            assert self._opener is not None, "`others` needs an opener"
+            path, style = self.others[name], self._prompting.prompt_format
+            facts = self._opener.describe(path)
+            if style is not None:
+                facts = replace(facts, template=style.source)
+            return facts, self._prompting.defaults(path)
+
+        return await asyncio.to_thread(read)
+
     async def unload(self) -> None:
         """Free the loaded model. The next request loads one again."""
         if not self.others:
@@ -164,16 +216,19 @@ class ModelHost:
         await asyncio.shield(self._swap)
 
     async def _unload(self) -> None:
+        await self._free_resident()
+        self._swap = None
+        self._pump()
+
+    async def _free_resident(self) -> None:
         old, self._resident = self._resident, None
         if old is not None:
             await old.jobs.close()
             del old
         await asyncio.to_thread(_free_memory)
-        self._swap = None
-        self._pump()
 
     async def close(self) -> None:
-        if self._swap is not None:
+        while self._swap is not None:
             await asyncio.wait({self._swap})
         for one in (self._resident, None if self.embedder is None else self.embedder.resident):
             if one is not None:
@@ -227,8 +282,7 @@ class ModelHost:
             if self._resident is not None and first.name == self._resident.name:
                 self._grant(self._waiting.popleft(), self._resident)
             elif self._in_use == 0:
-                self._next = first.name
-                self._swap = asyncio.get_running_loop().create_task(self._change_to(first.name))
+                self._begin_swap(first.name)
             else:
                 return
 
@@ -238,14 +292,11 @@ class ModelHost:
             waiter.granted.set_result(resident)
 
     async def _change_to(self, name: str) -> None:
-        old, self._resident = self._resident, None
         error: Exception | None = None
         try:
-            if old is not None:
-                await old.jobs.close()
-                del old
-            await asyncio.to_thread(_free_memory)
-            runtime = await asyncio.to_thread(self._load, name)
+            await self._free_resident()
+            load = await asyncio.to_thread(self._prepare, name, None)
+            runtime = await asyncio.to_thread(load)
             self._resident = self._prompting.resident(name, runtime)
         except ExlError as failure:
             error = api_error_of(failure)
@@ -253,17 +304,26 @@ class ModelHost:
             error = failure
         self._swap = self._next = None
         served = [waiter for waiter in self._waiting if waiter.name == name]
+        if error is not None and not served:  # no request reports it
+            LOG.error("%s was not loaded: %s", printable(name), printable(str(error)))
         self._waiting = deque(waiter for waiter in self._waiting if waiter.name != name)
         for waiter in served:
-            if self._resident is not None:
+            if self._resident is not None and error is None:
                 self._grant(waiter, self._resident)
             elif error is not None and not waiter.granted.done():
                 waiter.granted.set_exception(error)
         self._pump()
 
-    def _load(self, name: str) -> Runtime:
+    def _begin_swap(self, name: str) -> None:
+        self._next = name
+        self._swap = asyncio.get_running_loop().create_task(self._change_to(name))
+
+    def _prepare(self, name: str, replaced: Resident | None) -> Callable[[], Runtime]:
+        """Checks a model. Returns the function that loads it."""
         assert self._opener is not None, "`others` needs an opener"
-        return self._opener(self.others[name])
+        path = self.others[name]
+        self._prompting.defaults(path)  # raises for a wrong generation_config.json
+        return self._opener.prepare(path, None if replaced is None else replaced.runtime)
 
 
 def _was_granted(waiter: _Waiter) -> bool:

@@ -11,7 +11,6 @@ from exl_cli.server.errors import ApiError
 from exl_cli.server.settings import COMPLETION, read_settings
 from exl_core.errors import RequestError
 from exl_core.files import CONFIG_LIMIT_BYTES, read_optional_json_object, read_text_file
-from exl_core.session.runtime import Runtime
 
 MODEL, NEUTRAL = "model", "neutral"
 _OF_MODELS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
@@ -23,8 +22,10 @@ def check_preset(preset: str) -> None:
         _of_file(Path(preset))
 
 
-def defaults_of(preset: str, runtime: Runtime) -> Mapping[str, Any]:
-    """Arguments of SamplerParams. `preset`: model, neutral, or a JSON file of request fields.
+def defaults_of(preset: str, model: Path) -> Mapping[str, Any]:
+    """Arguments of SamplerParams for the model at this path.
+
+    `preset` is `model`, `neutral`, or the path of a JSON file of request fields.
 
     A model's recommendation is in its generation_config.json. Keys of that file that name no
     sampler setting are not used, nor is the file if it says `"do_sample": false`.
@@ -33,8 +34,8 @@ def defaults_of(preset: str, runtime: Runtime) -> Mapping[str, Any]:
         return {}
     if preset != MODEL:
         return _of_file(Path(preset))
-    path = runtime.loaded.path / "generation_config.json"
-    given = read_optional_json_object(path, RequestError) if runtime.loaded.path.is_dir() else {}
+    path = model / "generation_config.json"
+    given = read_optional_json_object(path, RequestError) if model.is_dir() else {}
     if given.get("do_sample") is False:
         return {}
     return _read({name: given[name] for name in _OF_MODELS if name in given}, path)

@@ -246,7 +246,7 @@ def load_model(
         checkpoint = checkpoint_of(files, config, options)
         ops = make_table(device) if opening is None else _started(opening, checkpoint)
         divided, ranks = _with_ranks(options, device, config, checkpoint)
-        mtp = _mtp_of(files, config, divided, checkpoint) if options.mtp else None
+        mtp = mtp_of(files, config, divided, checkpoint) if options.mtp else None
         sizes = partial(sizes_of, divided, config, checkpoint, mtp)
         plan = plan_of(divided, split, config, sizes, ops, device=device, reserve=reserve)
         on_host, kind = options.embeddings_on == "cpu", options.exchange
@@ -309,7 +309,7 @@ def _tables(
     }
 
 
-def _mtp_of(
+def mtp_of(
     files: ModelFiles, config: ModelConfig, options: LoadOptions, checkpoint: Checkpoint
 ) -> MtpFiles:
     """The layer for multi-token prediction. RequestError for options that exclude it."""

@@ -36,6 +36,7 @@ from exl_core.session.load import (
 from exl_core.session.open import ModelFiles, open_model, stop_ids
 from exl_core.session.placement import DeviceMemory, Need, check_together
 from exl_core.session.planning import DEFAULT_CTX_LIMIT
+from exl_core.session.preflight import check_load
 from exl_core.session.request_fields import RequestFields, Stops, build_request, split_stops
 from exl_core.session.reserve import Reserve
 from exl_core.speculate.compatible import check_same_vocabulary, draft_rope_alpha
@@ -182,6 +183,61 @@ def open_runtime(
     """
     options = options or RuntimeOptions()
     files = model if isinstance(model, ModelFiles) else open_model(model)
+    plan = _planned(files, options)
+    loaded = load(files, plan.load)
+    adapters = tuple(
+        AdapterUse(load_adapter(folder, loaded.model), scale) for folder, scale in options.adapters
+    )
+    drafter = None
+    if options.draft is not None:
+        draft = None
+        if plan.draft_files is not None:
+            draft = load_draft(plan.draft_files, plan.ctx_size, options.load, load)
+        drafter = _drafter(options, loaded, draft, plan.need.tokens)
+    with _naming_cheaper_caches(loaded, plan.need):
+        engine = Engine(
+            loaded.model,
+            loaded.tokenizer,
+            EngineOptions(
+                cache_tokens=plan.need.tokens,
+                max_batch=plan.need.max_batch,
+                kv_format=options.kv_format,
+            ),
+            drafter=drafter,
+        )
+    warning = context_warning(plan.ctx_size, files.config, options.load)
+    warnings = () if warning is None else (warning,)
+    return Runtime(loaded, engine, plan.ctx_size, adapters, warnings)
+
+
+def check_runtime(files: ModelFiles, options: RuntimeOptions, *, freed_bytes: int = 0) -> None:
+    """Raises the errors of `open_runtime` that headers show. Reads no weights.
+
+    It checks the tensors' names and shapes, the tokenizer, the template, the options, and whether
+    weights and cache fit on a single device. `freed_bytes` of the device are in use now, and the
+    caller frees them before the load.
+    """
+    plan = _planned(files, options)
+    check_load(files, plan.load, freed_bytes=freed_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Values that the options of a runtime and the headers of its model determine.
+
+    load         options of the model's load
+    draft_files  opened files of the draft model; None without one
+    ctx_size     tokens of one sequence
+    need         size of the cache
+    """
+
+    load: LoadOptions
+    draft_files: ModelFiles | None
+    ctx_size: int
+    need: CacheNeed
+
+
+def _planned(files: ModelFiles, options: RuntimeOptions) -> _Plan:
     draft_name = None if options.draft is None else options.draft.model
     draft_files = None if draft_name is None else open_draft(draft_name, files)
     for folder, _ in options.adapters:
@@ -194,7 +250,6 @@ def open_runtime(
     need = CacheNeed(cache_tokens, options.kv_format, max_batch, has_drafts=has_drafts)
     if draft_files is not None:
         reserved_bytes = _check_both(files, draft_files, options, ctx, need)
-    warning = context_warning(ctx, files.config, options.load)
     how = replace(
         options.load,
         cache_tokens=cache_tokens,
@@ -204,26 +259,7 @@ def open_runtime(
         reserved_bytes=reserved_bytes,
         mtp=options.draft is not None and options.draft.mtp,
     )
-    loaded = load(files, fitted_to(ctx, files.config, how))
-    adapters = tuple(
-        AdapterUse(load_adapter(folder, loaded.model), scale) for folder, scale in options.adapters
-    )
-    drafter = None
-    if options.draft is not None:
-        draft = None if draft_files is None else load_draft(draft_files, ctx, options.load, load)
-        drafter = _drafter(options, loaded, draft, cache_tokens)
-    with _naming_cheaper_caches(loaded, need):
-        engine = Engine(
-            loaded.model,
-            loaded.tokenizer,
-            EngineOptions(
-                cache_tokens=cache_tokens,
-                max_batch=max_batch,
-                kv_format=options.kv_format,
-            ),
-            drafter=drafter,
-        )
-    return Runtime(loaded, engine, ctx, adapters, () if warning is None else (warning,))
+    return _Plan(fitted_to(ctx, files.config, how), draft_files, ctx, need)
 
 
 def _check_both(
