@@ -1,7 +1,9 @@
 """The models of a server, and the one that is loaded.
 
 One model is resident at a time. Requests for another model wait until the resident one is idle.
-Then it is unloaded and the other is loaded.
+Then the headers of the other model are checked, the resident one is unloaded, and the other is
+loaded. A model that fails the check leaves the resident one loaded. After a failure of the load
+itself, the former model is loaded again, unless a request waits for another one.
 
 Waiting requests are served in order of arrival, except that all requests for a newly loaded model
 start together. So no request waits forever, and the server does not swap models for each request.
@@ -165,6 +167,7 @@ class ModelHost:
         self._waiting: deque[_Waiter] = deque()
         self._swap: asyncio.Task[None] | None = None
         self._next: str | None = None  # the model that a swap loads
+        self._is_closing = False
 
     @property
     def names(self) -> list[str]:
@@ -228,6 +231,7 @@ class ModelHost:
         await asyncio.to_thread(_free_memory)
 
     async def close(self) -> None:
+        self._is_closing = True
         while self._swap is not None:
             await asyncio.wait({self._swap})
         for one in (self._resident, None if self.embedder is None else self.embedder.resident):
@@ -292,10 +296,11 @@ class ModelHost:
             waiter.granted.set_result(resident)
 
     async def _change_to(self, name: str) -> None:
+        former = None if self._resident is None else self._resident.name
         error: Exception | None = None
         try:
+            load = await asyncio.to_thread(self._prepare, name, self._resident)
             await self._free_resident()
-            load = await asyncio.to_thread(self._prepare, name, None)
             runtime = await asyncio.to_thread(load)
             self._resident = self._prompting.resident(name, runtime)
         except ExlError as failure:
@@ -313,6 +318,13 @@ class ModelHost:
             elif error is not None and not waiter.granted.done():
                 waiter.granted.set_exception(error)
         self._pump()
+        if self._resident is None and self._swap is None and former not in (None, name):
+            self._load_again(former)
+
+    def _load_again(self, former: str) -> None:
+        """Begin to load the model that was resident before a load that failed."""
+        if not self._is_closing:
+            self._begin_swap(former)
 
     def _begin_swap(self, name: str) -> None:
         self._next = name
