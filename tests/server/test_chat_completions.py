@@ -127,6 +127,17 @@ def test_invalid_schema_is_refused(client: Any) -> None:
         chat(client, response_format=bad)
 
 
+def test_a_schema_without_strict_is_a_best_effort(client: Any) -> None:
+    listed = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "maxItems": 3}
+    wanted: Any = {"name": "x", "schema": listed}
+    settings: dict[str, Any] = {"max_tokens": 40, "temperature": 0}
+    reply = chat(client, response_format={"type": "json_schema", "json_schema": wanted}, **settings)
+    assert set(json.loads(reply.choices[0].message.content)) <= {1, 2}
+    strict = {**wanted, "strict": True}
+    with pytest.raises(BadRequestError, match=r"not supported: .*uniqueItems"):
+        chat(client, response_format={"type": "json_schema", "json_schema": strict}, **settings)
+
+
 def test_reasoning_is_separate_from_the_answer() -> None:
     with running(scripted_runtime(reply_with("<think>\nHm, a.\n</think>\n\nIt is b."))) as one:
         client = one.openai()

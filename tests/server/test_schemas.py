@@ -35,7 +35,7 @@ def one() -> Iterator[Running]:
 
 
 def body_of(schema: dict[str, Any]) -> dict[str, Any]:
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     messages = [{"role": "user", "content": "hi"}]
     return {"messages": messages, "response_format": wanted, "max_tokens": 20}
 

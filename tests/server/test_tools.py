@@ -352,11 +352,57 @@ def test_messages_calls_and_results_cannot_spell_special_tokens() -> None:
                 assert special == [BOS_ID, EOS_ID]
 
 
+UNEXPRESSED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "cities": {"type": "array", "items": {"enum": ["Oslo", "Rome"]}, "uniqueItems": True},
+        "when": {"oneOf": [{"type": "integer", "minimum": 1}, {"type": "number"}]},
+        "why": {"type": "string", "pattern": "^(?!no)", "not": {"const": "because"}},
+    },
+    "required": ["cities", "when"],
+    "additionalProperties": False,
+    "dependentRequired": {"why": ["when"]},
+}
+
+
+@pytest.mark.parametrize("tool_format", list(ToolFormat))
+def test_required_call_of_a_tool_that_is_not_strict_is_a_best_effort(
+    tool_format: ToolFormat,
+) -> None:
+    """A keyword that the grammar cannot express is left out, and the others hold."""
+    template = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}[tool_format.value]
+    function = {"name": "plan", "parameters": UNEXPRESSED}
+    settings: dict[str, Any] = {"tool_choice": "required", "max_tokens": 300}
+    for seed in range(3):
+        with serving(HashRule(seed), template) as one:
+            reply = ask(one, tools=[{"type": "function", "function": function}], **settings)
+        (choice,) = reply.choices
+        if choice.finish_reason == "length":
+            continue
+        arguments = json.loads(choice.message.tool_calls[0].function.arguments)
+        assert set(arguments["cities"]) <= {"Oslo", "Rome"}
+        assert isinstance(arguments["when"], int | float)
+    strict = {**function, "strict": True}
+    with serving(reply_with("x"), template) as one:
+        tools = [{"type": "function", "function": one} for one in (function, strict)]
+        for mixed in (tools[1:], tools):
+            with pytest.raises(BadRequestError, match=r"not supported|regex|oneOf"):
+                ask(one, tools=mixed, **settings)
+
+
+def test_answer_beside_tools_is_a_best_effort_too() -> None:
+    answer = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": answer}}
+    with serving(reply_with("[1, 2]"), HERMES) as one:
+        message = ask(one, tools=STRICT, response_format=wanted).choices[0].message
+    assert json.loads(message.content) == [1, 2]
+
+
 def test_invalid_tools_are_refused() -> None:
     deep: dict[str, Any] = {"type": "object"}
     for _ in range(450):
         deep = {"properties": {"a": deep}}
-    nested = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    nested = [{"type": "function", "function": {"name": "f", "parameters": deep, "strict": True}}]
     broken = {"name": "f", "parameters": {"type": "nothing"}, "strict": True}
     refused: list[tuple[dict[str, Any], str]] = [
         ({"tool_choice": {"type": "function", "function": {"name": "zzz"}}}, "no tool 'zzz'"),

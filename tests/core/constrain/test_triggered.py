@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl_core.constrain.filter import Filter
+from exl_core.constrain.json_schema import JsonSchema
 from exl_core.constrain.triggered import AnswerOrCalls, Triggered
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.errors import ConstraintError
@@ -227,13 +228,13 @@ def test_answer_with_a_schema_or_calls(kind: str, rule: Triggered, text: str, le
     answer = json.dumps({"type": "array", "items": {"type": "integer"}})
     vocabulary = VOCABULARIES[kind]
     for seed in range(3):
-        f = AnswerOrCalls(answer, rule).filter(vocabulary)
+        f = AnswerOrCalls(JsonSchema(answer), rule).filter(vocabulary)
         assert write(f, vocabulary, text, random.Random(seed)) == left
         assert f.is_complete == (not left)
 
 
 def test_special_token_that_a_grammar_cannot_name_is_refused() -> None:
-    rule = AnswerOrCalls("{}", Triggered(SCHEMA, "[CALLS]"))
+    rule = AnswerOrCalls(JsonSchema("{}"), Triggered(SCHEMA, "[CALLS]"))
     with pytest.raises(ConstraintError, match="cannot name"):
         rule.filter(made("[CALLS]"))
     assert rule.filter(PLAIN).mask() is not None

@@ -88,6 +88,10 @@ class ConstraintError(RequestError):
     """A constraint that is invalid, cannot be satisfied, or can no longer be by this reply."""
 
 
+class ConstraintLimitError(ConstraintError):
+    """A constraint whose compilation takes too much time or memory."""
+
+
 def wrong_type(
     name: str,
     expected: object,

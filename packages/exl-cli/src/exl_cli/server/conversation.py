@@ -14,7 +14,7 @@ from exl_cli.server.errors import ApiError
 from exl_cli.server.prompt_style import PromptStyle
 from exl_cli.server.schema import ChatBody, Function, Message, NamedTool, TextPart
 from exl_cli.server.settings import Settings
-from exl_cli.server.tools import ToolFormat, call_schema, format_of, strict_calls
+from exl_cli.server.tools import ToolFormat, format_of, required_calls, strict_calls
 from exl_core.constrain.filter import Constraint
 from exl_core.constrain.json_schema import JsonSchema
 from exl_core.constrain.triggered import AnswerOrCalls, Triggered
@@ -81,8 +81,7 @@ def chat_prompt(
     if offered and tool_format is not None:
         only_one = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
         if is_call:
-            functions = [_as_tool(one) for one in offered]
-            calls: Constraint = JsonSchema(call_schema(functions, tool_format, only_one=only_one))
+            calls: Constraint = required_calls(offered, tool_format, only_one=only_one)
         else:
             calls = strict_calls(
                 offered, tool_format, only_one=only_one, reasoning=tags, begins_inside=begins_inside
@@ -129,7 +128,7 @@ def _with_calls(
             param="tools",
             code="unsupported_parameter",
         )
-    return (AnswerOrCalls(answer.schema, calls) if isinstance(calls, Triggered) else calls,)
+    return (AnswerOrCalls(answer, calls) if isinstance(calls, Triggered) else calls,)
 
 
 def _is_whole(constraints: Sequence[Constraint]) -> bool:

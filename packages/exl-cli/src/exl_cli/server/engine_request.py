@@ -149,10 +149,9 @@ def _breakers(tokenizer: Tokenizer, breakers: tuple[str, ...]) -> frozenset[int]
 def constraints_of(settings: Settings) -> tuple[Constraint, ...]:
     """The constraints of the settings; the reply has to match all of them."""
     structured = settings.structured
-    found: list[Constraint] = []
-    for schema in settings.schemas:
-        assert isinstance(schema, dict | bool), "read by the table"
-        found.append(JsonSchema(schema))
+    found: list[Constraint] = [
+        JsonSchema(one.schema, loose=() if one.is_strict else ("#",)) for one in settings.schemas
+    ]
     for pattern in (settings.regex, structured.get("regex")):
         if pattern:
             found.append(Regex(pattern))

@@ -96,8 +96,8 @@ class Settings:
     logprobs: int | bool | None = None
     top_logprobs: int | None = None
     echo: bool = False
-    schema: object = None
-    format_schema: object = None
+    schema: dict[str, Any] | bool | None = None
+    format_schema: WantedSchema | None = None
     regex: str | None = None
     choice: tuple[str, ...] = ()
     grammar: str | None = None
@@ -113,10 +113,22 @@ class Settings:
             raise ApiError(400, "n: this API has one reply", param="n", code="invalid_value")
 
     @property
-    def schemas(self) -> tuple[object, ...]:
+    def schemas(self) -> tuple[WantedSchema, ...]:
         """All JSON schemas that the reply has to match."""
         given = (self.schema, self.format_schema, self.structured.get("json"))
-        return tuple(one for one in given if one is not None)
+        return tuple(
+            one if isinstance(one, WantedSchema) else WantedSchema(one)
+            for one in given
+            if one is not None
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WantedSchema:
+    """A JSON schema of a request. It is a best effort unless it is strict."""
+
+    schema: dict[str, Any] | bool
+    is_strict: bool = True
 
 
 def _listed_ids(given: object) -> tuple[int | str, ...]:
@@ -170,7 +182,7 @@ def _bias(given: object) -> Bias:
     return tuple(found)
 
 
-def _schema(given: object) -> object:
+def _schema(given: object) -> dict[str, Any] | bool | None:
     """A JSON schema, or its text. Empty ones are none."""
     if isinstance(given, str):
         try:
@@ -182,7 +194,7 @@ def _schema(given: object) -> object:
     return None if given == {} or given is None else given
 
 
-def _response_format(given: object) -> object:
+def _response_format(given: object) -> WantedSchema | None:
     """The schema of OpenAI's `response_format`, also in the shapes of llama.cpp and older vLLM."""
     if not isinstance(given, dict):
         raise ValueError("an object with a type is expected")
@@ -196,7 +208,13 @@ def _response_format(given: object) -> object:
     found = given.get("schema") if found is None else found
     if kind == "json_schema" and not isinstance(found, dict | bool):
         raise ValueError("json_schema.schema is missing")
-    return {"type": "object"} if found is None or found == {} else _schema(found)
+    strict = named.get("strict") if isinstance(named, dict) else given.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise ValueError("json_schema.strict: a boolean is expected")
+    schema = _schema(found)
+    if schema is None:
+        return WantedSchema({"type": "object"})
+    return WantedSchema(schema, is_strict=bool(strict))
 
 
 _STRUCTURED = ("json", "regex", "choice", "grammar")

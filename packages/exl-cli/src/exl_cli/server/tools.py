@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any
 
 from exl_cli.server.schema import Function
+from exl_core.constrain.json_schema import JsonSchema
 from exl_core.constrain.triggered import Triggered
 
 
@@ -233,6 +234,16 @@ def call_schema(
     if only_one:
         listed["maxItems"] = 1
     return {**listed, "$defs": definitions}
+
+
+def required_calls(
+    tools: Sequence[Function], tool_format: ToolFormat, *, only_one: bool
+) -> JsonSchema:
+    """Constraint of a reply that must call functions. Without `strict`, the schema of a function is
+    a best effort."""
+    shown = [{"name": one.name, "parameters": one.parameters} for one in tools]
+    loose = [f"#/$defs/tool{number}" for number, one in enumerate(tools) if not one.strict]
+    return JsonSchema(call_schema(shown, tool_format, only_one=only_one), loose=loose)
 
 
 def strict_calls(

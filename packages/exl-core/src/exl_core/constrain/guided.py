@@ -90,6 +90,7 @@ def guided_filter(lark: str, vocabulary: Vocabulary, source: Source) -> GuidedFi
 
 
 def _unusable(message: str, source: Source) -> ConstraintError:
+    message = message.replace("Unimplemented keys:", "these keywords are not supported:")
     return ConstraintError(
         f"{source.name} cannot be used: {_one_line(message, names_place=source.is_lark)}"
     )

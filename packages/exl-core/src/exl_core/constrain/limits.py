@@ -33,8 +33,8 @@ _COUNTS = (
     *("minProperties", "maxProperties", "minContains", "maxContains"),
 )
 _UPPER_COUNTS = frozenset(name for name in _COUNTS if name.startswith("max"))
-_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_VALUES = ("const", "enum", "default", "example", "examples")  # their values are data
+SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+VALUES = ("const", "enum", "default", "example", "examples")  # their values are data
 _MAX_DEPTH = 100  # of `allOf` and `$ref` within each other, in the search for `multipleOf`
 
 _REGEX_PARTS = re.compile(
@@ -97,12 +97,12 @@ def _opened(node: object, *, is_map: bool) -> object:
         return node
     found: dict[str, object] = {}
     for key, part in node.items():
-        if not is_map and key in _VALUES:
+        if not is_map and key in VALUES:
             found[key] = part
         elif not is_map and key == "pattern" and isinstance(part, str):
             found[key] = _open_repeats(part)
         elif is_map or key not in _UPPER_COUNTS or not _is_unreachable(part):
-            found[key] = _opened(part, is_map=not is_map and key in _SCHEMA_MAPS)
+            found[key] = _opened(part, is_map=not is_map and key in SCHEMA_MAPS)
     return found
 
 
@@ -181,8 +181,8 @@ def _schemas_in(schema: object) -> Iterator[tuple[str, Mapping[str, object]]]:
             if not is_map:
                 yield pointer, node
             for key, part in node.items():
-                if is_map or key not in _VALUES:
-                    inner_map = not is_map and key in _SCHEMA_MAPS
+                if is_map or key not in VALUES:
+                    inner_map = not is_map and key in SCHEMA_MAPS
                     found.append((f"{pointer}/{_escaped(key)}", part, inner_map))
         elif isinstance(node, list):
             found += [(f"{pointer}/{i}", part, False) for i, part in enumerate(node)]

@@ -25,7 +25,7 @@ from threading import Lock, Semaphore
 from typing import Any
 
 from exl_core.constrain.limits import CompileLimits
-from exl_core.errors import ConstraintError, ExlError
+from exl_core.errors import ConstraintLimitError, ExlError
 
 MAX_PROCESSES = 2
 """Two, so that a constraint that runs into its time limit does not delay the next one."""
@@ -76,7 +76,7 @@ class Answer:
 def run(trial: Trial, limits: CompileLimits, name: str) -> Answer:
     """Compile a grammar in another process. Safe on any thread.
 
-    Raises ConstraintError past a limit. `name` is the constraint's name in messages.
+    Raises ConstraintLimitError past a limit. `name` is the constraint's name in messages.
     """
     return _processes().run(trial.line(), limits, name)
 
@@ -136,7 +136,7 @@ class _Processes:
                 is_ready = True
                 return answer
             except TimeoutError:
-                raise ConstraintError(
+                raise ConstraintLimitError(
                     f"{name} takes too long to compile",
                     expected=f"at most {limits.time_s:g} s",
                     next_step="Make it smaller, or its multipleOf, patterns and alternatives "
@@ -148,7 +148,7 @@ class _Processes:
                     raise _not_compiled(name) from error
                 if is_used:
                     continue  # it may have ended before it received this grammar
-                raise ConstraintError(
+                raise ConstraintLimitError(
                     f"{name} takes too much memory, or nests too deeply, to compile",
                     expected=f"at most {limits.memory_bytes // 2**20} MiB",
                     got=f"exit status {process.exit_status}",

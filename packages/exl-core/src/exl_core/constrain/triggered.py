@@ -103,17 +103,17 @@ class Triggered:
 class AnswerOrCalls:
     """The reply is a JSON document that satisfies `answer`, or it is calls without other text.
 
-    answer  JSON text of a schema
+    answer  schema of the document
     calls   marker, schema and layout of the calls; its reasoning does not count here
     """
 
-    answer: str
+    answer: JsonSchema
     calls: Triggered
 
     def filter(self, vocabulary: Vocabulary) -> Filter:
         calls = self.calls
         # Compiled alone first: the errors name the part, and endless recursion is found.
-        JsonSchema(self.answer).filter(vocabulary)
+        _, answer = self.answer.compiled(vocabulary)
         calls.filter(vocabulary)
         part = calls.rule(vocabulary)
         marked = f"{_spelled(calls.marker, vocabulary)} {part}"
@@ -121,7 +121,7 @@ class AnswerOrCalls:
         rules += [part] if calls.begins else []
         schemas = [
             text_of(checked_schema(text, vocabulary.limits, _NAME))
-            for text in (self.answer, calls.schema)
+            for text in (answer, calls.schema)
         ]
         lark = (
             f"start: answer | {' | '.join(rules)}\n{_SPACE}\n"
