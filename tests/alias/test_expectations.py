@@ -177,6 +177,58 @@ def test_hooks_get_the_probability_and_all_logits(model: Any, tokenizer: Any) ->
         assert logits.dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", ["base", "stream", "dynamic"])
+def test_filters_are_not_fed_with_a_token_of_a_hook_that_says_so(
+    model: Any, tokenizer: Any, kind: str
+) -> None:
+    from exllamav2.generator import (
+        ExLlamaV2BaseGenerator,
+        ExLlamaV2DynamicGenerator,
+        ExLlamaV2StreamingGenerator,
+    )
+    from exllamav2.generator.filters import ExLlamaV2Filter
+
+    class Recorder(ExLlamaV2Filter):  # type: ignore[misc]
+        def clone(self, c: Any = None) -> Any:
+            return self
+
+        def begin(self, prefix_str: Any) -> None:
+            pass
+
+        def feed(self, token: Any) -> None:
+            fed.append(int(token))
+
+        def next(self) -> Any:
+            return set(range(50, 60)), set()
+
+    def hide(found: Any) -> None:
+        seen.append(int(found.sampled_token))
+        found.feed_filters = len(seen) != 2
+
+    def look(found: Any) -> None:
+        assert found.feed_filters == (len(seen) != 2), "hooks share one result"
+
+    seen: list[int] = []
+    fed: list[int] = []
+    settings = Settings.greedy()
+    settings.post_sampling_hooks = [hide, look]
+    filters = [Recorder(model, tokenizer)]
+    cache = new_cache(model)
+    if kind == "base":
+        generator = ExLlamaV2BaseGenerator(model, cache, tokenizer)
+        generator.generate_simple("abc", settings, 4, filters=filters)
+    elif kind == "dynamic":
+        dynamic = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+        dynamic.generate("abc", max_new_tokens=4, gen_settings=settings, filters=filters)
+    else:
+        stream = ExLlamaV2StreamingGenerator(model, cache, tokenizer)
+        stream.begin_stream_ex(tokenizer.encode("abc"), settings, filters=filters)
+        for _ in range(4):
+            stream.stream_ex()
+    assert len(seen) >= 4
+    assert fed[:3] == [seen[0], *seen[2:4]]
+
+
 def test_experts_per_token_are_those_of_the_configuration(old: Any, expert_dir: Path) -> None:
     def logits(experts: int | None) -> Any:
         config = old.ExLlamaV2Config("any")

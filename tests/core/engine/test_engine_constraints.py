@@ -19,7 +19,8 @@ from exl_core.constrain.grammar import Grammar
 from exl_core.constrain.json_schema import JsonSchema
 from exl_core.constrain.regex import Regex
 from exl_core.constrain.vocabulary import Vocabulary
-from exl_core.engine.events import FailEvent, FinishEvent, FinishReason
+from exl_core.engine.events import FailEvent, FinishEvent, FinishReason, SampledToken
+from exl_core.engine.request import HookedToken
 from exl_core.errors import ConstraintError, RequestError
 from exl_core.sampling.params import SamplerParams
 from support.driving import ask, engine_for, run_all, run_one, run_to_failure, submit
@@ -287,6 +288,29 @@ def test_the_mask_thread_ends_with_the_engine() -> None:
     gc.collect()
     worker.join(10)
     assert not worker.is_alive()
+
+
+def test_a_token_that_a_hook_keeps_from_the_filters_does_not_advance_them() -> None:
+    calls = []
+
+    def hook(token: SampledToken) -> HookedToken | None:
+        calls.append(token.token_id)
+        return HookedToken(ord("z"), feeds_filters=False) if len(calls) == 2 else None
+
+    request = ask(constraints=(OneOf(["abc"]),), hooks=(hook,))
+    assert run_one(engine_for(ranking(97)), request)[1].text == "azbc"
+    assert bytes(calls).decode() == "abbc", "the second token is sampled again"
+
+
+def test_a_token_outside_the_filters_is_rewound_with_a_banned_string() -> None:
+    calls = []
+
+    def hook(token: SampledToken) -> HookedToken | None:
+        calls.append(token.token_id)
+        return HookedToken(ord("z"), feeds_filters=False) if len(calls) == 2 else None
+
+    request = ask(constraints=(OneOf(["abc", "xbc"]),), hooks=(hook,), banned_strings=("azb",))
+    assert run_one(engine_for(ranking(97)), request)[1].text == "xbc"
 
 
 def test_a_hook_that_breaks_the_constraint_ends_the_request() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import SampledToken
-from exl_core.engine.request import Hook, Report, Request
+from exl_core.engine.request import Hook, HookedToken, Report, Request
 from exl_core.sampling.params import SamplerParams
 from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
@@ -153,7 +153,8 @@ def build_request(
 
 
 class ExLlamaV2PostSamplingResult:
-    """Argument of a post-sampling hook. A hook may replace `sampled_token` [1, 1]."""
+    """Argument of a post-sampling hook. A hook may replace `sampled_token` [1, 1], and clear
+    `feed_filters`, so that the filters do not see this token."""
 
     def __init__(self) -> None:
         self.sampled_token: Tensor | None = None
@@ -172,8 +173,9 @@ class ExLlamaV2PostSamplingHook:
 
 
 def hooks_of(settings: Settings, padded_vocab: int) -> tuple[Hook, ...]:
-    """Hooks of exl that call those of the settings."""
-    return tuple(_hook(one, padded_vocab) for one in settings.post_sampling_hooks or ())
+    """A hook of exl that calls those of the settings, one after the other."""
+    calls = tuple(settings.post_sampling_hooks or ())
+    return (_hook(calls, padded_vocab),) if calls else ()
 
 
 def report_for(hooks: Sequence[Hook], asked: Report) -> Report:
@@ -181,8 +183,8 @@ def report_for(hooks: Sequence[Hook], asked: Report) -> Report:
     return replace(asked, probabilities=True, logits=True) if hooks else asked
 
 
-def _hook(call: Any, padded_vocab: int) -> Hook:
-    def hook(token: SampledToken) -> int | None:
+def _hook(calls: Sequence[Any], padded_vocab: int) -> Hook:
+    def hook(token: SampledToken) -> HookedToken:
         result = ExLlamaV2PostSamplingResult()
         result.sampled_token = torch.tensor([[token.token_id]])
         if token.probability is not None:
@@ -193,8 +195,9 @@ def _hook(call: Any, padded_vocab: int) -> Hook:
         if token.logits is not None:
             result.logits = torch.full((1, 1, padded_vocab), NO_LOGIT)
             result.logits[0, 0, : len(token.logits)] = token.logits
-        call(result)
+        for call in calls:  # they share one result, as in exllamav2
+            call(result)
         assert result.sampled_token is not None, "hooks replace tokens, not remove them"
-        return int(result.sampled_token.view(-1)[0])
+        return HookedToken(int(result.sampled_token.view(-1)[0]), bool(result.feed_filters))
 
     return hook

@@ -43,7 +43,7 @@ class FilterSet:
         self._pending: Future[list[Tensor | None]] | None = None
         self._mask: Tensor | None = None
         self._has_mask = False
-        self._was_fed: list[bool] = []  # for each accepted token: False for EOS
+        self._was_fed: list[bool] = []  # for each accepted token: False if no filter has seen it
         self.set_eos(eos_ids)
 
     def set_eos(self, eos_ids: Collection[int]) -> None:
@@ -85,10 +85,10 @@ class FilterSet:
             self._has_mask = True
         return self._mask
 
-    def accept(self, token_id: int) -> None:
-        """Advance by one token of the reply."""
+    def accept(self, token_id: int, *, is_fed: bool = True) -> None:
+        """Advance by one token of the reply. Without `is_fed`, the filters do not see it."""
         self._finish_pending()
-        is_fed = token_id not in self._eos_ids
+        is_fed = is_fed and token_id not in self._eos_ids
         if is_fed:
             for f in self._filters:
                 f.accept(token_id)

@@ -29,7 +29,7 @@ from exl_core.engine.failure import FailureGuard
 from exl_core.engine.healing import Healing
 from exl_core.engine.log_probs import with_log_probs
 from exl_core.engine.logits import LogitRow
-from exl_core.engine.request import Request
+from exl_core.engine.request import HookedToken, Request
 from exl_core.engine.sequence import RequestSequence
 from exl_core.engine.stop import StopMatch, StopMatcher
 from exl_core.errors import ExlError, RequestError
@@ -195,7 +195,7 @@ class ReplyState:
         """
         if self._first_token_at is None:
             self._first_token_at = now
-        token = self._next_token(logits, negative, proposal, sampled)
+        token, feeds_filters = self._next_token(logits, negative, proposal, sampled)
         token_id, position = token.token_id, len(self.sequence.token_ids)
         self.sequence.token_ids.append(token_id)
         if self._healing is not None:
@@ -206,7 +206,7 @@ class ReplyState:
             return self._finish(FinishReason.STOP, token_id, now, token)
         self._unreported.append(token)
         if self.filters is not None:
-            self.filters.accept(token_id)
+            self.filters.accept(token_id, is_fed=feeds_filters)
         if self._banned is None:
             return self._add_text(self._decoder.feed(token_id), now)
         before = self._decoder.copy()
@@ -233,7 +233,8 @@ class ReplyState:
         negative: LogitRow | None,
         proposal: Proposal | None,
         sampled: Sampled | None,
-    ) -> SampledToken:
+    ) -> tuple[SampledToken, bool]:
+        """The token, and whether the filters see it."""
         try:
             if sampled is None:
                 sample = self._sample(logits, negative, proposal)
@@ -257,14 +258,15 @@ class ReplyState:
             sample.top,
             self._read(logits).clone() if report.logits else None,
         )
+        feeds_filters = True
         if self._healing is None and self._request.hooks:
-            token = self._call_hooks(token)
+            token, feeds_filters = self._call_hooks(token)
             if token.token_id != sample.token_id:
                 sample = Sample(token.token_id, None, sample.top)
         if report.log_probs is not None:
             token = with_log_probs([token], logits.read()[None], report.log_probs)[0]
         self._sampler.accept(sample)
-        return token
+        return token, feeds_filters
 
     def _read(self, logits: LogitRow) -> Tensor:
         return logits.read()[: self._vocab_size]
@@ -318,8 +320,10 @@ class ReplyState:
             mask = self.filters.mask(may_end=may_stop)
         return _Allowed(banned, mask)
 
-    def _call_hooks(self, token: SampledToken) -> SampledToken:
-        """The token after every hook has seen, and possibly replaced, it."""
+    def _call_hooks(self, token: SampledToken) -> tuple[SampledToken, bool]:
+        """The token after every hook has seen, and possibly replaced, it, and whether the filters
+        see it."""
+        feeds_filters = True
         for hook in self._request.hooks:
             try:
                 other = hook(token)
@@ -329,6 +333,8 @@ class ReplyState:
                 raise self._error("a hook failed", got=repr(error)[:200]) from error
             if other is None:
                 continue
+            if isinstance(other, HookedToken):
+                feeds_filters, other = other.feeds_filters, other.token_id
             is_id = isinstance(other, int) and not isinstance(other, bool)
             if not is_id or not 0 <= other < self._vocab_size:
                 expected = f"an id below {self._vocab_size}, or None"
@@ -341,7 +347,7 @@ class ReplyState:
             raise self._error(
                 "a hook insists on a token that begins a banned string", got=token.token_id
             )
-        return token
+        return token, feeds_filters
 
     def _error(self, what: str, *, expected: object = None, got: object = None) -> RequestError:
         where = f"{self._request.request_id}, token {self.num_generated} of the reply"

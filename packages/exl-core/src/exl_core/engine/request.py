@@ -19,7 +19,17 @@ if TYPE_CHECKING:
     from exl_core.model.adapters import AdapterUse
     from exl_core.model.embedded import EmbeddedSpan
 
-Hook = Callable[["SampledToken"], int | None]
+
+@dataclass(frozen=True, slots=True)
+class HookedToken:
+    """Token that a hook returns. Without `feeds_filters`, the constraints do not see it: the next
+    token is what may follow the text before it."""
+
+    token_id: int
+    feeds_filters: bool = True
+
+
+Hook = Callable[["SampledToken"], int | HookedToken | None]
 """Called with every sampled token before it is appended; an id that it returns replaces it.
 
 An exception ends this request and no other.
@@ -89,7 +99,7 @@ class Request:
     negative_prompt_ids  prompt that guidance steers away from; needs `sampler.cfg_scale`
     adapters             LoRA adapters, for this request alone
     embeddings           spans of vectors whose ids occur in `prompt_ids`
-    hooks                called in order with every sampled token except a healed one
+    hooks                called in order with every sampled token except a healed one (`Hook`)
     report               details to report with each token
     show_special         include the text of special tokens
     allow_drafts         use the engine's drafter, if it has one
