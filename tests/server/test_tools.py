@@ -390,6 +390,22 @@ def test_required_call_of_a_tool_that_is_not_strict_is_a_best_effort(
                 ask(one, tools=mixed, **settings)
 
 
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_required_call_has_an_object_even_if_the_schema_has_no_type(is_strict: bool) -> None:
+    """Arguments of another type are no call, so that the reply would be text."""
+    parameters = {"properties": {"a": {"enum": [1, 2]}}, "maxProperties": 3}
+    function = {"name": "now", "parameters": parameters, "strict": is_strict}
+    tools = [{"type": "function", "function": function}]
+    if is_strict:
+        del parameters["maxProperties"]  # needs all properties to be required
+    for seed in range(6):
+        with serving(HashRule(seed), HERMES) as one:
+            (choice,) = ask(one, tools=tools, tool_choice="required", max_tokens=400).choices
+        if choice.finish_reason != "length":
+            (call,) = choice.message.tool_calls
+            assert isinstance(json.loads(call.function.arguments), dict)
+
+
 def test_answer_beside_tools_is_a_best_effort_too() -> None:
     answer = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": answer}}

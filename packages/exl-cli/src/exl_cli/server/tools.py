@@ -217,7 +217,8 @@ def call_schema(
     for number, tool in enumerate(tools):
         home = f"#/$defs/tool{number}"
         schema = tool.get("parameters") or _NO_ARGUMENTS
-        definitions[f"tool{number}"] = _moved(schema, home)
+        # Arguments are an object, even if the schema does not say so.
+        definitions[f"tool{number}"] = _moved({"type": "object", **schema}, home)
         key = tool_format.arguments_key
         calls.append(
             {
