@@ -271,6 +271,29 @@ def test_ollama_generate(plain: Running) -> None:
     assert refused.status_code == 400 and "images" in refused.json()["error"]
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/api/chat", {"messages": HI}),
+        ("/api/generate", {"prompt": "Q"}),
+        ("/api/generate", {"prompt": "Q", "raw": True}),
+    ],
+    ids=["chat", "generate", "raw"],
+)
+def test_ollama_log_probabilities(plain: Running, path: str, asked: dict[str, Any]) -> None:
+    body = {**asked, "model": "scripted", "logprobs": True, "top_logprobs": 2}
+    whole = plain.post(path, {**body, "stream": False}).json()
+    assert "".join(one["token"] for one in whole["logprobs"][:5]) == "hello"
+    assert all(one["logprob"] <= 0 and len(one["top_logprobs"]) >= 2 for one in whole["logprobs"])
+    lines = [json.loads(line) for line in plain.post(path, body).text.splitlines()]
+    parts = [part for line in lines for part in line.get("logprobs", ())]
+    assert parts == whole["logprobs"]
+    assert sum("logprobs" in line for line in lines) >= 5, "each line has those of its tokens"
+    for without in ({"logprobs": False}, {"logprobs": None}):
+        left = plain.post(path, {**body, **without, "top_logprobs": None, "stream": False}).json()
+        assert "logprobs" not in left
+
+
 def test_ollama_models(plain: Running) -> None:
     (model,) = plain.http.get("/api/tags").json()["models"]
     assert model["name"] == model["model"] == "scripted" and len(model["digest"]) == 64

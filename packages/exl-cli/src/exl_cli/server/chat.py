@@ -202,7 +202,7 @@ class Choice:
         self._thoughts: list[str] = []
         self.calls: list[ToolCall] = []
         self.entries: list[dict[str, object]] = []  # log probabilities by token
-        self._num_reported = 0  # number of entries in the chunks so far
+        self._num_reported = 0  # number of entries taken so far
         self._splitter: ReasoningSplitter | None = None
         if not prompt.is_constrained:
             self._splitter = ReasoningSplitter(*prompt.tags, prompt.begins_inside)
@@ -240,14 +240,19 @@ class Choice:
     def chunk(self, delta: Delta, *, is_last: bool = False) -> dict[str, object]:
         reported: dict[str, object] | None = None
         if self._num_top is not None and (is_last or "content" in delta):
-            reported = {"content": self.entries[self._num_reported :]}
-            self._num_reported = len(self.entries)
+            reported = {"content": self.take_entries()}
         return {
             "index": self._index,
             "delta": delta,
             "logprobs": reported,
             "finish_reason": self.finish_reason if is_last else None,
         }
+
+    def take_entries(self) -> list[dict[str, object]]:
+        """Log probabilities since the previous call; empty if the request asked for none."""
+        taken = self.entries[self._num_reported :]
+        self._num_reported = len(self.entries)
+        return taken
 
     def message(self) -> dict[str, object]:
         content = self.content

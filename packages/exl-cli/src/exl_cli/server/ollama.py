@@ -47,6 +47,9 @@ def generate_body(body: Mapping[str, Any], *, has_template: bool) -> ChatBody | 
     if left.pop("raw", None) or left.get("suffix") or not has_template:
         left.pop("enable_thinking", None)
         left.pop("reasoning_effort", None)
+        num_top = left.pop("top_logprobs", None)
+        if isinstance(left.get("logprobs"), bool):
+            left["logprobs"] = (num_top or 0) if left["logprobs"] else None
         return parsed(CompletionBody, left)
     first = [{"role": "system", "content": system}] if system else []
     user = {"role": "user", "content": left.pop("prompt", ""), "images": left.pop("images", None)}
@@ -125,7 +128,7 @@ class OllamaChat(OneReplyChat):
             message["thinking"] = choice.reasoning
         if choice.calls:
             message["tool_calls"] = [_call(call.as_json()) for call in choice.calls]
-        return {**self.line(message), **self.last(choice)}
+        return {**self.line(message), **self.last(choice), **_logprobs(choice.take_entries())}
 
     async def stream(self, stack: AsyncExitStack) -> ChatLines:
         return ChatLines(self, await self.start(stack))
@@ -166,10 +169,17 @@ class ChatLines(_Lines):
         self._work = work
 
     def on_result(self, _number: int, result: Result) -> Iterable[Event]:
-        return [self._work.line(_fields(delta)) for delta in self._choice.take(result)]
+        for delta in self._choice.take(result):
+            yield {**self._work.line(_fields(delta)), **_logprobs(self._choice.take_entries())}
 
     def end(self) -> Iterable[Event]:
-        yield {**self._work.line({}), **self._work.last(self._choice)}
+        rest = _logprobs(self._choice.take_entries())
+        yield {**self._work.line({}), **self._work.last(self._choice), **rest}
+
+
+def _logprobs(entries: Sequence[Mapping[str, object]]) -> Json:
+    """Log probabilities of the tokens of a line. A line without them has no such field."""
+    return {"logprobs": list(entries)} if entries else {}
 
 
 def _last(end: FinishEvent) -> Json:
@@ -202,7 +212,7 @@ class OllamaCompletion(Completion):
     async def whole(self, stack: AsyncExitStack) -> dict[str, object]:
         (choice,) = await self.collect(stack)
         (end,) = self.ends([choice])
-        return {**self.line(choice.take_text()), **_last(end)}
+        return {**self.line(choice.take_text()), **_last(end), **_of_completion(choice)}
 
     async def stream(self, stack: AsyncExitStack) -> CompletionLines:
         return CompletionLines(self, await self.start(stack))
@@ -222,8 +232,12 @@ class CompletionLines(_Lines):
     def on_result(self, _number: int, result: Result) -> Iterable[Event]:
         self._choice.take(result)
         text = self._choice.take_text()
-        return [self._work.line(text)] if text else []
+        return [{**self._work.line(text), **_of_completion(self._choice)}] if text else []
 
     def end(self) -> Iterable[Event]:
         (end,) = self._work.ends([self._choice])
-        yield {**self._work.line(""), **_last(end)}
+        yield {**self._work.line(""), **_last(end), **_of_completion(self._choice)}
+
+
+def _of_completion(choice: Any) -> Json:
+    return _logprobs(choice.probabilities().get("completion_probabilities", ()))
