@@ -83,6 +83,12 @@ def test_show_describes_a_model_from_its_files(one: Running) -> None:
     assert loaded == shown, "a model has the same description before and after its load"
 
 
+def test_a_name_may_have_the_tag_that_ollamas_clients_add(one: Running) -> None:
+    assert ask(one, "one:latest").json()["model"] == "one"
+    assert one.post("/api/show", {"model": "two:latest"}).json()["parameters"] == "temperature 0.5"
+    assert ask(one, "one:1b").status_code == 404
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

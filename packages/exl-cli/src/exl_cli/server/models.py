@@ -50,6 +50,10 @@ class ModelFacts:
         return self.path.suffix.lower() == ".gguf"
 
 
+_LATEST = ":latest"
+"""Tag that ollama's clients add to names without one."""
+
+
 class Opener(Protocol):
     """Opens the models that a server can change to. All methods run on another thread."""
 
@@ -240,7 +244,7 @@ class ModelHost:
 
     def _known(self, name: str | None) -> str:
         """The model that a request names. A server of one model serves every name. Among several,
-        a unique beginning of a name suffices."""
+        a unique beginning of a name suffices. ollama's tag `:latest` may be left out or added."""
         if name is None:
             resident = self._next if self._resident is None else self._resident.name
             return resident or self.default
@@ -250,6 +254,8 @@ class ModelHost:
             return name
         if not self.others and not self._is_strict:
             return self.default
+        if name.endswith(_LATEST):
+            return self._known(name.removesuffix(_LATEST))
         begun = [one for one in self.names if name and one.startswith(name)]
         if len(begun) == 1:
             return begun[0]
