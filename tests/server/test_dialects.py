@@ -99,6 +99,23 @@ def test_messages_end_like_anthropics() -> None:
         assert counted["input_tokens"] == len("[user]hi[assistant]")
 
 
+def test_models_and_errors_for_anthropics_clients(plain: Running) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = plain.http.get("/v1/models", headers=headers).json()
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (
+        False,
+        "scripted",
+        "scripted",
+    )
+    (model,) = listed["data"]
+    assert (model["type"], model["display_name"]) == ("model", "scripted")
+    assert model["created_at"].endswith("Z")
+    assert plain.http.get("/v1/models/scripted", headers=headers).json() == model
+    assert "has_more" not in plain.http.get("/v1/models").json()
+    error = plain.http.get("/v1/messages/batches").json()
+    assert (error["type"], error["error"]["type"]) == ("error", "not_found_error")
+
+
 def test_messages_history_and_prefill_reach_the_template() -> None:
     seen: list[str] = []
 

@@ -7,8 +7,9 @@ becomes content blocks, whole or as Anthropic's events. Knows nothing of prompts
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from datetime import UTC, datetime
 from typing import Any
 
 from exl_cli.server.chat import Choice, Delta, OneReplyChat
@@ -25,6 +26,17 @@ Json = dict[str, Any]
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _REFUSED = ("mcp_servers", "container")
 _INERT = ("context_management", "betas", "inference_geo", "cache_control", "speed")
+
+
+def model_fields(name: str, created: int) -> Json:
+    """Fields of a model in Anthropic's lists, which other APIs do not have."""
+    at = datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
+    return {"type": "model", "display_name": name, "created_at": at}
+
+
+def page_fields(names: Sequence[str]) -> Json:
+    """Fields of a list of models. All of them are on one page."""
+    return {"has_more": False, "first_id": names[0], "last_id": names[-1]}
 
 
 def chat_body(body: Mapping[str, Any]) -> ChatBody:

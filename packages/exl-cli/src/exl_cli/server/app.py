@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 
-from exl_cli.server import metrics
+from exl_cli.server import anthropic, metrics
 from exl_cli.server.bodies import long_body_route
 from exl_cli.server.chat import Chat
 from exl_cli.server.completions import Completion
@@ -165,7 +165,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 def _add_models(app: FastAPI, service: Service) -> None:
     host = service.host
 
-    def model_json(name: str) -> dict[str, object]:
+    def model_json(name: str, request: Request | None = None) -> dict[str, object]:
         resident = host.resident
         is_loaded = resident is not None and resident.name == name
         model: dict[str, object] = {
@@ -178,19 +178,24 @@ def _add_models(app: FastAPI, service: Service) -> None:
         if resident is not None and is_loaded:
             model["max_model_len"] = resident.runtime.ctx_size
             model |= about(resident.runtime.loaded)
+        if request is not None and _is_anthropic(request):
+            model |= anthropic.model_fields(name, host.created)
         return model
 
     @app.get("/v1/models", tags=["models"])
-    async def models() -> Response:
+    async def models(request: Request) -> Response:
         """List the models that this server can run."""
-        return json_reply({"object": "list", "data": [model_json(name) for name in host.names]})
+        names = host.names
+        page = anthropic.page_fields(names) if _is_anthropic(request) else {}
+        data = [model_json(name, request) for name in names]
+        return json_reply({"object": "list", "data": data, **page})
 
     @app.get("/v1/models/{name:path}", tags=["models"])
-    async def model(name: str) -> Response:
+    async def model(name: str, request: Request) -> Response:
         """Describe one model."""
         if name not in host.names:
             raise ApiError(404, f"no model {name[:200]!r}", param="model", code="model_not_found")
-        return json_reply(model_json(name))
+        return json_reply(model_json(name, request))
 
     @app.get("/v1/model", tags=["models"])
     async def current_model() -> Response:
@@ -211,6 +216,11 @@ def _add_models(app: FastAPI, service: Service) -> None:
                 "default_generation_settings": {"n_ctx": runtime.ctx_size},
             }
         )
+
+
+def _is_anthropic(request: Request) -> bool:
+    """Whether a client of Anthropic's API sent the request. Both APIs have /v1/models."""
+    return "anthropic-version" in request.headers
 
 
 def _add_watching(app: FastAPI, service: Service) -> None:

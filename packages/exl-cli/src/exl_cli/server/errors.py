@@ -71,7 +71,7 @@ class ApiError(Exception):
 def shaped(error: ApiError, path: str) -> dict[str, object]:
     """The body of an error: in OpenAI's form, in that of Anthropic, or in that of ollama."""
     message = printable(error.message)
-    if path.endswith(("/messages", "/messages/count_tokens")):
+    if path.endswith("/messages") or "/messages/" in path:
         kind = _ANTHROPIC_KINDS.get(error.status, error.kind)
         return {"type": "error", "error": {"type": kind, "message": message}}
     return {"error": message} if path.startswith("/api/") else error.body
