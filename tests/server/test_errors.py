@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import socket
@@ -144,6 +145,15 @@ def test_wrong_paths_methods_and_content_types(one: Running) -> None:
     for name in ("../../etc/passwd", "/etc/passwd", "..", ""):
         answer = one.post(TEXT, {"prompt": "a", "model": name})
         assert answer.status_code == 200 and answer.json()["model"] == "scripted"
+
+
+def test_a_compressed_body_is_refused_as_such(one: Running) -> None:
+    body = gzip.compress(b'{"prompt": "a"}')
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    assert "'gzip'" in error_of(one.http.post(TEXT, content=body, headers=headers), 415)["message"]
+    headers["content-encoding"] = "identity"
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    assert one.http.post(TEXT, content=body, headers=headers).status_code == 200
 
 
 def test_head_request_has_the_headers_of_get(one: Running) -> None:

@@ -237,6 +237,12 @@ def _check_head(scope: Scope, headers: dict[bytes, bytes]) -> None:
     is_browser = b"origin" in headers or b"sec-fetch-site" in headers
     if scope["method"] == "POST" and is_browser and not _is_json(headers):
         raise ApiError(415, "the body needs the header Content-Type: application/json")
+    encoding = headers.get(b"content-encoding", b"identity").strip().lower()
+    if encoding not in (b"", b"identity"):
+        raise ApiError(
+            415,
+            f"a body with Content-Encoding {encoding[:60].decode('latin-1')!r} is not supported",
+        )
 
 
 def _is_json(headers: dict[bytes, bytes]) -> bool:
