@@ -124,9 +124,8 @@ class RunningOptions(ModelOptions):
     ) -> Runtime:
         """Load the model. `cache_tokens`: size of the cache that all requests share; None: one
         context. `job`: the processes that the model is divided among, seen from rank 0."""
-        is_name = model is None or isinstance(model, str)
-        # Reports an unknown name before torch is imported.
-        found = resolve_model(model) if is_name else model
+        # `resolve_model` reports an unknown name before torch is imported.
+        found = resolve_model(model) if model is None or isinstance(model, str) else model
         num_ranks = parse_ranks(self.tensor_parallel)
         if job is None and num_ranks not in (1, AUTO):
             has_limit = self.held_memory is not None
