@@ -1,4 +1,4 @@
-"""What op tables are told about the reader of a step's sum (`OpTable.before`) is what happens."""
+"""The reader of a step's sum is the op that `OpTable.before` announces."""
 
 from __future__ import annotations
 
