@@ -17,7 +17,7 @@ from exl_core.engine.request import Request
 from exl_core.errors import RequestError, UnsupportedModelError
 from exl_core.sampling.params import SamplerParams
 from exl_core.session.describe import describe_model
-from exl_core.session.load import LoadedModel, LoadOptions, _mtp_of, checkpoint_of, load_model
+from exl_core.session.load import LoadedModel, LoadOptions, checkpoint_of, load_model, mtp_of
 from exl_core.session.open import open_model
 from exl_core.session.planning import sizes_of
 from exl_core.session.runtime import DraftOptions, RuntimeOptions, open_runtime
@@ -304,7 +304,7 @@ def test_a_plan_counts_the_cache_of_the_layer(tiny: tuple[MtpCheckpoint, LoadedM
     )
     files = open_model(loaded.path)
     checkpoint = checkpoint_of(files, config, options)
-    mtp = _mtp_of(files, config, options, checkpoint)
+    mtp = mtp_of(files, config, options, checkpoint)
     with_layer, without = (sizes_of(options, config, checkpoint, one) for one in (mtp, None))
     assert sum(with_layer.cache) == store.size_bytes + drafter._attached.store.size_bytes
     assert with_layer.cache[:-1] == without.cache[:-1]

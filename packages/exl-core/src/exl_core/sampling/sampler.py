@@ -250,9 +250,10 @@ class Sampler:
         other = Sampler(params, self._ops)
         other._generator = self._generator
         other._length = self._length
-        if other._mirostat is not None and params.mirostat_tau == self.params.mirostat_tau:
+        has_same_target = params.mirostat_tau == self.params.mirostat_tau
+        if self._mirostat is not None and other._mirostat is not None and has_same_target:
+            self._mirostat.set_rate(params.mirostat_eta)
             other._mirostat = self._mirostat
-            other._mirostat.set_rate(params.mirostat_eta)
         return other
 
     @property
