@@ -51,6 +51,26 @@ def test_a_profile_wins_over_the_rest_of_the_file(
     assert (found["text"], found["stopped_by"]) == (" 4", ",")
 
 
+@pytest.mark.parametrize(
+    ("text", "context"),
+    [
+        ("[eval]\nctx = 33", 33),
+        ("ctx = 32\n[eval]\nctx = 33", 33),
+        ("[eval.perplexity]\nctx = 34\n[eval]\nctx = 33", 34),
+    ],
+)
+def test_tables_of_groups_and_of_their_commands_are_read(
+    exl: Command, file: Path, tiny_llama_dir: Path, text: str, context: int
+) -> None:
+    file.write_text(text, encoding="utf-8")
+    assert exl("config").code == 0
+    (file.parent / "text.txt").write_text("one two three " * 30, encoding="utf-8")
+    source = ("--text", file.parent / "text.txt", "--windows", 1, "--json")
+    done = exl("eval", "perplexity", "-m", tiny_llama_dir, *source)
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["ctx"] == context
+
+
 def test_the_file_names_the_model_of_commands_that_name_none(
     exl: Command, file: Path, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +126,15 @@ def test_config_shows_the_file(exl: Command, file: Path) -> None:
     [
         ("temp = ", ("config",), "is not valid TOML"),
         ("tempp = 1", ("config",), "there is no option --tempp. Did you mean 'temp'"),
-        ("[generat]\ntemp = 1", ("config",), "there is no option --generat"),
+        ("[generat]\ntemp = 1", ("config",), "no command 'exl generat'. Did you mean 'generate'"),
+        ("[eval.perplexty]", ("config",), "'exl eval perplexty'. Did you mean 'perplexity'"),
+        ("[eval.x.y]\na = 1", ("config",), "no command 'exl eval x' (expected perplexity, "),
+        ("[eval]\nbits = 3", ("config",), "no option --bits of 'exl eval'"),
+        ("[chat]\nbits = 3", ("config",), "there is no option --bits of 'exl chat'"),
+        ("[doctor]\njson = true", ("config",), "'exl doctor' reads no settings"),
+        ("[eval.compare]\njson = true", ("config",), "'exl eval compare' reads no settings"),
+        ("[perplexity]\nctx = 8", ("config",), "'exl eval perplexity' is [eval.perplexity]"),
+        ("[model]\nctx = 8", ("inspect", "x"), "'exl inspect model' is [inspect.model]"),
         ("temp = 2026-11-28", ("config", "--json"), "temp has a value that no option has"),
         ("stop = ['a', inf]", ("config", "--json"), "stop has a value that no option has"),
         ("[chat]\nstop = { a = 1 }", ("config",), "[chat]: stop has a value that no option has"),

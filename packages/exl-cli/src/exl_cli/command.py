@@ -48,6 +48,13 @@ def _use_settings(context: Any, settings: Mapping[str, Any]) -> None:
     context.default_map = {**(context.default_map or {}), **values}
 
 
+def _typed_words(context: Any) -> list[str]:
+    """Words of a command as they are typed after `exl`: `eval`, `perplexity`."""
+    if context.parent is None:
+        return []
+    return [*_typed_words(context.parent), context.info_name]
+
+
 def _show_all(context: typer.Context, wanted: bool) -> None:
     if wanted:
         context.meta[_ALL_OPTIONS] = True
@@ -132,8 +139,8 @@ class ConfiguredCommand(PlainCommand):
     """A command whose defaults come from the user's file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if any(one.name == "profile" for one in self.params):
-            _use_settings(ctx, config.settings_for(str(self.name)))
+        if config.reads_settings(self):
+            _use_settings(ctx, config.settings_for(_typed_words(ctx)))
         return super().parse_args(ctx, args)
 
 

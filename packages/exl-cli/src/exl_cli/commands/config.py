@@ -6,9 +6,8 @@ import typer
 
 from exl_cli import options, output
 from exl_cli.config import (
-    PROFILES,
-    check_settings,
-    option_names,
+    check_file,
+    check_preset,
     presets,
     read_config,
     toml_lines,
@@ -28,28 +27,18 @@ def config(context: typer.Context, json: options.Json = False) -> None:
 
     The file is TOML. A key is an option without dashes: `temp = 0.7` at the top is the default of
     every command that has --temp, `[chat]` has defaults of one command, and `[profiles.writer]`
-    those of `--profile writer`. `model` is the model of commands that name none. The command line
-    wins over the file. EXL_CONFIG names another file. `/save NAME` in a chat saves a preset, which
-    `--profile NAME` reads too.
+    those of `--profile writer`. A command of a group has a table named as the command is typed:
+    `[eval.perplexity]` is that of 'exl eval perplexity', and `[eval]` is read by all commands of
+    the group. `model` is the model of commands that name none. The command line wins over the file.
+    Commands that name no model read no settings. EXL_CONFIG names another file. `/save NAME` in a
+    chat saves a preset, which `--profile NAME` reads too.
     """
     contents = read_config()
     root = context.find_root().command
-    commands: dict[str, object] = dict(getattr(root, "commands", {}))
-    known = set(option_names(commands))
-    for name, value in contents.items():
-        if name == PROFILES and isinstance(value, dict):
-            for profile, settings in value.items():
-                check_settings(settings, known, f"{config_file()}, [profiles.{profile}]")
-        elif isinstance(value, dict):
-            check_settings(
-                {} if name in commands else {name: 0}, known, f"{config_file()}, [{name}]"
-            )
-            check_settings(value, known, f"{config_file()}, [{name}]")
-        else:
-            check_settings({name: value}, known, str(config_file()))
+    check_file(contents, root)
     saved = presets()
     for preset, settings in saved.items():
-        check_settings(settings, known, str(preset_file(preset)))
+        check_preset(settings, root, preset_file(preset))
     if json:
         output.write_json(
             {
