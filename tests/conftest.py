@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,11 @@ def shared_dir() -> Path:
 def wikitext_path(shared_dir: Path) -> Path:
     """Validation split of WikiText-2."""
     return shared_dir / "data" / "wikitext2-valid.txt"
+
+
+@pytest.fixture
+def small_files() -> Iterator[Callable[[int], None]]:
+    """`small_files(n)` limits files to n bytes from then on, as a full disk or `ulimit -f` does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,15 @@ def test_records_are_in_order_and_equal_single_replies(generate: Command, tmp_pa
     for number in (0, 5):
         single = generate("-p", f"Number {number}", "--json", "--batch-invariant", *GREEDY)
         assert records[number]["text"] == json.loads(single.out)["text"]
+
+
+def test_full_disk_is_named_with_the_output(
+    generate: Command, tmp_path: Path, small_files: Callable[[int], None]
+) -> None:
+    file, out = prompts(tmp_path / "p.jsonl", 9), tmp_path / "out.jsonl"
+    small_files(400)
+    line = generate("--batch-file", file, "--output", out, "-q", *GREEDY).error_line(6)
+    assert line == f"{out}: there is no space left (got File too large)"
 
 
 def test_each_prompt_has_a_seed_of_its_own(generate: Command, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def test_page_and_json(
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "2 models on fox.txt" in page
     assert "is not valid JSON" in page
-    assert not list(out.rglob("*.partial"))
+    assert not [*out.rglob("*.tmp"), *out.rglob("*.partial")]
 
 
 @pytest.mark.thorough
@@ -50,6 +51,28 @@ def test_table(report: Command, tiny_llama_dir: Path) -> None:
     assert (done.code, done.err) == (0, "")
     assert tiny_llama_dir.name in done.out
     assert "report.html" in done.out
+
+
+def test_unwritable_folder_is_reported_before_anything_is_measured(
+    report: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("exl_eval.report.make_report", None)
+    (tmp_path / "out").touch()
+    assert (
+        report("model").error_line(1) == f"{tmp_path}/out: cannot be written (got Not a directory)"
+    )
+    (tmp_path / "out").unlink()
+    (tmp_path / "out" / "report.html").mkdir(parents=True)
+    assert "report.html: cannot be written (got Is a directory)" in report("model").error_line(1)
+
+
+def test_record_that_cannot_be_written_ends_the_report(
+    report: Command, tiny_llama_dir: Path, small_files: Callable[[int], None]
+) -> None:
+    small_files(1000)
+    line = report(tiny_llama_dir).error_line(6)
+    assert "out/records/" in line
+    assert "there is no space left (got File too large)" in line
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from exl_core.errors import RequestError
+from exl_core.errors import ExlError, RequestError
 from exl_eval.divergence import (
     DivergenceOptions,
     RunningReference,
@@ -51,6 +51,16 @@ def test_appended_windows_are_read_back(tmp_path: Path) -> None:
     with WindowFile(path, HEADER) as file:
         file.append(values(3))
     check(path, 4)
+
+
+@pytest.mark.parametrize(("size", "code"), [(20, 6), (300, 1)], ids=["header", "window"])
+def test_full_disk_is_named_with_the_file(
+    tmp_path: Path, size: int, code: int, small_files: Callable[[int], None]
+) -> None:
+    small_files(size)
+    with pytest.raises(ExlError, match=r"kept: .*File too large") as caught:
+        filled(tmp_path / "kept")
+    assert caught.value.exit_code == code
 
 
 @pytest.mark.parametrize("lost", [1, 5, 40, 100])

@@ -190,7 +190,11 @@ class OutOfMemoryError(ExlError):
     exit_code = 4
 
 
-class DiskFullError(ExlError):
+class WriteError(ExlError):
+    """A file cannot be written."""
+
+
+class DiskFullError(WriteError):
     """A file does not fit on its file system, or exceeds the limit on file sizes."""
 
     exit_code = 6

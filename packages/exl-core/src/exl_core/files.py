@@ -11,12 +11,13 @@ import json
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from exl_core.errors import DiskFullError, ExlError, RequestError
+from exl_core.errors import DiskFullError, ExlError, RequestError, WriteError
 
 CONFIG_LIMIT_BYTES = 16 * 2**20
 """Limit on JSON files. Real configurations take kilobytes, or a few MiB with a vocabulary or a
@@ -127,7 +128,7 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 def write_atomically(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     """Writes `pieces` to `path`, synced to the disk, or leaves `path` unchanged.
 
-    Raises `DiskFullError` for a full disk and `ExlError` for other failures. A killed process
+    Raises `DiskFullError` for a full disk and `WriteError` for other failures. A killed process
     leaves `path` unchanged as well, but possibly a file with `TEMPORARY_SUFFIX`. Not safe for
     several writers of one path.
     """
@@ -143,6 +144,25 @@ def write_atomically(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         finally:
             temporary.unlink(missing_ok=True)
         sync_folder(path.parent)
+
+
+def check_writable(*paths: Path) -> None:
+    """Raises `WriteError` for a path that `write_atomically` could not write.
+
+    Called before long work, whose result these files become. Creates missing folders. The files
+    themselves stay as they are.
+    """
+    for path in paths:
+        folder = path.parent
+        with naming_disk_failures(folder):
+            if folder.exists() and not folder.is_dir():
+                raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            folder.mkdir(parents=True, exist_ok=True)
+        with naming_disk_failures(path):
+            if path.is_dir():
+                raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+            with tempfile.NamedTemporaryFile(dir=folder):
+                pass
 
 
 def write_json(path: Path, value: Mapping[str, object], indent: int | None = 2) -> None:
@@ -168,7 +188,7 @@ def naming_disk_failures(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _NO_SPACE:
             raise DiskFullError("there is no space left", where=path, got=error.strerror) from error
-        raise ExlError("cannot be written", where=path, got=error.strerror or error) from error
+        raise WriteError("cannot be written", where=path, got=error.strerror or error) from error
 
 
 def inherited_pipe(path: Path) -> int | None:

@@ -13,8 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from exl_core.errors import ExlError, RequestError
-from exl_core.files import CONFIG_LIMIT_BYTES, is_present, read_bytes
+from exl_core.errors import ExlError, RequestError, WriteError
+from exl_core.files import (
+    CONFIG_LIMIT_BYTES,
+    check_writable,
+    is_present,
+    read_bytes,
+    write_atomically,
+)
 from exl_core.session.describe import ModelDescription, describe_model
 from exl_core.session.load import LoadedModel
 from exl_core.session.resolve import resolve_model
@@ -102,8 +108,9 @@ def make_report(
 
     `known_failure` turns an exception caused by the machine (out of memory, an unreadable file)
     into an ExlError, which becomes a row of the report. It returns None for a bug: the exception
-    then ends the run and the saved records stay.
+    then ends the run and the saved records stay. So does a record that cannot be written.
     """
+    check_writable(records / "any.json")
     work = _Work(reference, options, records, open_model)
     rows = []
     for number, spec in enumerate(models):
@@ -117,6 +124,8 @@ def make_report(
 
         try:
             rows.append(work.measure(spec, step))
+        except WriteError:
+            raise
         except (ExlError, MemoryError, OSError, RuntimeError) as error:
             known = error if isinstance(error, ExlError) else known_failure(error)
             if known is None:
@@ -249,16 +258,7 @@ def _read_record(path: Path) -> dict[str, Mapping[str, object]]:
 
 def _write_record(path: Path, parts: Mapping[str, object]) -> None:
     record = {"schema_version": SCHEMA_VERSION, "measurement": "report model", "parts": parts}
-    write_atomically(path, json.dumps(record))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a temporary file and renames it, so that a reader of `path` sees the complete new
-    content or the previous one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    write_atomically(path, [json.dumps(record).encode()])
 
 
 def _hash(text: str) -> str:

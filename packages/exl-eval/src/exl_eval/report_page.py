@@ -19,7 +19,8 @@ from jinja2.sandbox import SandboxedEnvironment
 from markupsafe import Markup
 
 from exl_core.errors import printable
-from exl_eval.report import Report, Row, write_atomically
+from exl_core.files import check_writable, write_atomically
+from exl_eval.report import Report, Row
 from exl_eval.report_plots import Line, Point, bars, color_index, curves, scatter, steps
 
 _WILD = 1e6
@@ -40,12 +41,21 @@ class Plot:
     note: str
 
 
+JSON_NAME, PAGE_NAME = "report.json", "report.html"
+
+
+def check_folder(folder: Path) -> None:
+    """Creates the folder of a report. Raises `WriteError` where its files cannot be written."""
+    check_writable(folder / JSON_NAME, folder / PAGE_NAME)
+
+
 def write_report(report: Report, folder: Path) -> dict[str, object]:
     """Writes `report.html` and `report.json` into the folder; returns the content of the latter."""
     created = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     record = {**report.as_dict(), "created": created}
-    write_atomically(folder / "report.json", json.dumps(record, allow_nan=False) + "\n")
-    write_atomically(folder / "report.html", render_page(report, created))
+    text = json.dumps(record, allow_nan=False) + "\n"
+    write_atomically(folder / JSON_NAME, [text.encode()])
+    write_atomically(folder / PAGE_NAME, [render_page(report, created).encode()])
     return record
 
 

@@ -17,7 +17,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -27,7 +27,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from exl_core.errors import ExlError, RequestError
-from exl_core.files import is_present
+from exl_core.files import is_present, naming_disk_failures
 
 _FRAME = struct.Struct("<QI")
 _HEADER_LIMIT_BYTES = 1024 * 1024
@@ -52,13 +52,14 @@ class WindowFile:
             self._lock()
             self._starts: list[int] = []
             if self._file.seek(0, os.SEEK_END) == 0:
-                self._file.write(json.dumps(dict(header)).encode() + b"\n")
-                self._flush()
+                with naming_disk_failures(path):
+                    self._file.write(json.dumps(dict(header)).encode() + b"\n")
+                    self._flush()
             self.header = self._read_header()
             self._check_header(header)
             self._find_frames()
         except BaseException:
-            self._file.close()
+            self._close()
             raise
 
     def __enter__(self) -> Self:
@@ -70,7 +71,13 @@ class WindowFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        self._close()
+
+    def _close(self) -> None:
+        # Each write is flushed at once. What is left in the buffer belongs to a write that failed,
+        # whose error has been raised.
+        with suppress(OSError):
+            self._file.close()
 
     def __len__(self) -> int:
         """Number of finished windows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO
@@ -205,9 +205,10 @@ def _records(path: Path | None, lines: Sequence[BatchLine]) -> Iterator[RecordFi
     done, size = count_done(path, lines)
     with naming_disk_failures(path):
         file: BinaryIO = path.open("r+b" if size or path.exists() else "xb")
-    with file:
-        file.truncate(size)
-        file.seek(size)
+    try:
+        with naming_disk_failures(path):
+            file.truncate(size)
+            file.seek(size)
 
         def write_text(text: str) -> None:
             with naming_disk_failures(path):
@@ -215,3 +216,8 @@ def _records(path: Path | None, lines: Sequence[BatchLine]) -> Iterator[RecordFi
                 file.flush()
 
         yield RecordFile(write_text, done)
+    finally:
+        # Each write is flushed at once. What is left in the buffer belongs to a write that failed,
+        # whose error has been raised.
+        with suppress(OSError):
+            file.close()

@@ -82,7 +82,7 @@ def report(
         from exl_cli.machine import machine_failure
         from exl_cli.render import repeats_progress
         from exl_eval.report import ReportOptions, make_report
-        from exl_eval.report_page import write_report
+        from exl_eval.report_page import check_folder, write_report
         from exl_eval.speed import SpeedOptions
     choices = ReportOptions(
         text=content,
@@ -95,6 +95,7 @@ def report(
     loading = eval_options.Loading(
         device, threads, True, exact, batch_invariant, changes=changes, ctx=ctx
     )
+    check_folder(out)
     with repeats_progress(is_quiet=quiet) as on_step:
         found = make_report(
             models,
