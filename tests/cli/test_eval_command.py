@@ -40,6 +40,22 @@ def test_json(perplexity: Command) -> None:
     assert 0 < result["stderr"] < result["perplexity"]
 
 
+def test_single_token_has_null_errors_and_compare_names_the_file(
+    exl: Command, perplexity: Command, tmp_path: Path
+) -> None:
+    args = ("--ctx", 2, "--windows", 1)
+    done = perplexity(*args, "--json")
+    record = json.loads(done.out)
+    assert (record["tokens"], record["stderr"], record["nll_stderr"]) == (1, None, None)
+    assert "±" not in perplexity(*args, "--by-position").out
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    a.write_text(done.out, encoding="utf-8")
+    assert "unknown" in exl("eval", "compare", a, a).out
+    b.write_text(json.dumps({**record, "nll": None}), encoding="utf-8")
+    line = exl("eval", "compare", a, b).error_line(2)
+    assert line.startswith(f"{b}: nll of the record is wrong (expected a number, got null). ")
+
+
 def test_table_has_the_figure_of_json(perplexity: Command) -> None:
     args = ("--ctx", 64, "--windows", 2)
     result = json.loads(perplexity(*args, "--json").out)

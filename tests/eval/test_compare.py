@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,7 +60,8 @@ def test_paired_error_is_smaller_than_separate_errors() -> None:
         measure_perplexity(loaded_with(one), TEXT, PerplexityOptions(ctx=16)).as_dict()
         for one in (table, near)
     ]
-    nll = compare_records(*records).differences[0]
+    nll = compare_records(records[0], records[1]).differences[0]
+    assert nll.stderr is not None
     assert nll.stderr < 0.2 * math.hypot(*(float(one["nll_stderr"]) for one in records))
 
 
@@ -117,7 +120,9 @@ def test_divergences_need_the_same_reference() -> None:
     assert found.is_comparable
     kld = found.differences[0]
     assert kld.difference == pytest.approx(a["kld"]["mean"] - b["kld"]["mean"])
-    assert (kld.is_paired, kld.stderr > 0) == (True, True)
+    assert kld.is_paired
+    assert kld.stderr is not None
+    assert kld.stderr > 0
     other = compare_records(a, {**b, "reference": "another"})
     assert (other.is_comparable, other.differences) == (False, ())
     assert other.obstacles[0].field == "reference"
@@ -126,6 +131,7 @@ def test_divergences_need_the_same_reference() -> None:
 def test_a_single_window_gives_an_unpaired_difference() -> None:
     nll = compare_records(record(windows=1), record(6, windows=1)).differences[0]
     assert not nll.is_paired
+    assert nll.stderr is not None
     assert nll.stderr > 0
 
 
@@ -136,12 +142,45 @@ def test_a_single_window_gives_an_unpaired_difference() -> None:
         ({}, "record B: no record"),
         (divergence_record(6), "different measurements"),
         ({**record(), "schema_version": 99}, "record B: the record is of another version"),
-        ({key: value for key, value in record().items() if key != "nll"}, "not complete"),
-        ({**record(), "window_nll": None}, "not complete"),
-        ({**record(), "window_tokens": [1]}, "not complete"),
+        (
+            {key: value for key, value in record().items() if key != "nll"},
+            r"record B: nll of the record is wrong \(expected a number, got nothing\)",
+        ),
+        ({**record(), "nll": None}, r"nll of .* \(expected a number, got null\)"),
+        ({**record(), "stderr": "0.1"}, r'stderr of .* \(expected a number or null, got "0.1"\)'),
+        ({**record(), "perplexity": math.nan}, r"perplexity of .* got NaN"),
+        ({**record(), "nll": 10**400}, r"nll of .*expected a number, got 1000"),
+        ({**record(), "bytes": 1.5}, r"bytes of .*expected a count, got 1.5"),
+        ({**record(), "window_nll": None}, "window_nll of .*expected a list of numbers, got null"),
+        ({**record(), "window_nll": [1, [2]]}, "window_nll of"),
+        ({**record(), "window_tokens": []}, "window_tokens of .*expected a list of counts"),
+        ({**record(), "window_tokens": [1]}, "expected 1 numbers, one for each of window_tokens"),
     ],
-    ids=["speed", "nothing", "divergence", "version", "missing", "no windows", "other windows"],
 )
 def test_an_unsuitable_record_is_refused(b: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         compare_records(record(), b)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"kld": None}, r"first.json: kld of the record is wrong \(expected an object, got null\)"),
+        ({"kld": {"mean": "x"}}, "kld.mean of .*expected a number"),
+        ({"kld": {"mean": 1.0}}, "kld.stderr of .* got nothing"),
+        ({"same_top": True}, "same_top of .*expected a number, got true"),
+        ({"measurement": []}, "first.json: no record that can be compared"),
+    ],
+)
+def test_types_of_a_divergence_are_checked(changed: dict[str, Any], message: str) -> None:
+    b = divergence_record(6)
+    with pytest.raises(RequestError, match=message):
+        compare_records({**b, **changed}, b, ("first.json", "second.json"))
+
+
+@pytest.mark.parametrize("measured", [record, partial(divergence_record, 6)])
+def test_records_of_a_single_token_have_no_errors(measured: Callable[..., dict[str, Any]]) -> None:
+    one = measured(ctx=2, windows=1)
+    json.dumps(one, allow_nan=False)
+    main, *_ = compare_records(one, one).differences
+    assert (main.difference, main.stderr) == (0.0, None)

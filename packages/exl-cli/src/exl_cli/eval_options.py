@@ -215,6 +215,11 @@ def report_kept_file(file: Path | None) -> Iterator[None]:
         raise
 
 
+def with_error(value: float, stderr: float | None, kind: str) -> str:
+    """A figure and its standard error, in the format `kind`. A single token has no such error."""
+    return f"{value:{kind}}" + ("" if stderr is None else f" ± {stderr:{kind.lstrip('+')}}")
+
+
 def text_facts(text: TextFacts) -> dict[str, str]:
     from exl_cli.render import format_bytes
 

@@ -1,7 +1,8 @@
 """Compares two records of perplexity or divergence, and says which figures are comparable.
 
-Works on records as printed by `--json`, by the fields that define their figures. Plain data without
-torch; needs neither the models nor the text.
+Works on records as printed by `--json`, by the fields that define their figures. The types of the
+figures are checked first (`record_check.py`). Plain data without torch; needs neither the models
+nor the text.
 """
 
 from __future__ import annotations
@@ -9,12 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from exl_core.errors import RequestError
+from exl_eval.record_check import Record, check_record
 from exl_eval.result import SCHEMA_VERSION
-
-Record = Mapping[str, Any]
 
 TEXT_FIELDS: Mapping[str, str] = {
     "text_sha256": "another text",
@@ -58,13 +57,13 @@ class Obstacle:
 class Difference:
     """A figure of A minus that of B, and the standard error of the difference. `is_paired`: the
     error comes from differences per window. It is much smaller than one that combines the two
-    separate errors."""
+    separate errors. `stderr` is None if a record has no error, because it scored a single token."""
 
     figure: str
     a: float
     b: float
     difference: float
-    stderr: float
+    stderr: float | None
     is_paired: bool
 
 
@@ -83,15 +82,22 @@ class Comparison:
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
 
 
-def compare_records(a: Record, b: Record) -> Comparison:
-    """Compares two records; RequestError unless both are perplexities or both divergences."""
-    measurement = _measurement(a, "A")
-    if _measurement(b, "B") != measurement:
+def compare_records(
+    a: Record, b: Record, names: tuple[str, str] = ("record A", "record B")
+) -> Comparison:
+    """Compares two records; RequestError unless both are perplexities or both divergences.
+
+    `names`: where the records come from, for error messages.
+    """
+    measurement = _measurement(a, names[0])
+    if _measurement(b, names[1]) != measurement:
         raise RequestError(
             "the two records are of different measurements",
             expected=measurement,
             got=b["measurement"],
         )
+    for record, name in zip((a, b), names, strict=True):
+        check_record(record, name)
     fields = dict(TEXT_FIELDS)
     if measurement == "divergence":
         fields.update(REFERENCE_FIELDS)
@@ -100,12 +106,6 @@ def compare_records(a: Record, b: Record) -> Comparison:
         for name, why in fields.items()
         if a.get(name) != b.get(name)
     )
-    try:
-        differences = _differences(measurement, a, b, obstacles)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise RequestError(
-            "a record is not complete", expected="what --json printed", got=repr(error)
-        ) from error
     return Comparison(
         measurement=measurement,
         is_comparable=not obstacles,
@@ -113,16 +113,16 @@ def compare_records(a: Record, b: Record) -> Comparison:
         differing={
             name: (a.get(name), b.get(name)) for name in MODEL_FIELDS if a.get(name) != b.get(name)
         },
-        differences=tuple(differences),
+        differences=tuple(_differences(measurement, a, b, obstacles)),
     )
 
 
-def _measurement(record: Record, which: str) -> str:
+def _measurement(record: Record, name: str) -> str:
     measurement = record.get("measurement")
     if measurement not in ("perplexity", "divergence"):
         raise RequestError(
             "no record that can be compared",
-            where=f"record {which}",
+            where=name,
             expected="what 'exl eval perplexity --json' or 'exl eval divergence --json' printed",
             got=measurement or f"an object with {', '.join(list(record)[:4])}",
             next_step="Speeds are compared on one machine, minutes apart, by running both again.",
@@ -130,7 +130,7 @@ def _measurement(record: Record, which: str) -> str:
     if record.get("schema_version") != SCHEMA_VERSION:
         raise RequestError(
             "the record is of another version",
-            where=f"record {which}",
+            where=name,
             expected=SCHEMA_VERSION,
             got=record.get("schema_version"),
         )
@@ -148,18 +148,21 @@ def _differences(
         return [kld, top, _separate("ln_ppl_ratio", a, b)]
     if not obstacles:
         nll = _paired("nll", a, b, "window_nll", (a["nll"], b["nll"]))
-        return [
-            nll,
-            _separate("perplexity", a, b, stderr="stderr"),
-            _separate("bits_per_byte", a, b),
-        ]
-    return [_separate("bits_per_byte", a, b)] if _is_same_part(a, b) else []
+        return [nll, _separate("perplexity", a, b, stderr="stderr"), *_bits_per_byte(a, b)]
+    return _bits_per_byte(a, b) if _is_same_part(a, b) else []
+
+
+def _bits_per_byte(a: Record, b: Record) -> list[Difference]:
+    """Empty if the scored tokens of a record have no bytes."""
+    if a["bits_per_byte"] is None or b["bits_per_byte"] is None:
+        return []
+    return [_separate("bits_per_byte", a, b)]
 
 
 def _is_same_part(a: Record, b: Record) -> bool:
     """True if two perplexities cover about the same part of one text. Their bits per byte are then
     comparable even if the tokenizers differ."""
-    if a["text_sha256"] != b["text_sha256"]:
+    if a.get("text_sha256") != b.get("text_sha256"):
         return False
     sizes = int(a["bytes"]), int(b["bytes"])
     return abs(sizes[0] - sizes[1]) <= SAME_BYTES * max(sizes)
@@ -173,9 +176,14 @@ def _separate(figure: str, a: Record, b: Record, *, stderr: str = "") -> Differe
         float(a[figure]),
         float(b[figure]),
         float(a[figure] - b[figure]),
-        math.hypot(a[error], b[error]),
+        _combined(a[error], b[error]),
         is_paired=False,
     )
+
+
+def _combined(a: float | None, b: float | None) -> float | None:
+    """Error of the difference of two independent figures; None if one has no error."""
+    return None if a is None or b is None else math.hypot(a, b)
 
 
 def _paired(figure: str, a: Record, b: Record, sums: str, means: tuple[float, float]) -> Difference:
@@ -184,8 +192,12 @@ def _paired(figure: str, a: Record, b: Record, sums: str, means: tuple[float, fl
     D_w is the difference of the sums of window w, T_w its number of tokens, and
     d = sum(D) / sum(T). The error is sqrt(W / (W - 1) sum((D_w - d T_w)^2)) / sum(T)."""
     tokens = a["window_tokens"]
-    if tokens != b["window_tokens"] or len(tokens) != len(a[sums]) or len(tokens) != len(b[sums]):
-        raise ValueError("the two have other windows")
+    if tokens != b["window_tokens"]:
+        raise RequestError(
+            "the two records have other windows",
+            expected="equal window_tokens, because all settings agree",
+            next_step="Measure both again.",
+        )
     by_window = [x - y for x, y in zip(a[sums], b[sums], strict=True)]
     total, count = sum(tokens), len(tokens)
     mean = math.fsum(by_window) / total
@@ -195,7 +207,7 @@ def _paired(figure: str, a: Record, b: Record, sums: str, means: tuple[float, fl
             if figure == "kld"
             else (a["nll_stderr"], b["nll_stderr"])
         )
-        return Difference(figure, *means, mean, math.hypot(*own), is_paired=False)
+        return Difference(figure, *means, mean, _combined(*own), is_paired=False)
     squares = math.fsum((d - mean * t) ** 2 for d, t in zip(by_window, tokens, strict=True))
     stderr = math.sqrt(count / (count - 1) * squares) / total
     return Difference(figure, *means, mean, stderr, is_paired=True)

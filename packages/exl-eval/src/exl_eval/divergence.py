@@ -264,14 +264,14 @@ def _cache_stderr(parts: list[Positions]) -> float | None:
     return math.sqrt(variance) / sum(len(part.kld) for part in parts) if variance else None
 
 
-def summarize_kld(kld: Tensor) -> dict[str, float]:
+def summarize_kld(kld: Tensor) -> dict[str, float | None]:
     mean, stderr = mean_and_error(kld)
     median, p90, p95, p99, p999 = percentiles(kld, 50, 90, 95, 99, 99.9)
-    figures = {"mean": mean, "stderr": stderr, "median": median, "p90": p90, "p95": p95}
-    return {**figures, "p99": p99, "p99.9": p999, "max": float(kld.max())}
+    ranks = {"median": median, "p90": p90, "p95": p95, "p99": p99, "p99.9": p999}
+    return {"mean": mean, "stderr": stderr, **ranks, "max": float(kld.max())}
 
 
-def summarize_delta_p(delta_p: Tensor) -> dict[str, float]:
+def summarize_delta_p(delta_p: Tensor) -> dict[str, float | None]:
     """Statistics of the change in the true token's probability. Symmetric tails are noise. A heavy
     negative tail means that the candidate lost quality."""
     mean, stderr = mean_and_error(delta_p)

@@ -7,13 +7,13 @@ import math
 from torch import Tensor
 
 
-def mean_and_error(values: Tensor) -> tuple[float, float]:
+def mean_and_error(values: Tensor) -> tuple[float, float | None]:
     """Mean of float64 [n], and its standard error sqrt((mean(x^2) - mean(x)^2) / (n - 1)).
 
-    The standard error of a single value is infinity."""
+    The standard error of a single value is None."""
     mean = float(values.mean())
     if len(values) < 2:
-        return mean, math.inf
+        return mean, None
     return mean, math.sqrt(float((values - mean).square().mean()) / (len(values) - 1))
 
 

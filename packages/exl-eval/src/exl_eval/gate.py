@@ -64,7 +64,7 @@ def measure_gate(
     )
     found = measure_divergence(candidate, reference, HELD_OUT_TEXT, options, on_window)
     for what, nats in (
-        ("the divergence", found.kld["mean"]),
+        ("the divergence", found.mean_kld),
         ("the logarithm of the perplexity", found.ln_ppl_ratio),
     ):
         if not nats <= limit:

@@ -190,16 +190,16 @@ def _result(
     size_bytes = sum(window.size_bytes for window in layout.windows)
     total = mean * len(nll)
     word_nll = total / words if words else math.inf
-    bits = 1 / (size_bytes * math.log(2)) if size_bytes else math.inf
+    bits = len(nll) / (size_bytes * math.log(2)) if size_bytes else None
     scored_now = sum(len(part) for part in parts[kept_windows:])
     return PerplexityResult(
         perplexity=math.exp(mean),
-        stderr=math.exp(mean) * stderr,
+        stderr=None if stderr is None else math.exp(mean) * stderr,
         nll=mean,
         nll_stderr=stderr,
         word_perplexity=math.exp(word_nll) if word_nll < MEAN_NLL_MAX else None,
-        bits_per_byte=total * bits,
-        bits_per_byte_stderr=stderr * len(nll) * bits,
+        bits_per_byte=None if bits is None else mean * bits,
+        bits_per_byte_stderr=None if bits is None or stderr is None else stderr * bits,
         tokens=len(nll),
         words=words,
         bytes=size_bytes,

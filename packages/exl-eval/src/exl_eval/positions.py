@@ -31,7 +31,6 @@ def nll_by_position(firsts: Sequence[int], windows: Sequence[Tensor]) -> tuple[P
         inside = values[(positions >= first) & (positions < 2 * first)]
         if len(inside):
             mean, stderr = mean_and_error(inside)
-            error = stderr if len(inside) > 1 else None
-            buckets.append(PositionBucket(first, 2 * first - 1, len(inside), mean, error))
+            buckets.append(PositionBucket(first, 2 * first - 1, len(inside), mean, stderr))
         first *= 2
     return tuple(buckets)

@@ -135,7 +135,7 @@ def _plots(rows: Sequence[tuple[int, Row]], report: Report) -> list[Plot]:
     """Plots of the quantities that are known for at least one model."""
     plots = []
     points = [
-        Point(n, _size(row), _float(part["perplexity"]), _float(part["stderr"]))
+        Point(n, _size(row), _float(part["perplexity"]), _float(part["stderr"] or 0.0))
         for n, row in rows
         if (part := row.parts.get("perplexity")) is not None
     ]
@@ -144,7 +144,7 @@ def _plots(rows: Sequence[tuple[int, Row]], report: Report) -> list[Plot]:
         note = "Lower and further left is better. Bars are standard errors of each figure alone."
         plots.append(Plot("Size and perplexity", Markup(svg), note))
     points = [
-        Point(n, _size(row), _float(kld["mean"]), _float(kld["stderr"]))
+        Point(n, _size(row), _float(kld["mean"]), _float(kld["stderr"] or 0.0))
         for n, row in rows
         if (kld := _kld(row)) is not None and _float(kld["mean"]) > 0
     ]
@@ -240,7 +240,8 @@ def _figure(value: object, digits: int) -> str | None:
 
 def _with_error(value: object, error: object, digits: int) -> str:
     kind = f".{digits}f" if abs(_float(value)) < _WILD else ".3g"
-    return f"{_float(value):{kind}} ± {_float(error):{kind}}"
+    shown = f"{_float(value):{kind}}"
+    return shown if error is None else f"{shown} ± {_float(error):{kind}}"
 
 
 def _bytes(value: object) -> str | None:

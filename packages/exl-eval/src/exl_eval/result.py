@@ -2,6 +2,9 @@
 
 Plain data without torch. Two perplexities are comparable if everything except `ModelFacts` agrees.
 Two speeds are comparable only if measured on one machine within minutes.
+
+A figure that does not exist is None, and null in JSON: the standard error of a single scored token,
+and the bits per byte of tokens without bytes. No figure is infinite or NaN.
 """
 
 from __future__ import annotations
@@ -73,12 +76,12 @@ class PerplexityResult:
     """
 
     perplexity: float
-    stderr: float
+    stderr: float | None
     nll: float
-    nll_stderr: float
+    nll_stderr: float | None
     word_perplexity: float | None
-    bits_per_byte: float
-    bits_per_byte_stderr: float
+    bits_per_byte: float | None
+    bits_per_byte_stderr: float | None
     tokens: int
     words: int
     bytes: int
@@ -104,7 +107,7 @@ class PerplexityPair:
     first: PerplexityResult
     second: PerplexityResult
     ln_ppl_ratio: float
-    ln_ppl_ratio_stderr: float
+    ln_ppl_ratio_stderr: float | None
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -152,12 +155,12 @@ class DivergenceResult:
     window_tokens  scored tokens of each window
     """
 
-    kld: Mapping[str, float]
+    kld: Mapping[str, float | None]
     same_top: float
     same_top_stderr: float
-    delta_p: Mapping[str, float]
+    delta_p: Mapping[str, float | None]
     ln_ppl_ratio: float
-    ln_ppl_ratio_stderr: float
+    ln_ppl_ratio_stderr: float | None
     perplexity: float
     reference_perplexity: float
     by_confidence: tuple[ConfidenceBand, ...]
@@ -171,16 +174,22 @@ class DivergenceResult:
     window_kld: tuple[float, ...]
     window_tokens: tuple[int, ...]
 
+    @property
+    def mean_kld(self) -> float:
+        mean = self.kld["mean"]
+        assert mean is not None
+        return mean
+
     def as_dict(self) -> dict[str, object]:
         return {"direction": "KL(reference || candidate)", **_record("divergence", self)}
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Mean and its standard error."""
+    """Mean and its standard error, None for a single token."""
 
     mean: float
-    stderr: float
+    stderr: float | None
 
 
 @dataclass(frozen=True, slots=True)

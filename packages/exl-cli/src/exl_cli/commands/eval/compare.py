@@ -35,7 +35,7 @@ def compare(
     """
     from exl_eval.compare import compare_records
 
-    found = compare_records(_read(a), _read(b))
+    found = compare_records(_read(a), _read(b), (str(a), str(b)))
     if json:
         output.write_json(found.as_dict())
     else:
@@ -79,6 +79,7 @@ def _show(found: Comparison, a: Path, b: Path) -> None:
         for one in found.differences:
             how = "paired" if one.is_paired else "of both, independent"
             values = (f"{one.a:.6g}", f"{one.b:.6g}", f"{one.difference:+.6g}")
-            table.add_row(one.figure, *values, f"{one.stderr:.2g}, {how}")
+            error = "unknown" if one.stderr is None else f"{one.stderr:.2g}, {how}"
+            table.add_row(one.figure, *values, error)
         parts += ["", table]
     print_answer(*parts)

@@ -103,4 +103,4 @@ def _show(result: LayerComparison) -> None:
 
 
 def _shown(value: Estimate) -> str:
-    return f"{value.mean:.5f} ± {value.stderr:.5f}"
+    return eval_options.with_error(value.mean, value.stderr, ".5f")

@@ -86,7 +86,8 @@ def divergence(
     Prints KL(reference || candidate) in nats per token, the share of positions where both have the
     same most likely token, the change in the true token's probability, and the ratio of the
     perplexities, all on the same windows. Both models must have the same tokenizer. --cache-type
-    applies to the candidate.
+    applies to the candidate. A figure that does not exist, such as the standard error of a single
+    token, is null in the output of --json.
     """
     kv_format = parse_cache_type(cache_type)
     where = _where(replicas, ray, cache_reference)
@@ -218,16 +219,18 @@ def _show(result: DivergenceResult) -> None:
     for band in result.by_confidence:
         shown = ("", "") if band.kld is None else (f"{band.kld:.6f}", f"{band.same_top:.2%}")
         bands.add_row(f"{band.above:g} to {band.up_to:g}", str(band.tokens), *shown)
+    with_error = eval_options.with_error
     facts = {
-        "KL": f"{kld['mean']:.6f} ± {kld['stderr']:.6f} nats, KL(reference || candidate)",
+        "KL": f"{with_error(result.mean_kld, kld['stderr'], '.6f')} nats, "
+        "KL(reference || candidate)",
         "percentiles": "  ".join(
             f"{name} {kld[name]:.5f}" for name in ("median", "p90", "p95", "p99", "p99.9", "max")
         ),
         "same top": f"{result.same_top:.3%} ± {result.same_top_stderr:.3%}",
         "delta p": f"mean {delta_p['mean']:+.4%}, RMS {delta_p['rms']:.3%}; "
         + "  ".join(f"{name} {delta_p[name]:+.2%}" for name in ("p1", "p5", "p95", "p99")),
-        "ln ratio": f"{result.ln_ppl_ratio:+.6f} ± {result.ln_ppl_ratio_stderr:.6f}, paired: "
-        f"perplexity {result.perplexity:.4f} to {result.reference_perplexity:.4f}",
+        "ln ratio": f"{with_error(result.ln_ppl_ratio, result.ln_ppl_ratio_stderr, '+.6f')}, "
+        f"paired: perplexity {result.perplexity:.4f} to {result.reference_perplexity:.4f}",
         "scored": f"{result.tokens} tokens in {eval_options.windows_text(result.text)}",
         "candidate": eval_options.model_text(result.model),
         "reference": reference.reference + ", exact" * reference.reference_exact,

@@ -122,7 +122,8 @@ def perplexity(
     text, tokenizer, context and BOS rule agree: they are printed with the result, and 'exl eval
     compare' checks them. Only bits per byte and word perplexity are comparable across tokenizers.
     Without --text and --dataset, a small public-domain text of the package is scored in windows of
-    256 tokens; figures on it compare with nothing published.
+    256 tokens; figures on it compare with nothing published. A figure that does not exist, such as
+    the standard error of a single token, is null in the output of --json.
     """
     spec = options.pick_model(model, model_option)
     kv_format = parse_cache_type(cache_type)
@@ -245,10 +246,12 @@ def _show_pair(pair: PerplexityPair, *, is_json: bool, has_positions: bool) -> N
     if is_json:
         output.write_json(pair.as_dict())
         return
-    ratio = exp(pair.ln_ppl_ratio)
+    with_error = eval_options.with_error
+    ratio, stderr = exp(pair.ln_ppl_ratio), pair.ln_ppl_ratio_stderr
+    error = None if stderr is None else ratio * stderr
     facts = {
-        "ratio": f"{ratio:.5f} ± {ratio * pair.ln_ppl_ratio_stderr:.5f}, first to second",
-        "ln ratio": f"{pair.ln_ppl_ratio:+.6f} ± {pair.ln_ppl_ratio_stderr:.6f}, paired by token",
+        "ratio": f"{with_error(ratio, error, '.5f')}, first to second",
+        "ln ratio": f"{with_error(pair.ln_ppl_ratio, stderr, '+.6f')}, paired by token",
     }
     print_answer(
         facts_table(facts),
@@ -271,21 +274,21 @@ def _positions(*results: PerplexityResult) -> Table:
         one = buckets[0]
         places = f"{one.first}" if one.first == one.last else f"{one.first} to {one.last}"
         figures = [
-            f"{bucket.nll:.4f}"
-            + ("" if bucket.nll_stderr is None else f" ± {bucket.nll_stderr:.4f}")
-            for bucket in buckets
+            eval_options.with_error(bucket.nll, bucket.nll_stderr, ".4f") for bucket in buckets
         ]
         table.add_row(places, f"{one.tokens}", *figures)
     return table
 
 
 def _figures(result: PerplexityResult) -> dict[str, str]:
-    words = result.word_perplexity
+    words, bits, with_error = result.word_perplexity, result.bits_per_byte, eval_options.with_error
     facts = {
-        "perplexity": f"{result.perplexity:.4f} ± {result.stderr:.4f}",
-        "nll": f"{result.nll:.5f} ± {result.nll_stderr:.5f} nats per token",
+        "perplexity": with_error(result.perplexity, result.stderr, ".4f"),
+        "nll": f"{with_error(result.nll, result.nll_stderr, '.5f')} nats per token",
         "word perplexity": "none: too few words" if words is None else f"{words:.4f}",
-        "bits per byte": f"{result.bits_per_byte:.5f} ± {result.bits_per_byte_stderr:.5f}",
+        "bits per byte": "none: the scored tokens have no bytes"
+        if bits is None
+        else with_error(bits, result.bits_per_byte_stderr, ".5f"),
         "scored": f"{result.tokens} tokens, {result.words} words, {result.bytes} bytes in "
         f"{eval_options.windows_text(result.text)}",
         "model": eval_options.model_text(result.model),
