@@ -62,6 +62,15 @@ def test_full_disk_is_named_with_the_output(
     assert line == f"{out}: there is no space left (got File too large)"
 
 
+def test_half_a_surrogate_pair_in_an_id_is_kept(generate: Command, tmp_path: Path) -> None:
+    file, out = (
+        write_lines(tmp_path / "p.jsonl", {"prompt": "Hi", "id": "\ud800"}),
+        tmp_path / "out",
+    )
+    assert generate("--batch-file", file, "--output", out, "-q", *GREEDY).code == 0
+    assert parsed(out.read_text(encoding="utf-8"))[0]["id"] == "\ud800"
+
+
 def test_each_prompt_has_a_seed_of_its_own(generate: Command, tmp_path: Path) -> None:
     file = write_lines(tmp_path / "p.jsonl", {"prompt": "Hello"}, {"prompt": "Hello"})
     args = ("--batch-file", file, "-q", "-n", 16, "--seed", 5)

@@ -10,6 +10,7 @@ import pytest
 
 from exl_cli.chat.presets import is_preset_name, save_preset
 from exl_cli.config import profile, toml_lines
+from exl_core.errors import RequestError
 from support.commands import Command
 
 SETTINGS = """
@@ -92,6 +93,11 @@ def test_a_saved_preset_is_a_profile_and_is_shown(
     assert (found["text"], found["stopped_by"]) == (" 4, ", "5")
     (file.parent / "presets" / "bad.toml").write_text("tempp = 1", encoding="utf-8")
     assert "bad.toml: there is no option --tempp" in exl("config").error_line(2)
+
+
+def test_preset_of_a_name_that_is_not_utf8_is_refused(file: Path) -> None:
+    with pytest.raises(RequestError, match="model of the preset is not valid text"):
+        save_preset("short", {"model": "tiny\udcff.gguf"})
 
 
 def test_settings_are_written_as_they_were_read() -> None:

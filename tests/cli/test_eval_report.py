@@ -66,6 +66,21 @@ def test_unwritable_folder_is_reported_before_anything_is_measured(
     assert "report.html: cannot be written (got Is a directory)" in report("model").error_line(1)
 
 
+def test_names_that_are_not_utf8_are_escaped_on_the_page(
+    exl_process: Command, tmp_path: Path
+) -> None:
+    text = tmp_path / "fox\udcff.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    model, out = tmp_path / "model\udcff", tmp_path / "out"
+    model.mkdir()
+    done = exl_process("eval", "report", model, "--text", text, "--out", out, "--json")
+    assert "Traceback" not in done.err
+    assert done.code == 1
+    assert "model\\udcff" in (out / "report.html").read_text(encoding="utf-8")
+    assert json.loads((out / "report.json").read_bytes()) == json.loads(done.out)
+    assert json.loads(done.out)["text"] == str(text)
+
+
 def test_record_that_cannot_be_written_ends_the_report(
     report: Command, tiny_llama_dir: Path, small_files: Callable[[int], None]
 ) -> None:

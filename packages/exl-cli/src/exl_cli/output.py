@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from exl_cli.machine import closed_stdout, unwritable_stdout
+from exl_core.files import encode_text
 
 
 class ClosedPipeError(Exception):
@@ -32,7 +33,8 @@ def write_text(text: str) -> None:
 
 def write_json(value: Mapping[str, object]) -> None:
     """One object on one line."""
-    write_text(json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    write_text(encode_text(text).decode() + "\n")
 
 
 def write_error(line: str) -> None:

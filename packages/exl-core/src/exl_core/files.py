@@ -168,7 +168,15 @@ def check_writable(*paths: Path) -> None:
 def write_json(path: Path, value: Mapping[str, object], indent: int | None = 2) -> None:
     """Writes a JSON object with `write_atomically`, indented by default."""
     text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
-    write_atomically(path, [text.encode("utf-8"), b"\n"])
+    write_atomically(path, [encode_text(text), b"\n"])
+
+
+def encode_text(text: str) -> bytes:
+    """UTF-8 of a text. Half a surrogate pair becomes an escape, such as `\\udcff`.
+
+    Python has these in names of files that are not UTF-8. JSON reads the escape back.
+    """
+    return text.encode("utf-8", errors="backslashreplace")
 
 
 def sync_folder(folder: Path) -> None:

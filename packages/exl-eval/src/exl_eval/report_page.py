@@ -19,7 +19,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from markupsafe import Markup
 
 from exl_core.errors import printable
-from exl_core.files import check_writable, write_atomically
+from exl_core.files import check_writable, encode_text, write_atomically
 from exl_eval.report import Report, Row
 from exl_eval.report_plots import Line, Point, bars, color_index, curves, scatter, steps
 
@@ -55,7 +55,7 @@ def write_report(report: Report, folder: Path) -> dict[str, object]:
     record = {**report.as_dict(), "created": created}
     text = json.dumps(record, allow_nan=False) + "\n"
     write_atomically(folder / JSON_NAME, [text.encode()])
-    write_atomically(folder / PAGE_NAME, [render_page(report, created).encode()])
+    write_atomically(folder / PAGE_NAME, [encode_text(render_page(report, created))])
     return record
 
 

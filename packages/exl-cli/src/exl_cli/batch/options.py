@@ -16,7 +16,7 @@ from exl_cli import output
 from exl_cli.engine_options import DEFAULT_CACHE_TOKENS
 from exl_cli.interrupt import Interrupt, exits_at_once
 from exl_core.errors import ExlError, RequestError
-from exl_core.files import naming_disk_failures
+from exl_core.files import encode_text, naming_disk_failures
 
 if TYPE_CHECKING:
     from exl_cli.batch.job import PromptJob
@@ -212,7 +212,7 @@ def _records(path: Path | None, lines: Sequence[BatchLine]) -> Iterator[RecordFi
 
         def write_text(text: str) -> None:
             with naming_disk_failures(path):
-                file.write(text.encode("utf-8"))
+                file.write(encode_text(text))
                 file.flush()
 
         yield RecordFile(write_text, done)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from exl_cli.config import toml_value
+from exl_cli.prompts import check_encodable
 from exl_core.errors import RequestError
 from exl_core.files import write_atomically
 from exl_core.settings import preset_file
@@ -31,6 +32,9 @@ def save_preset(name: str, values: Mapping[str, Any]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError("cannot be created", where=path.parent, got=error.strerror) from error
+    for key, value in values.items():
+        for one in value if isinstance(value, list) else [value]:
+            check_encodable(str(one), f"{key} of the preset")
     lines = [f"{key} = {toml_value(value)}\n" for key, value in values.items()]
     write_atomically(path, ["".join(lines).encode()])
     return path

@@ -50,7 +50,7 @@ from exl_core.errors import (
     RequestError,
     UnsupportedModelError,
 )
-from exl_core.files import naming_disk_failures, open_regular
+from exl_core.files import encode_text, naming_disk_failures, open_regular
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.codecs.exl3.matrix import stored_size
 from exl_core.formats.containers.source import Progress, TensorSource
@@ -102,7 +102,7 @@ def hash_source(path: Path, source: TensorSource, progress: Progress | None = No
     total, done = sum(file.stat().st_size for file in files), 0
     hasher = hashlib.sha256()
     for file in files:
-        hasher.update(f"{file.name} {file.stat().st_size}\n".encode())
+        hasher.update(encode_text(f"{file.name} {file.stat().st_size}\n"))
         with open_regular(file, ExlError) as opened:
             while piece := opened.read(HASH_BYTES):
                 hasher.update(piece)

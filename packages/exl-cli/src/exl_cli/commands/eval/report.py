@@ -82,7 +82,7 @@ def report(
         from exl_cli.machine import machine_failure
         from exl_cli.render import repeats_progress
         from exl_eval.report import ReportOptions, make_report
-        from exl_eval.report_page import check_folder, write_report
+        from exl_eval.report_page import check_folder
         from exl_eval.speed import SpeedOptions
     choices = ReportOptions(
         text=content,
@@ -106,15 +106,18 @@ def report(
             known_failure=machine_failure,
             on_step=on_step,
         )
+    _finish(found, out, is_json=json)
+
+
+def _finish(found: Report, out: Path, *, is_json: bool) -> None:
+    """Writes the files, prints the result, and raises ExlError if a model was not measured."""
+    from exl_eval.report_page import write_report
+
     record = write_report(found, out)
-    if json:
+    if is_json:
         output.write_json(record)
     else:
         _show(found, out)
-    _check_all_measured(found)
-
-
-def _check_all_measured(found: Report) -> None:
     failed = [row.name for row in found.rows if row.failure is not None]
     if failed:
         raise ExlError(
