@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -202,6 +203,44 @@ def test_the_same_command_continues_an_unfinished_conversion(
     found = f"continuing the unfinished conversion; its intermediate results are in {work}\n"
     assert done.err == found
     assert not work.exists()
+
+
+def test_the_printed_command_needs_no_profile_and_no_settings(
+    exl: Command,
+    convert: Command,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    settings, text = tmp_path / "settings.toml", tmp_path / "text.txt"
+    settings.write_text(
+        f"bits = 3\n[profiles.p]\nmodel = {json.dumps(str(source))}\nrows = 2\nlength = 64\n"
+        f"calibration = {json.dumps(str(text))}\n[convert]\nhead-bits = 8\n",
+        encoding="utf-8",
+    )
+    for name in ("EXL_MODEL", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "")  # restored after the test; the command sets it
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("EXL_CONFIG", str(settings))
+    real = vars(conversion)["measure_gate"]
+    monkeypatch.setattr(conversion, "measure_gate", interrupted)
+    args = ("--profile", "p", "-o", tmp_path / "my out", "--bits", "4.0", "--force", "--offline")
+    stopped = exl("convert", *args)
+    assert stopped.code == 130
+    monkeypatch.setattr(conversion, "measure_gate", real)
+    for name in ("EXL_MODEL", "HF_HUB_OFFLINE", "EXL_CONFIG"):
+        monkeypatch.delenv(name)
+    words = shlex.split(stopped.err.removeprefix("stopped; resume with: "))
+    assert words[:2] == ["exl", "convert"]
+    assert {"--force", "--offline", str(source)} <= set(words)
+    done = exl(*words[1:])
+    assert done.code == 0, done.err
+    assert done.err.startswith("continuing the unfinished conversion; ")
+    record = json.loads((tmp_path / "my out/exl_conversion.json").read_text())
+    assert (record["bits"], record["options"]["head_bits"]) == (4.0, 8)
 
 
 def test_resume_event_in_json(convert: Command, tmp_path: Path) -> None:

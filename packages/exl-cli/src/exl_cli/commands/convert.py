@@ -15,6 +15,7 @@ import typer
 from exl_cli import options
 from exl_cli.interrupt import exits_at_once
 from exl_core.errors import RequestError
+from exl_core.settings import default_model, is_offline
 
 EXAMPLES = (
     ("exl convert model -o model-4.0 --bits 4.0", "calibrate on text that the model generates"),
@@ -252,13 +253,31 @@ def _refuse_other_options(ctx: typer.Context) -> None:
 
 
 def _command(ctx: typer.Context) -> str:
-    """Command line that runs this conversion again: every option that is not a default."""
+    """Command line that runs this conversion again, wherever its options came from.
+
+    It has every option that was typed or is not a default. Defaults that a profile or the file of
+    settings set are in it as options, and so is the model that they or `EXL_MODEL` name.
+    """
     words = ["exl", "convert"]
+    has_model = False
     for parameter in ctx.command.params:
-        value = ctx.params.get(parameter.name or "")
-        if parameter.name in ("resume", "force") or value in (None, False, parameter.default):
+        name = parameter.name or ""
+        value = ctx.params.get(name)
+        is_typed = getattr(ctx.get_parameter_source(name), "name", None) == "COMMANDLINE"
+        is_default = value == parameter.default and not is_typed
+        if name == "resume" or value in (None, False) or is_default:
             continue
-        option = max(parameter.opts, key=len) if parameter.param_type_name == "option" else None
-        words += [option] if option else []
-        words += [] if value is True else [str(value)]
-    return shlex.join(words)
+        if name in ("model", "model_option"):
+            words += [] if has_model else _model_words(str(value))
+            has_model = True
+            continue
+        words += [max(parameter.opts, key=len), *([] if value is True else [str(value)])]
+    spec = default_model()
+    if spec is not None and not has_model:
+        words += _model_words(spec)
+    return shlex.join([*words, "--offline"] if is_offline() else words)
+
+
+def _model_words(spec: str) -> list[str]:
+    """The model as an argument, or as an option where it would be read as one."""
+    return [f"--model={spec}"] if spec.startswith("-") else [spec]
