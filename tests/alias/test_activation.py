@@ -91,6 +91,34 @@ def test_the_permanent_alias_refuses_where_the_original_is(tmp_path: Path) -> No
     assert (tmp_path / "exllamav2-0.3.2.dist-info").is_dir()
 
 
+def test_an_environment_that_cannot_be_changed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(permanent, "site_folder", lambda: tmp_path)
+    (tmp_path / "exllamav2").symlink_to("nowhere")
+    assert permanent.main(["on"]) == 1
+    line = capsys.readouterr().err
+    assert "the environment cannot be changed (got File exists)" in line
+    assert "Traceback" not in line
+    assert [path.name for path in tmp_path.iterdir()] == ["exllamav2"]  # no metadata is left
+
+
+@pytest.mark.parametrize(
+    ("stdout", "code", "message"), [("> /dev/full", 1, "No space left"), ("| true", 141, "")]
+)
+def test_status_to_a_full_disk_or_a_closed_pipe(stdout: str, code: int, message: str) -> None:
+    run = f"sleep 0.1; {sys.executable} -m exl_exllamav2.permanent status"
+    done = subprocess.run(
+        ["bash", "-c", f"({run}) {stdout}; echo ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"{code}\n"
+    assert done.stderr.count("\n") == bool(message)
+    assert message in done.stderr
+
+
 def test_no_distribution_installs_a_package_exllamav2() -> None:
     assert version("exl-exllamav2")
     installed = [str(path) for path in files("exl-exllamav2") or ()]  # none from a source tree

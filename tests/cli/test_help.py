@@ -120,6 +120,13 @@ def test_usage_error_is_one_line(args: list[str], expected: str, exl: Command) -
     assert "--help" in line
 
 
+@pytest.mark.parametrize("args", ["--help", "generate --help", "eval --help", "--version"])
+def test_help_for_a_reader_that_has_gone_exits_as_other_output(args: str) -> None:
+    run = f"(sleep 0.1; exec {sys.executable} -m exl_cli {args}) | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", run], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
 def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_args: object) -> str:
         raise ZeroDivisionError

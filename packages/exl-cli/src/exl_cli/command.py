@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from exl_cli import config, options
+from exl_cli.output import ClosedPipeError
 from exl_core.settings import set_default_model, set_offline
 
 LONG_PAGE = 40
@@ -116,6 +118,19 @@ COMMON = (
 """Parameters that long help pages show first."""
 
 
+@contextmanager
+def _own_closed_pipe() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise ClosedPipeError from error
+    except SystemExit as error:
+        # Rich, which formats the pages, handles a closed pipe by exiting with 1.
+        if isinstance(error.__context__, BrokenPipeError):
+            raise ClosedPipeError from error
+        raise
+
+
 class _PlainFlags:
     """Shows no type for flags on help pages. Typer shows `<bool>`, but a flag takes no value."""
 
@@ -128,7 +143,19 @@ class _PlainFlags:
 
 
 class PlainGroup(_PlainFlags, TyperGroup):
-    """A group of commands."""
+    """A group of commands.
+
+    Typer and rich exit with 1 if the reader of a help page has closed the pipe. `main.py` exits
+    with 141, as for all other output, so the exception is changed here.
+    """
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with _own_closed_pipe():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _own_closed_pipe():
+            return super().invoke(ctx)
 
 
 class PlainCommand(_PlainFlags, TyperCommand):

@@ -6,6 +6,8 @@ requirement checks pass and `pip uninstall exllamav2` removes exactly these file
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import sysconfig
 from importlib.metadata import Distribution, distributions
@@ -14,6 +16,7 @@ from pathlib import Path
 from exl_exllamav2.activation import SHADOW, ActivationError
 
 _NAME = "exllamav2"
+_CODE_CLOSED_PIPE = 141
 
 
 def site_folder() -> Path:
@@ -42,15 +45,19 @@ def turn_on(folder: Path) -> str:
             got=None if found is None else found.version,
             next_step="Remove it first ('pip uninstall exllamav2'), or use 'exl exec'.",
         )
-    (folder / _NAME).symlink_to(SHADOW / _NAME, target_is_directory=True)
     source = _metadata_folder(SHADOW)
     target = folder / source.name
     target.mkdir()
-    files = sorted(path.name for path in source.iterdir() if path.is_file())
-    for name in files:
-        (target / name).write_bytes((source / name).read_bytes())
-    listed = [_NAME, *(f"{target.name}/{name}" for name in (*files, "RECORD"))]
-    (target / "RECORD").write_text("".join(f"{name},,\n" for name in listed), encoding="utf-8")
+    try:
+        files = sorted(path.name for path in source.iterdir() if path.is_file())
+        for name in files:
+            (target / name).write_bytes((source / name).read_bytes())
+        listed = [_NAME, *(f"{target.name}/{name}" for name in (*files, "RECORD"))]
+        (target / "RECORD").write_text("".join(f"{name},,\n" for name in listed), encoding="utf-8")
+        (folder / _NAME).symlink_to(SHADOW / _NAME, target_is_directory=True)
+    except OSError:
+        shutil.rmtree(target)
+        raise
     return f"the alias is on: {folder / _NAME}"
 
 
@@ -89,10 +96,39 @@ def main(arguments: list[str]) -> int:
         print("exl: error: expected on, off or status", file=sys.stderr)
         return 2
     try:
-        print(actions[arguments[0]](site_folder()))
+        done = actions[arguments[0]](site_folder())
     except ActivationError as error:
         print(f"exl: error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"exl: error: {_unchangeable(error)}", file=sys.stderr)
+        return 1
+    return _print(done)
+
+
+def _unchangeable(error: OSError) -> ActivationError:
+    return ActivationError(
+        "the environment cannot be changed",
+        where=error.filename,
+        got=error.strerror,
+        next_step="Use an environment of your own ('python -m venv'), or 'exl exec'.",
+    )
+
+
+def _print(line: str) -> int:
+    """Print a line. Returns the exit code, which is not 0 if stdout cannot be written."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        # The interpreter would flush the line again at exit, and fail with code 120.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+        if isinstance(error, BrokenPipeError):
+            return _CODE_CLOSED_PIPE
+        what = f"stdout: the output cannot be written (got {error.strerror})"
+        print(f"exl: error: {what}. Free space or choose another file.", file=sys.stderr)
+        return 1
     return 0
 
 
