@@ -192,6 +192,23 @@ def test_head_norms_that_differ_between_heads_are_reported(tmp_path: Path) -> No
     assert "differs between heads" in single_problem(edited(folder, edit), name)
 
 
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0"])
+def test_weights_beyond_float16_are_named(tmp_path: Path, kind: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
+    model, name = tiny_llama(**sizes), "model.layers.2.mlp.down_proj.weight"
+    for value, is_problem in ((65000.0, False), (-65520.0, True)):
+        with torch.no_grad():
+            model.get_parameter(name)[63, -1] = value
+        path = write_gguf(model, tmp_path / "m.gguf", GGMLQuantizationType[kind])
+        report = verify_model(str(path))
+        if is_problem:
+            found = single_problem(report, name)
+            assert "too large for float16" in found
+            assert "(expected at most 65504 in magnitude, got 65" in found
+        else:
+            assert report.problems == ()
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_a_block_with_a_non_finite_scale_is_reported(tmp_path: Path, kind: str) -> None:
     quantization = GGMLQuantizationType[kind]

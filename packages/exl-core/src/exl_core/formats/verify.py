@@ -13,10 +13,13 @@ import torch
 from exl_core.arch.modules import ModuleRow, module_table
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
-from exl_core.errors import ModelError
+from exl_core.errors import ModelError, WeightValueError
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.source import Progress, TensorSource
 from exl_core.ops.weights import DenseLayout
+
+_BEYOND_FLOAT16 = 65520.0
+"""The smallest magnitude that float16 rounds to infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class VerifyReport:
     """Result of `verify`.
 
     quantized  number of matrices that stay quantized at run time
-    problems   tensors that cannot be loaded
+    problems   tensors that cannot be loaded, or not on every device: GPUs compute with float16
     zeros      norms and matrices whose values, or whose scales, are all zero. They load, but a file
                of zeros in their place loads as well
     """
@@ -92,7 +95,17 @@ def _read(checkpoint: Checkpoint, row: ModuleRow, dtype: torch.dtype | None) -> 
         # Codes that stay are dequantized to float32 here. Matrices that loading dequantizes must
         # fit float16 as well.
         dtype = checkpoint.layout(name).dtype if row.is_matrix else checkpoint.dtype(name)
-    has_values = name.endswith(".bias")
+    has_values, largest = name.endswith(".bias"), 0.0
     for chunk in checkpoint.chunks(name, dtype):
         has_values = has_values or bool(chunk.values.any())
+        if row.is_matrix and dtype is not torch.float16:
+            largest = max(largest, float(chunk.values.abs().max()))
+    if largest >= _BEYOND_FLOAT16:
+        raise WeightValueError(
+            "weights are too large for float16, which GPUs compute with",
+            where=checkpoint.stored[name].file,
+            expected="at most 65504 in magnitude",
+            got=f"{largest:g}",
+            next_step="Take --device cpu, or get the model from another source.",
+        )
     return has_values
