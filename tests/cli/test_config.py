@@ -72,6 +72,11 @@ def test_tables_of_groups_and_of_their_commands_are_read(
     assert json.loads(done.out)["ctx"] == context
 
 
+def test_one_text_is_a_list_of_one(exl: Command, file: Path, smollm2_path: Path) -> None:
+    file.write_text('stop = ","\ntemp = 0', encoding="utf-8")
+    assert reply(exl, smollm2_path)["stopped_by"] == ","
+
+
 def test_the_file_names_the_model_of_commands_that_name_none(
     exl: Command, file: Path, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +155,12 @@ def test_config_shows_the_file(exl: Command, file: Path) -> None:
         ("[profiles.a]\nstopp = 1", ("config",), "[profiles.a]: there is no option --stopp"),
         ("[profiles.writer]", ("generate", "--profile", "writter"), "Did you mean 'writer'"),
         ('temp = "warm"', ("generate", "-p", "x"), "Input should be a valid number"),
+        ('temp = "warm"', ("generate", "-p", "x"), "settings.toml or from a profile)"),
+        ("model = 3", ("generate", "-p", "x"), "settings.toml: model has a value that no model"),
+        ("model = 3", ("config",), "settings.toml: model has a value that no model"),
+        ("profiles.a.model = []", ("generate", "--profile", "a"), "profile 'a': model has a value"),
+        ("generate = 3", ("config",), "is a command and no option (expected a table of options"),
+        ("[[eval]]\nctx = 3", ("config",), "expected a table of options under [eval]"),
     ],
 )
 def test_mistakes_in_the_file_are_named(

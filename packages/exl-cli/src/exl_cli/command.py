@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from exl_cli import config, options
 from exl_cli.output import ClosedPipeError
-from exl_core.settings import set_default_model, set_offline
+from exl_core.settings import config_file, set_default_model, set_offline
 
 LONG_PAGE = 40
 """Number of options above which a help page shows the common ones only."""
@@ -32,21 +32,27 @@ def _go_offline(wanted: bool) -> None:
 
 def _use_profile(context: typer.Context, name: str | None) -> None:
     if name is not None:
-        _use_settings(context, config.profile(name))
+        _use_settings(context, config.profile(name), f"profile {name!r}")
 
 
-def _use_settings(context: Any, settings: Mapping[str, Any]) -> None:
-    """Makes `settings` the defaults of the options that the command has."""
-    names = {
-        option.lstrip("-"): parameter.name
+def _use_settings(context: Any, settings: Mapping[str, Any], where: str) -> None:
+    """Makes `settings`, which come from `where`, the defaults of the options that the command
+    has."""
+    options_by_name = {
+        option.lstrip("-"): parameter
         for parameter in context.command.params
         if parameter.param_type_name == "option"
         for option in parameter.opts
     }
-    values = {names[name]: value for name, value in settings.items() if name in names}
+    values = {}
+    for name, value in settings.items():
+        option = options_by_name.get(name)
+        if option is not None:
+            is_one = option.multiple and not isinstance(value, list)
+            values[option.name] = [value] if is_one else value
     model = values.pop("model_option", settings.get(config.MODEL))
-    if isinstance(model, str):
-        set_default_model(model)
+    if model is not None:
+        set_default_model(config.check_model(model, where))
     context.default_map = {**(context.default_map or {}), **values}
 
 
@@ -167,7 +173,8 @@ class ConfiguredCommand(PlainCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if config.reads_settings(self):
-            _use_settings(ctx, config.settings_for(_typed_words(ctx)))
+            settings = config.settings_for(_typed_words(ctx))
+            _use_settings(ctx, settings, str(config_file()))
         return super().parse_args(ctx, args)
 
 

@@ -124,6 +124,18 @@ def _check_table_is_nested(contents: Mapping[str, Any], command: Sequence[str]) 
         )
 
 
+def check_model(model: object, where: str) -> str:
+    """The setting `model`. Raises RequestError unless it is a text."""
+    if not isinstance(model, str):
+        raise RequestError(
+            "model has a value that no model has",
+            where=where,
+            expected='text, such as model = "owner/name"',
+            got=repr(model),
+        )
+    return model
+
+
 def check_file(contents: Mapping[str, Any], root: Any) -> None:
     """Checks the names and values of the whole file. `root`: the group of all commands."""
     file = str(config_file())
@@ -136,6 +148,13 @@ def check_file(contents: Mapping[str, Any], root: Any) -> None:
             for path in _commands_named(root, name):
                 _check_table_is_nested(contents, path)
             _check_table(value, root, [name])
+        elif name in root.commands and name not in known:
+            raise RequestError(
+                f"{name} is a command and no option",
+                where=file,
+                expected=f"a table of options under [{name}]",
+                got=repr(value)[:80],
+            )
         else:
             check_settings({name: value}, known, file)
 
@@ -202,6 +221,8 @@ def check_settings(settings: object, known: set[str], where: str, of: str | None
                 where=where,
                 next_step=did_you_mean(near_names(name, known)),
             )
+        if name == MODEL:
+            check_model(value, where)
         for one in value if isinstance(value, list) else [value]:
             is_finite = isinstance(one, int | str) or (isinstance(one, float) and isfinite(one))
             if not is_finite:

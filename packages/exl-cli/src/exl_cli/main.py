@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.main import get_command
@@ -47,6 +47,7 @@ from exl_cli.machine import closed_stdout, machine_failure
 from exl_cli.output import ClosedPipeError, write_error
 from exl_cli.spellings import translate
 from exl_core.errors import ExlError, ProblemsError, printable
+from exl_core.settings import config_file
 
 CODE_INTERRUPTED = 130
 CODE_CLOSED_PIPE = 141
@@ -181,8 +182,19 @@ def _usage_line(error: typer.TyperException) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "exl"
     message = " ".join(error.format_message().split()).rstrip(".")
+    if _is_from_settings(context, getattr(error, "param", None)):
+        message += f" (the value is from {config_file()} or from a profile)"
     end = "" if message.endswith("?") else "."
     return printable(f"{message}{end} '{command} --help' lists the options.")
+
+
+def _is_from_settings(context: typer.Context | None, parameter: Any) -> bool:
+    """Whether the value of a parameter comes from the user's file, and not from the command
+    line."""
+    if context is None or parameter is None:
+        return False
+    source = context.get_parameter_source(parameter.name)
+    return source is not None and source.name == "DEFAULT_MAP"
 
 
 def _complain(line: str) -> None:
