@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,15 @@ def test_text_that_begins_with_a_slash_is_sent(chat: Command) -> None:
 def test_empty_stdin_is_not_an_error(chat: Command) -> None:
     done = chat(b"")
     assert (done.code, done.out, done.err) == (0, "", "")
+
+
+def test_closed_stdin_is_an_error(tiny_llama_dir: Path) -> None:
+    for verb in ("chat", "run"):
+        run = f"{sys.executable} -m exl_cli {verb} {tiny_llama_dir} <&-"
+        done = subprocess.run(["bash", "-c", run], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.count("\n") == 1
+        assert "got a closed stdin" in done.stderr
 
 
 def test_full_context_drops_the_oldest_turns(chat: Command) -> None:

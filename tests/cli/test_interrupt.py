@@ -107,3 +107,17 @@ run()
         timeout=60,
     )
     assert process.returncode == 130
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_ctrl_c_while_a_finished_command_exits_changes_nothing(code: int) -> None:
+    run = (
+        "import atexit, os, signal\n"
+        "import exl_cli.main\n"
+        f"exl_cli.main.main = lambda args: {code}\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "from exl_cli.__main__ import run\n"
+        "run()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, "")

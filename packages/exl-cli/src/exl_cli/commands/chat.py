@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -101,6 +102,7 @@ def chat(
     if list_formats or json:
         _show_formats(is_wanted=list_formats, is_json=json)
         return
+    _check_stdin()
     options.pick_model(model, model_option)
     spec = model if model_option is None else model_option
     prompt.checked_format()  # this and the next lines report bad options before anything is loaded
@@ -144,6 +146,16 @@ def _talk(session: ChatSession, kept: Kept | None, *, takes_system: bool) -> Non
     unanswered = session.run()
     if unanswered:
         raise ExlError(f"{unanswered} of the prompts could not be answered; see above")
+
+
+def _check_stdin() -> None:
+    if sys.stdin is None:
+        raise RequestError(
+            "there is nothing to read prompts from",
+            expected="a terminal, or prompts piped to stdin",
+            got="a closed stdin",
+            next_step="For one reply use 'exl generate -p TEXT'.",
+        )
 
 
 def _terminal() -> Terminal | None:
