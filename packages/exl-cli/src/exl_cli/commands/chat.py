@@ -102,7 +102,6 @@ def chat(
     if list_formats or json:
         _show_formats(is_wanted=list_formats, is_json=json)
         return
-    _check_stdin()
     options.pick_model(model, model_option)
     spec = model if model_option is None else model_option
     prompt.checked_format()  # this and the next lines report bad options before anything is loaded
@@ -148,7 +147,10 @@ def _talk(session: ChatSession, kept: Kept | None, *, takes_system: bool) -> Non
         raise ExlError(f"{unanswered} of the prompts could not be answered; see above")
 
 
-def _check_stdin() -> None:
+def _terminal() -> Terminal | None:
+    """The terminal; None over a pipe. Raises RequestError if stdin is closed."""
+    from exl_cli.chat.terminal import Terminal
+
     if sys.stdin is None:
         raise RequestError(
             "there is nothing to read prompts from",
@@ -156,12 +158,6 @@ def _check_stdin() -> None:
             got="a closed stdin",
             next_step="For one reply use 'exl generate -p TEXT'.",
         )
-
-
-def _terminal() -> Terminal | None:
-    """The terminal; None over a pipe."""
-    from exl_cli.chat.terminal import Terminal
-
     return Terminal(state_folder() / HISTORY_FILE) if Terminal.is_there() else None
 
 

@@ -35,9 +35,10 @@ def doctor(json: options.Json = False) -> None:
     Prints the missing parts and the command that installs each. The exit code is 1 if a part that
     exl needs is broken.
     """
-    with exits_at_once():
+    with exits_at_once():  # the checks import libraries too
         from exl_cli.checks import run_checks
-    checks = run_checks()
+
+        checks = run_checks()
     is_well = all(check.state != "broken" for check in checks)
     if json:
         output.write_json(

@@ -349,6 +349,9 @@ def _explaining(name: HubName) -> Iterator[None]:
     except (HfHubHTTPError, HTTPError, LocalEntryNotFoundError, OSError) as error:
         if isinstance(error, ExlError):
             raise
+        if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+            with naming_disk_failures(Path(error.filename)):  # the cache, and not the network
+                raise
         cause, what = error, "the hub did not give the model"
     raise ModelNotFoundError(what, where=name, got=_first_line(cause), next_step=advice) from cause
 
