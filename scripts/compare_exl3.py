@@ -283,6 +283,8 @@ class Bench:
         found = Positions.join(self.running.compare(number, passes) for number in windows)
         loss, loss_error = mean_and_error(found.nll - found.reference_nll)
         divergence, divergence_error = mean_and_error(found.kld)
+        assert loss_error is not None, "windows have more than one token"
+        assert divergence_error is not None, "windows have more than one token"
         return {
             "ppl_ratio": round(math.exp(loss), 5),
             "ppl_ratio_stderr": round(math.exp(loss) * loss_error, 5),

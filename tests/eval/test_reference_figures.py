@@ -42,6 +42,7 @@ def test_smollm2_without_bos(
     assert result.tokens == windows * 2047
     assert figures[windows // 2] == pytest.approx(SMOLLM2[windows // 2], rel=0.005)
     assert result.perplexity == pytest.approx(SMOLLM2[windows], rel=0.005)
+    assert result.stderr is not None
     assert 0 < result.stderr < stderr_max
 
 

@@ -97,7 +97,7 @@ def test_figures_from_a_file_match_those_of_two_models(tmp_path: Path) -> None:
     assert got.delta_p == pytest.approx(live.delta_p, rel=1e-4, abs=1e-7)
     assert live.reference.cache_stderr is None
     assert got.reference.cache_stderr is not None
-    assert 0 < got.reference.cache_stderr < 1e-3 * got.kld["mean"]
+    assert 0 < got.reference.cache_stderr < 1e-3 * got.mean_kld
 
 
 def test_a_file_is_small_and_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
