@@ -249,7 +249,7 @@ class Choice:
         }
 
     def take_entries(self) -> list[dict[str, object]]:
-        """Log probabilities since the previous call; empty if the request asked for none."""
+        """Log probabilities of the tokens since the previous call, if the request asks for them."""
         taken = self.entries[self._num_reported :]
         self._num_reported = len(self.entries)
         return taken
