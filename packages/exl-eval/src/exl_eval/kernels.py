@@ -30,7 +30,6 @@ from exl_core.model.cuda_graphs import BUCKETS
 from exl_core.model.runner import make_batch
 from exl_core.model.segment import Segment
 from exl_core.model.transformer import Transformer
-from exl_core.ops.linear import NextRead
 from exl_core.ops.table import OpTable
 from exl_core.session.load import LoadedModel
 from exl_eval.gpu import count_launches, graph_seconds, queued_seconds
@@ -46,12 +45,11 @@ MIN_SECONDS = 0.2
 class _Notes:
     """Wraps an op table and records the calls of its ops."""
 
+    before = None  # ops are timed one by one: none prepares the inputs of another
+
     def __init__(self, ops: OpTable) -> None:
         self._ops = ops
         self.calls: list[Call] = []
-
-    def before(self, read: NextRead) -> None:
-        """Ops are timed one by one: none prepares the inputs of another."""
 
     def __getattr__(self, name: str) -> Any:
         made = getattr(self._ops, name)

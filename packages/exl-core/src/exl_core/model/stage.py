@@ -30,7 +30,7 @@ from exl_core.ops.attention import AttentionRows, KeySmoothing
 from exl_core.ops.host_experts import HostExperts
 from exl_core.ops.linear import NextRead
 from exl_core.ops.recurrent import StateRows
-from exl_core.ops.table import OpTable
+from exl_core.ops.table import LayerOps, OpTable
 
 PEER_TEST_VALUES = 1 << 21  # 8 MiB
 
@@ -126,8 +126,10 @@ class Stage:
         for layer in self.layers:
             block = blocks[layer]
             for index, step in enumerate(steps[layer]):
-                read = self._next_read(steps, blocks, block, (layer, index))
-                ops = None if read is None else self.ops.before(read)
+                ops: LayerOps | None = None
+                if self.ops.before is not None:
+                    read = self._next_read(steps, blocks, block, (layer, index))
+                    ops = None if read is None else self.ops.before(read)
                 x = step.run(ops or self.ops, x, block, state)  # [R, hidden]
             del block  # of streamed weights, only one block is in memory
         return x

@@ -19,7 +19,7 @@ prompts of recurrent layers; `get_table` makes these so too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor, device
@@ -91,9 +91,11 @@ class OpTable(
         as a captured graph. `Stage.bind` calls it."""
         ...
 
-    def before(self, read: NextRead) -> LayerOps | None:
-        """Ops for a step whose sum nothing but the next op of the table reads, as `read` says: they
-        prepare the inputs of that op when they write the sum. None if the table cannot."""
+    @property
+    def before(self) -> Callable[[NextRead], LayerOps | None] | None:
+        """Function that returns ops for a step whose sum nothing but the next op of the table
+        reads, as its argument says: they prepare the inputs of that op when they write the sum. It
+        returns None for inputs that are not prepared. None for a table that prepares none."""
         ...
 
     def activations(self, rows: int, columns: int) -> Tensor:

@@ -21,8 +21,6 @@ from exl_core.ops.backends.cpu.moe import CpuMoeOps
 from exl_core.ops.backends.cpu.recurrent import CpuRecurrentOps
 from exl_core.ops.backends.cpu.rings import CpuRingOps
 from exl_core.ops.backends.cpu.sampling import CpuSamplingOps
-from exl_core.ops.linear import NextRead
-from exl_core.ops.table import LayerOps
 
 
 class CpuTable(
@@ -38,6 +36,7 @@ class CpuTable(
     """OpTable of the CPU kernels for one instruction set, with their thread pool."""
 
     device = torch.device("cpu")
+    before = None
 
     def __init__(self, isa: str | None, threads: int, *, batch_invariant: bool = False) -> None:
         isas = native_isas()
@@ -72,9 +71,6 @@ class CpuTable(
 
     def begin_pass(self) -> None:
         """Passes on this backend leave nothing behind that the next one could disturb."""
-
-    def before(self, read: NextRead) -> LayerOps | None:  # noqa: ARG002 - nothing to prepare
-        return None
 
     def activations(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns)

@@ -15,8 +15,6 @@ from exl_core.ops.backends.reference.moe import ReferenceMoeOps
 from exl_core.ops.backends.reference.recurrent import ReferenceRecurrentOps
 from exl_core.ops.backends.reference.sampling import ReferenceSamplingOps
 from exl_core.ops.backends.rings import TorchRingOps
-from exl_core.ops.linear import NextRead
-from exl_core.ops.table import LayerOps
 
 
 class ReferenceTable(
@@ -37,6 +35,7 @@ class ReferenceTable(
     name = "reference"
     device = torch.device("cpu")
     is_batch_invariant = False
+    before = None
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -51,9 +50,6 @@ class ReferenceTable(
 
     def begin_pass(self) -> None:
         """Passes on this backend leave nothing behind that the next one could disturb."""
-
-    def before(self, read: NextRead) -> LayerOps | None:  # noqa: ARG002 - nothing to prepare
-        return None
 
     def activations(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns)
