@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import torch
 
@@ -51,7 +51,7 @@ from exl_core.session.ranks import (
 from exl_core.session.request_fields import check_argument
 from exl_core.session.reserve import NO_RESERVE, Reserve
 from exl_core.session.resolve import resolve_model
-from exl_core.session.split import StagePlan, parse_experts_on, parse_split
+from exl_core.session.split import Split, StagePlan, parse_experts_on, parse_split
 from exl_core.session.weights import Loading
 from exl_core.settings import Launched, Settings, available_cpus, read_settings
 from exl_core.tokenizer.base import Tokenizer
@@ -230,13 +230,9 @@ def load_model(
     """
     started = time.perf_counter()
     options = _checked_options(options, changes)
-    split = parse_split(options.split)
-    parse_experts_on(options.experts_on)
     settings = read_settings()
-    found = resolve_device(options.device, is_exact=options.exact)
-    device = split.stages[-1][0] if split.stages else found
-    check_ranks(options, device)
-    reserve, threads = Reserve.of(options.reserve, device), threads_of_rank(options, settings)
+    split, device, reserve = placement_of(options)
+    threads = threads_of_rank(options, settings)
     path = None if isinstance(model, ModelFiles) else resolve_model(model)
     make_table = partial(_make_table, options, settings, threads)
     opening = _start_device(partial(make_table, device)) if device.startswith("cuda") else None
@@ -421,6 +417,24 @@ def _checked_options(options: LoadOptions | None, changes: LoadFields) -> LoadOp
     example = "For example load_model('smollm2', device='cpu')."
     check_argument("options", options, LoadOptions | None, example)
     return replace(options or LoadOptions(), **changes)
+
+
+class Placement(NamedTuple):
+    """Where the options of a load put the model. `device`: that of the last stage."""
+
+    split: Split
+    device: str
+    reserve: Reserve
+
+
+def placement_of(options: LoadOptions) -> Placement:
+    """Raises RequestError for a wrong choice of devices, or choices that exclude each other."""
+    split = parse_split(options.split)
+    parse_experts_on(options.experts_on)
+    found = resolve_device(options.device, is_exact=options.exact)
+    device = split.stages[-1][0] if split.stages else found
+    check_ranks(options, device)
+    return Placement(split, device, Reserve.of(options.reserve, device))
 
 
 def resolve_device(name: str, *, is_exact: bool = False) -> str:

@@ -14,13 +14,10 @@ from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import free_memory_bytes
 from exl_core.errors import OutOfMemoryError
 from exl_core.formats.checkpoint import Checkpoint
-from exl_core.session.load import LoadOptions, checkpoint_of, config_on, mtp_of, resolve_device
+from exl_core.session.load import LoadOptions, checkpoint_of, config_on, mtp_of, placement_of
 from exl_core.session.open import ModelFiles
 from exl_core.session.placement import DeviceMemory
 from exl_core.session.planning import need_of
-from exl_core.session.ranks import check_ranks
-from exl_core.session.reserve import Reserve
-from exl_core.session.split import parse_experts_on, parse_split
 
 
 def check_load(files: ModelFiles, options: LoadOptions, *, freed_bytes: int = 0) -> None:
@@ -29,12 +26,7 @@ def check_load(files: ModelFiles, options: LoadOptions, *, freed_bytes: int = 0)
     OutOfMemoryError if weights and cache do not fit on the only device that they may use, with
     `freed_bytes` that the caller will free there.
     """
-    split = parse_split(options.split)
-    parse_experts_on(options.experts_on)
-    found = resolve_device(options.device, is_exact=options.exact)
-    device = split.stages[-1][0] if split.stages else found
-    check_ranks(options, device)
-    reserve = Reserve.of(options.reserve, device)
+    split, device, reserve = placement_of(options)
     config = config_on(device, files, options)
     checkpoint = checkpoint_of(files, config, options)
     if options.mtp:
