@@ -67,7 +67,7 @@ bool is_followed(const ExlTrellisLinear& args) {
 bool are_valid(const ExlTrellisLinear& args, const DeviceInfo& info) {
     const bool is_gated = args.epilogue == EXL_EPILOGUE_GATED;
     if (args.count < 1 || args.count > EXL_TRELLIS_MAX_PARTS || args.m < 0) return false;
-    if (is_gated && args.then != nullptr) return false;
+    if (args.then != nullptr && !is_followed(args)) return false;
     if (is_gated && args.count != 2) return false;
     if (args.epilogue == EXL_EPILOGUE_ADD ? args.y_dtype != kF32
                                           : args.y_dtype != kF32 && args.y_dtype != kF16) {
@@ -98,7 +98,7 @@ bool are_valid(const ExlTrellisLinear& args, const DeviceInfo& info) {
                    next->in_features == gate.out_features && args.next.rows >= args.m;
         }
     }
-    return args.next.matrix == nullptr && (args.then == nullptr || is_followed(args));
+    return args.next.matrix == nullptr;
 }
 
 // Launches of the products of rows first_row .. first_row + rows - 1, and where their sums are.
