@@ -357,8 +357,11 @@ static cudaError_t prepare(
         if (form < args.count && args.to[form].plain) {
             ++total;
         } else if (form < args.count) {
-            // 1024 threads per multiprocessor, if there is enough work for them.
-            const int wanted = info.multiprocessors * 1024 / threads / (rows * args.count);
+            // 1024 threads per multiprocessor, if there is enough work for them. Blocks that add up
+            // parts of ranks read a row of each: half as many are faster.
+            const bool adds = std::is_same_v<Sums, ExlPartialSums> && rows > kWarmUpRows;
+            const int most_threads = info.multiprocessors * (adds ? 512 : 1024);
+            const int wanted = most_threads / threads / (rows * args.count);
             const int positions = kBlockRows * args.to[form].num_blocks;
             const int most = static_cast<int>(ceil_div(positions, threads * kPair));
             total += std::clamp(wanted, 1, most);
