@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from exl_core.convert.calibration import AT_ONCE, rows_at_once, rows_of_model, r
 from exl_core.errors import RequestError
 from exl_core.prompt.template import ChatTemplate
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
+from exl_core.tokenizer.base import Tokenizer
 from support.tiny_models import save, tiny_llama
 
 
@@ -32,6 +35,23 @@ def test_texts_are_concatenated_until_rows_are_full(loaded: LoadedModel) -> None
     assert next(texts) == "never read"
 
 
+class LetterTokenizer:
+    """A letter is a token, and BOS is 1."""
+
+    def encode(self, text: str, *, add_bos: bool | None) -> list[int]:
+        assert add_bos is None, "the tokenizer's own choice"
+        return [1, *map(ord, text)]
+
+
+def test_every_row_of_a_text_begins_with_bos() -> None:
+    tokenizer = cast(Tokenizer, LetterTokenizer())
+    rows = rows_of_texts(["abcdefg", "h", "ijkl"], tokenizer, rows=4, length=4, name="some.txt")
+    letters = ["".join(map(chr, row)) for row in rows.token_ids.tolist()]
+    assert letters == ["\1abc", "\1def", "\1g\1h", "\1ijk"]
+    with pytest.raises(RequestError, match="expected 20 tokens: 5 rows of 4, got 17"):
+        rows_of_texts(["abcdefg", "h", "ijkl"], tokenizer, rows=5, length=4, name="some.txt")
+
+
 def test_short_texts_are_refused_with_token_counts(loaded: LoadedModel) -> None:
     with pytest.raises(RequestError, match="expected 40 tokens: 4 rows of 10, got 3") as caught:
         rows_of_texts(["abc"], loaded.tokenizer, rows=4, length=10, name="some.txt")
@@ -45,23 +65,49 @@ def test_generated_rows_are_reproducible_by_seed(loaded: LoadedModel) -> None:
     )
     assert rows.token_ids.shape == (3, 24)
     assert rows.token_ids.dtype is torch.int64
-    assert calls[-1] == (3 * 23, 3 * 23)
-    assert rows.token_ids[:, 0].tolist() == [loaded.tokenizer.bos_id] * 3
+    assert calls[-1] == (3 * 24, 3 * 24)
+    assert loaded.tokenizer.bos_id not in rows.token_ids[:, 0].tolist()  # texts have none
     again = rows_of_model(loaded, rows=3, length=24, seed=5, at_once=2)
     assert again.sha256 == rows.sha256
     assert rows_of_model(loaded, rows=3, length=24, seed=6, at_once=2).sha256 != rows.sha256
     assert len({tuple(row) for row in rows.token_ids.tolist()}) == 3
 
 
+def test_rows_begin_with_bos_if_the_tokenizer_adds_it(loaded: LoadedModel) -> None:
+    tokenizer = loaded.tokenizer
+
+    class AddsBos:
+        bos_id, eos_ids = tokenizer.bos_id, tokenizer.eos_ids
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(tokenizer, name)
+
+        def encode(self, text: str, **options: object) -> list[int]:
+            assert not text
+            assert options == {"add_bos": None}
+            return [0 if self.bos_id is None else self.bos_id]
+
+    model = replace(loaded, tokenizer=cast(Tokenizer, AddsBos()))
+    rows = rows_of_model(model, rows=2, length=24, seed=5, at_once=2)
+    plain = rows_of_model(loaded, rows=2, length=24, seed=5, at_once=2)
+    assert rows.token_ids[:, 0].tolist() == [tokenizer.bos_id] * 2
+    assert torch.equal(rows.token_ids[:, 1:], plain.token_ids[:, :-1])
+
+
+def test_rows_of_the_longest_context_fit(loaded: LoadedModel) -> None:
+    length = loaded.config.max_seq_len
+    rows = rows_of_model(loaded, rows=1, length=length, seed=5, at_once=1)
+    assert rows.token_ids.shape == (1, length)
+    assert rows.token_ids[0, 0] == loaded.tokenizer.bos_id
+
+
 def test_rows_that_end_with_a_token_without_text_are_complete(loaded: LoadedModel) -> None:
-    found = rows_of_model(loaded, rows=2, length=3, seed=1079, at_once=AT_ONCE).token_ids
-    assert found.shape == (2, 3)
+    found = rows_of_model(loaded, rows=2, length=2, seed=1079, at_once=AT_ONCE).token_ids
+    assert found.shape == (2, 2)
     assert set(found[:, -1].tolist()) & set(loaded.tokenizer.eos_ids), "the seed gives such a row"
 
 
 def test_every_other_row_starts_in_a_user_turn(loaded: LoadedModel, tmp_path: Path) -> None:
-    from dataclasses import replace
-
     source = "<s>{% for m in messages %}U:{{ m['content'] }}\n{% endfor %}A:"
     template = ChatTemplate(source, bos_token="<s>", eos_token="</s>", where="test")
     rows = rows_of_model(

@@ -37,25 +37,34 @@ class CalibrationRows(NamedTuple):
 def rows_of_texts(
     texts: Iterable[str], tokenizer: Tokenizer, *, rows: int, length: int, name: str
 ) -> CalibrationRows:
-    """First `rows * length` tokens of the texts, which are encoded one by one and concatenated.
+    """First tokens of the texts, which are encoded one by one and concatenated.
 
-    Raises RequestError with the expected and the found number of tokens if the texts are too short.
+    Every row begins as a text does, with BOS if the tokenizer adds one. Models that were trained
+    with BOS are far from their source without it. Raises RequestError with the expected and the
+    found number of tokens if the texts are too short.
     """
-    num_tokens = rows * length
-    ids: list[int] = []
+    start, ids = tokenizer.encode("", add_bos=None), list[int]()
+    found: list[list[int]] = []
     for text in texts:
         ids += tokenizer.encode(text, add_bos=None)
-        if len(ids) >= num_tokens:
+        while len(found) < rows:
+            added = [] if ids[: len(start)] == start else start
+            taken = length - len(added)
+            if len(ids) < taken:
+                break
+            found.append(added + ids[:taken])
+            del ids[:taken]
+        if len(found) == rows:
             break
-    if len(ids) < num_tokens:
+    if len(found) < rows:
         raise RequestError(
             "the calibration text is too short",
             where=name,
-            expected=f"{num_tokens} tokens: {rows} rows of {length}",
-            got=len(ids),
+            expected=f"{rows * length} tokens: {rows} rows of {length}",
+            got=len(found) * length + len(ids),
             next_step="Give a longer text, or leave --calibration out: the model then writes it.",
         )
-    return _with_digest(torch.tensor(ids[:num_tokens], dtype=torch.int64).view(rows, length), name)
+    return _with_digest(torch.tensor(found, dtype=torch.int64), name)
 
 
 def rows_at_once(config: ModelConfig, length: int, memory_bytes: int) -> tuple[int, int]:
@@ -78,22 +87,26 @@ def rows_of_model(
 ) -> CalibrationRows:
     """Rows that the model generates at temperature 1.
 
-    Half of the rows begin with BOS. If the model has a chat template, the other half begin with the
-    part of the template before a user's message. Generation continues after a token that would end
-    a reply, because the requests have no stop tokens. Rows are equal for equal model, sizes
-    (`at_once` included) and seed.
+    Half of the rows are generated after BOS, which is left out if the tokenizer does not add it to
+    texts: their first tokens, which all others attend to, are any tokens then. If the model has a
+    chat template, the other half begin with the part of the template before a user's message.
+    Generation continues after a token that would end a reply, because the requests have no stop
+    tokens. Rows are equal for equal model, sizes (`at_once` included) and seed.
     """
     starts = _starts(loaded)
+    adds_bos = bool(loaded.tokenizer.encode("", add_bos=None))
+    left_out = 0 if adds_bos or length >= loaded.config.max_seq_len else 1
     options = EngineOptions(cache_tokens=at_once * (length + PAGE_SIZE), max_batch=at_once)
     generator = DynamicGenerator(loaded, options)
     jobs = []
     for row in range(rows):
         start = starts[row % len(starts)]
         sampler = SamplerParams(temperature=1.0, seed=seed + row)
-        request = Request(start, max_tokens=length - len(start), sampler=sampler)
+        added = left_out if start is starts[0] else 0
+        request = Request(start, max_tokens=length + added - len(start), sampler=sampler)
         jobs.append(generator.enqueue(request))
     written: dict[int, tuple[int, ...]] = {}
-    total = sum(length - len(job.request.prompt_ids) for job in jobs)
+    total = sum(job.request.max_tokens for job in jobs)
     done = 0
     while generator.num_remaining_jobs:
         for result in generator.iterate():
@@ -106,7 +119,7 @@ def rows_of_model(
                 written[result.job.serial] = prompt_ids + result.finish.token_ids
         if on_progress is not None:
             on_progress(done, total)
-    ids = torch.tensor([written[job.serial] for job in jobs], dtype=torch.int64)
+    ids = torch.tensor([written[job.serial][-length:] for job in jobs], dtype=torch.int64)
     return _with_digest(ids, f"written by the model, seed {seed}")
 
 

@@ -102,8 +102,11 @@ def tune_model(
     if options.fast:
         return {}
     length = min(LENGTH, token_ids.shape[1])
-    token_ids = token_ids[:, : token_ids.shape[1] // length * length].reshape(-1, length)
-    token_ids = token_ids[: STEPS * ROWS_PER_STEP + HELD_OUT]
+    whole = token_ids[:, : token_ids.shape[1] // length * length]
+    pieces = whole.reshape(len(token_ids), -1, length)
+    # Every piece begins as its row does: often with BOS, without which some models are lost.
+    pieces = torch.cat([token_ids[:, None, :1].expand_as(pieces[..., :1]), pieces[..., 1:]], 2)
+    token_ids = pieces.flatten(0, 1)[: STEPS * ROWS_PER_STEP + HELD_OUT]
     with torch.no_grad():
         source_states = _source_states(checkpoint, config, token_ids, device, workers)
         model = _TunedModel.of(checkpoint, config, tensors, scratch, options)
