@@ -29,6 +29,7 @@ from exl_core.convert.plan import (
     padded,
 )
 from exl_core.convert.quantize import QuantizedPart
+from exl_core.convert.sensitivity import MatrixSensitivity
 from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.formats.codecs.exl2 import writer as exl2_writer
 
@@ -60,10 +61,10 @@ def embed_rows(checkpoint: Any, config: Any, token_ids: Tensor) -> Tensor:
     return token_ids[..., None].float().expand(-1, -1, config.hidden_size) / 60
 
 
-def measure_sensitivity(*args: Any, **options: Any) -> dict[str, Tensor]:
+def measure_sensitivity(*args: Any, **options: Any) -> dict[str, MatrixSensitivity]:
     (options["scratch"] / "states").write_bytes(b"large")
     options["on_layer"](1, 1)
-    return {"sensitivity": torch.ones(3)}
+    return {"sensitivity": MatrixSensitivity(torch.ones(3), torch.ones(3), torch.ones(2, 4))}
 
 
 def measure_layer(

@@ -16,11 +16,13 @@ from exl_core.arch.modules import module_table
 from exl_core.convert import trellis
 from exl_core.convert.calibration import CalibrationRows
 from exl_core.convert.events import ConversionStopped, Stage
-from exl_core.convert.hessian import InputStatistics
+from exl_core.convert.hessian import InputStatistics, measure_hessian, token_hessian
 from exl_core.convert.job import MEASUREMENT_NAME, RECORD_NAME, Conversion, convert_model
 from exl_core.convert.measurement import MeasurementError
+from exl_core.convert.parallel import Workers
 from exl_core.convert.plan import ConvertOptions, TrellisCodes, parse_layout, rates_of
 from exl_core.convert.preflight import rate_problems, shape_problems
+from exl_core.convert.sensitivity import MatrixSensitivity
 from exl_core.convert.target import MAX_WIDTH, Target
 from exl_core.errors import ProblemsError, RequestError
 from exl_core.formats.codecs.exl3 import layout as exl3
@@ -257,26 +259,73 @@ def test_layouts_round_trip_through_text(rate: float) -> None:
     assert parse_layout(str(layout)) == layout
 
 
+WORKERS = Workers(None, lambda: False)
+
+
 @pytest.mark.parametrize("rate", [1.5, 3, 5])
+@pytest.mark.parametrize("has_weights", [False, True])
 def test_expected_losses_are_those_of_the_search(
-    rate: float, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, *, rate: float, has_weights: bool
 ) -> None:
     monkeypatch.setattr(trellis, "open_rings", lambda _: get_table("cpu", threads=1))
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(128, 200, generator=generator) * torch.rand(128, 1, generator=generator)
     mixed = torch.randn(200, 200, generator=generator) * torch.linspace(0.1, 2, 200)
-    x = torch.randn(1000, 200, generator=generator) @ mixed
-    hessian, sensitivity = x.T @ x / 1000, torch.rand(128, generator=generator)
-    layout = TrellisCodes(rate, "mul1")
+    x = (torch.randn(1000, 200, generator=generator) @ mixed).view(10, 100, 200)
+    outputs, tokens = torch.rand(128, generator=generator), torch.ones(10, 100)
+    if has_weights:  # the weights of small inputs are large, as those of first tokens are
+        x[:, 0] *= 0.02
+        tokens[:, 0] = 2000.0
+        tokens[:, 1:] = torch.rand(10, 99, generator=generator) * 2
+        x[:, 50] *= 10
+        tokens[:, 50] *= 0.01
+    statistics = measure_hessian([x], None, WORKERS)
+    sensitivity, layout = MatrixSensitivity(outputs, outputs, tokens), TrellisCodes(rate, "mul1")
 
-    expected = trellis.expected_losses(weight, hessian, sensitivity, [layout])[layout][0]
+    expected = trellis.expected_losses(
+        weight,
+        statistics.weighted(sensitivity.first),
+        outputs,
+        [layout],
+        token_hessian([x[:4], x[4:]], tokens, WORKERS),
+    )[layout][0]
 
-    quantizer = trellis.Exl3Quantizer(InputStatistics(hessian, None), "w", FAST, {"w": sensitivity})
-    error = (quantizer.quantize("w", weight, layout).weight - weight).double()
-    loss = ((error @ hessian.double() * error).sum(1) * sensitivity.double()).sum() / 2
+    quantizer = trellis.Exl3Quantizer(statistics, "w", FAST, {"w": sensitivity})
+    error = quantizer.quantize("w", weight, layout).weight - weight
+    squares = (x @ error.T).double().square() @ outputs.double()  # [10, 100]
+    loss = float((squares * tokens).mean()) / 2
     # Below 1, because the scales are fitted after the search: 328 of them for 25,600 weights.
     # Above 1 at few bits: the feedback of such inputs enlarges the targets.
-    assert 0.6 < float(loss) / expected < 1.6
+    assert 0.6 < loss / expected < 1.6
+
+
+def test_first_tokens_have_a_weight_of_their_own() -> None:
+    x = torch.randn(6, 32, 16, generator=torch.Generator().manual_seed(5))
+    statistics = measure_hessian([x[:2], x[2:]], None, WORKERS)
+    weights = torch.ones(6, 32)
+    weights[:, 0] = 40.0
+    expected = torch.einsum("rtk,rt,rtl->kl", x, weights / weights.mean(), x) / (6 * 32)
+    torch.testing.assert_close(statistics.weighted(40.0), expected, rtol=1e-2, atol=1e-3)
+    assert torch.equal(statistics.weighted(1.0), statistics.hessian)
+
+
+def test_sensitive_first_tokens_get_smaller_errors() -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(128, 256, generator=generator)
+    x = torch.randn(8, 64, 256, generator=generator)
+    x[:, 0] = torch.randn(256, generator=generator)  # the same token, such as BOS
+    statistics, errors = measure_hessian([x], None, WORKERS), []
+    for factor in (1.0, 1000.0):
+        tokens = torch.ones(8, 64)
+        tokens[:, 0] = factor
+        sensitivity = {"w": MatrixSensitivity(torch.ones(128), torch.ones(128), tokens)}
+        quantizer = trellis.Exl3Quantizer(statistics, "w", FAST, sensitivity)
+        error = quantizer.quantize("w", weight, TrellisCodes(2, "mul1")).weight - weight
+        spans = (slice(1), slice(1, 64))
+        errors.append([float((x[:, span] @ error.T).square().mean()) for span in spans])
+    (first, others), (weighted_first, weighted_others) = errors
+    assert weighted_first < 0.2 * first
+    assert weighted_others < 1.2 * others
 
 
 @pytest.mark.parametrize("fill", [0.0, float("nan")])

@@ -169,7 +169,9 @@ def test_conversion_of_sandwich_norms_and_head_norms(tmp_path: Path) -> None:
 def test_sensitivity_is_the_mean_square_of_gradients(llama: Source) -> None:
     """The output gradient of the last down projection is that of the states after the layer."""
     name = "model.layers.2.mlp.down_proj.weight"
-    states = embed_rows(llama.checkpoint, llama.config, llama.token_ids)
+    ids = llama.token_ids.clone()
+    ids[:, 0] = 1  # as BOS
+    states = embed_rows(llama.checkpoint, llama.config, ids)
     with cpu_workers() as workers:
         for layer in range(llama.config.num_layers):
             source = read_layer(llama.checkpoint, llama.config, layer, CPU)
@@ -177,8 +179,22 @@ def test_sensitivity_is_the_mean_square_of_gradients(llama: Source) -> None:
         gradient = sensitivity_module._head_gradient(
             llama.checkpoint, llama.config, states, OPTIONS, workers
         )
-    expected = gradient.square().mean((0, 1))
-    assert torch.allclose(llama.sensitivity[name], expected, rtol=0.05)
+        found = measure_sensitivity(
+            llama.checkpoint, llama.config, ids, options=OPTIONS, workers=workers
+        )[name]
+    squares, sizes = gradient.square(), source.matrix("down").square().mean(1)
+    assert torch.allclose(found.mean, squares.mean((0, 1)), rtol=0.05)
+    assert torch.allclose(found.outputs, squares[:, 1:].mean((0, 1)), rtol=0.05)
+    by_token = squares @ sizes
+    assert torch.allclose(found.tokens, by_token / by_token[:, 1:].mean(), rtol=0.05)
+    assert found.first == pytest.approx(float(found.tokens[:, 0].mean()))
+
+
+def test_rows_that_begin_with_different_tokens_have_no_weights_of_tokens(llama: Source) -> None:
+    assert len(set(llama.token_ids[:, 0].tolist())) > 1
+    for one in llama.sensitivity.values():
+        assert torch.equal(one.outputs, one.mean)
+        assert (one.tokens.numel(), one.first) == (0, 1.0)
 
 
 def tuned(source: Source, tensors: dict[str, Tensor], folder: Path, **options: Any) -> Any:
@@ -194,6 +210,27 @@ def tuned(source: Source, tensors: dict[str, Tensor], folder: Path, **options: A
             scratch=folder,
             **options,
         )
+
+
+def test_pieces_of_tuning_begin_as_their_rows(
+    llama: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SeenError(Exception):
+        pass
+
+    def see(_: object, __: object, token_ids: Tensor, *___: object) -> Tensor:
+        raise SeenError(token_ids)
+
+    monkeypatch.setattr(tune, "_source_states", see)
+    monkeypatch.setattr(tune, "LENGTH", 16)
+    with pytest.raises(SeenError) as caught:
+        tuned(llama, {}, tmp_path / "work")
+    pieces, rows = caught.value.args[0], llama.token_ids
+    count = rows.shape[1] // 16
+    assert count > 1
+    assert pieces.shape == (len(rows) * count, 16)
+    assert torch.equal(pieces[:, 0], rows[:, 0].repeat_interleave(count))
+    assert torch.equal(pieces[:, 1:], rows[:, : 16 * count].reshape(-1, 16)[:, 1:])
 
 
 @pytest.mark.thorough

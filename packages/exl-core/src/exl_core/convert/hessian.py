@@ -23,12 +23,25 @@ _SPLITS = 4  # row blocks of a product, whatever the number of threads: sums are
 class InputStatistics:
     """Means over all tokens, float32 on the computing device; K features.
 
-    hessian  X'X [K, K] of the inputs X that the quantized matrix will receive
-    cross    X'S [K, K] with the source's inputs S; None if they are equal to X
+    hessian      X'X [K, K] of the inputs X that the quantized matrix will receive
+    cross        X'S [K, K] with the source's inputs S; None if they are equal to X
+    first        inputs of the first tokens of the rows [R, K]; None: not told apart from the others
+    first_share  their share of all tokens
     """
 
     hessian: Tensor
     cross: Tensor | None
+    first: Tensor | None = None
+    first_share: float = 0.0
+
+    def weighted(self, first: float) -> Tensor:
+        """The Hessian [K, K] with a weight on the first tokens of the rows. The others have 1. The
+        mean over all tokens becomes 1."""
+        if self.first is None:
+            return self.hessian
+        mean = self.first_share * first + 1 - self.first_share
+        added = self.first.T @ self.first * ((first - 1) * self.first_share / len(self.first))
+        return (self.hessian + added) / mean
 
 
 def measure_hessian(
@@ -38,7 +51,8 @@ def measure_hessian(
 ) -> InputStatistics:
     """Statistics of `inputs`; `sources` are the source's inputs, or None if they are the same.
 
-    Both are lists of pieces [R, T, K] in any float type.
+    Both are lists of pieces [R, T, K] in any float type. Inputs of an expert are one row, in any
+    order.
     """
     features = inputs[0].shape[-1]
     step = -(-features // _SPLITS)
@@ -56,7 +70,21 @@ def measure_hessian(
             workers.map(fill, spans)
         return total.div_(count)
 
-    hessian = products(inputs)
+    hessian, first = products(inputs), torch.cat([x[:, 0] for x in inputs]).float()
     return InputStatistics(
-        (hessian + hessian.T) / 2, None if sources is None else products(sources)
+        (hessian + hessian.T) / 2,
+        None if sources is None else products(sources),
+        first,
+        len(first) / count,
     )
+
+
+def token_hessian(inputs: Sequence[Tensor], tokens: Tensor, workers: Workers) -> Tensor:
+    """Hessian [K, K] of the first rows of `inputs`, pieces [R, T, K], with the weights `tokens`
+    [rows, T] on their tokens."""
+    weighted: list[Tensor] = []
+    for x in inputs:
+        factors, tokens = tokens[: len(x)].sqrt()[..., None], tokens[len(x) :]
+        if len(factors):
+            weighted.append(x[: len(factors)] * factors.to(x))
+    return measure_hessian(weighted, None, workers).hessian

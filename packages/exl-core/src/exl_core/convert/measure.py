@@ -12,7 +12,7 @@ from exl_core.arch.spec import ModelConfig
 from exl_core.convert.candidates import Costs, cost_of
 from exl_core.convert.experts import Routes, expert_keys, minimum_rows
 from exl_core.convert.gptq import Variant, factorize, identity_factor, quantize_columns
-from exl_core.convert.hessian import measure_hessian
+from exl_core.convert.hessian import InputStatistics, measure_hessian, token_hessian
 from exl_core.convert.layers import LayerSource
 from exl_core.convert.measurement import set_name
 from exl_core.convert.parallel import Workers
@@ -130,16 +130,27 @@ class _LayerMeasurer:
 
     def _costs(self, keys: Sequence[str], inputs: Sequence[Tensor]) -> dict[str, Costs]:
         """Costs of matrices that read the same inputs, by key."""
-        hessian = measure_hessian(inputs, None, self.workers).hessian
+        statistics = measure_hessian(inputs, None, self.workers)
         if self.options.format == "exl2":
-            return self._costs_of_groups(keys, hessian)
+            return self._costs_of_groups(keys, statistics.hessian)
+        by_token = {key: self._by_token(key, statistics, inputs) for key in keys}
 
         def run(key: str) -> Costs:
-            weight = self.source.matrix(key)
-            sensitivity = self.sensitivity[self.source.rows[key].name].to(hessian.device)
-            return expected_losses(weight, hessian, sensitivity, self._target.trellis_layouts)
+            weight, own = self.source.matrix(key), self.sensitivity[self.source.rows[key].name]
+            return expected_losses(
+                weight,
+                statistics.weighted(own.first),
+                own.outputs.to(weight),
+                self._target.trellis_layouts,
+                by_token[key],
+            )
 
         return dict(zip(keys, self.workers.map(run, keys), strict=True))
+
+    def _by_token(self, key: str, statistics: InputStatistics, inputs: Sequence[Tensor]) -> Tensor:
+        """Hessian of a matrix with the weights of the tokens."""
+        tokens = self.sensitivity[self.source.rows[key].name].tokens
+        return token_hessian(inputs, tokens, self.workers) if len(tokens) else statistics.hessian
 
     def _costs_of_groups(self, keys: Sequence[str], hessian: Tensor) -> dict[str, Costs]:
         """Costs of matrices in EXL2, by key, width and group size."""
@@ -152,7 +163,7 @@ class _LayerMeasurer:
             distinct = {key for key, _ in job}
             stored = {key: source.matrix(key).T[factor.order] for key in distinct}  # [in, out]
             sensitivities = [
-                sensitivity[source.rows[key].name].to(hessian.device) for key, _ in job
+                sensitivity[source.rows[key].name].mean.to(hessian.device) for key, _ in job
             ]
             variants, first = [], 0
             for key, (bits, size) in job:

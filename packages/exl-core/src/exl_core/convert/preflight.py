@@ -309,8 +309,8 @@ def memory_needed(
         vocab, hidden = stored_size(vocab), stored_size(hidden)
         measuring = MEASURED_COPIES * min(threads, together) * largest
         quantizing = TRELLIS_COPIES * largest  # one matrix at a time
-    # Six matrices in float64, the Hessian and the cross moment in float32.
-    factors = (6 * 8 + 2 * 4) * widest**2
+    # Seven matrices in float64, two Hessians and the cross moment in float32.
+    factors = (7 * 8 + 3 * 4) * widest**2
     compute_bytes = compute_type(torch.device("cpu")).itemsize
     # Each weight as float32, as the source's and the quantized factor of products, and as codes.
     # Rows and Hessians are those of one expert at a time (`experts.py`).

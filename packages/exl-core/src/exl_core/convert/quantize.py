@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from exl_core.arch.modules import Kind, module_table
+from exl_core.arch.modules import Kind, ModuleRow, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.convert.experts import Routes, expert_keys, minimum_rows
 from exl_core.convert.hessian import InputStatistics, measure_hessian
@@ -30,7 +30,7 @@ from exl_core.convert.measurement import set_name
 from exl_core.convert.parallel import Workers
 from exl_core.convert.passes import ROUTER, CapturingPass, LayerFunction, final_states
 from exl_core.convert.plan import Allocation, ConvertOptions, Incident, MatrixReport
-from exl_core.convert.sensitivity import Sensitivity
+from exl_core.convert.sensitivity import MatrixSensitivity, Sensitivity
 from exl_core.convert.target import target_of
 from exl_core.convert.trellis import Exl3Quantizer
 from exl_core.formats.checkpoint import Checkpoint
@@ -103,7 +103,7 @@ class _LayerQuantizer:
         self._workers = workers
         self._options = options
         self._sensitivity = {
-            row.name: in_file_order(row, sensitivity[row.name])
+            row.name: _in_file_order(row, sensitivity[row.name])
             for row in source.rows.values()
             if row.name in sensitivity
         }
@@ -241,6 +241,10 @@ def _quantizer(
     if options.format == "exl2":
         return MatrixQuantizer(statistics, workers.check)
     return Exl3Quantizer(statistics, group, options, sensitivity, workers.check)
+
+
+def _in_file_order(row: ModuleRow, sensitivity: MatrixSensitivity) -> MatrixSensitivity:
+    return sensitivity._replace(outputs=in_file_order(row, sensitivity.outputs))
 
 
 def named_pieces(stem: str, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:

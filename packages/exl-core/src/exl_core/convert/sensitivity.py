@@ -2,11 +2,20 @@
 
 The labels are sampled from the source's own predictions, one token per position. The gradients of
 their loss say how much a change of an output changes the predictions (Fisher information). An error
-E of a matrix is expected to increase the loss by half the sum over outputs n of
-mean(g_n^2) * E_n' H E_n.
+E of a matrix is expected to increase the loss by half the mean over tokens of the sum over outputs
+n of g_n^2 (E_n' x)^2, with the token's inputs x.
 
-The mean is over all tokens. The outputs of an expert for a token that did not choose it have no
-effect, so their gradients are 0: an expert counts by how often it is used, and with which weights.
+For EXL2, gradients and inputs are taken as independent: the mean of g_n^2 times E_n' H E_n. For
+EXL3, if all calibration rows begin with the same token, such as BOS, the square of a gradient is
+taken apart into an output's sensitivity and a token's weight. Tokens differ by factors of a
+thousand, and so do their inputs: all tokens attend to the first one, and few tokens have most of
+the energy of the inputs of the last matrix of a layer. Taken as independent, the expected loss is
+up to 100 times too large for single matrices. Where rows begin with any tokens, the weights of the
+first ones are too few to know, and independence is the better guess
+(docs/experiments/exl3-writer.md).
+
+The outputs of an expert for a token that did not choose it have no effect, so their gradients are
+0: an expert counts by how often it is used, and with which weights. Its tokens have equal weights.
 
 Gradients are computed from the last layer to the first, with one layer in memory at a time. States
 between layers are kept in files.
@@ -40,9 +49,51 @@ from exl_core.convert.plan import ConvertOptions
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.containers.safetensors_writer import as_bytes
 
-Sensitivity = Mapping[str, Tensor]
-"""Mean square of each output's gradient, in nats^2: float32 [out], by the matrix's name. Can be
-stored in a safetensors file."""
+
+class MatrixSensitivity(NamedTuple):
+    """Sensitivity of the loss to errors of one matrix.
+
+    mean     float32 [out]: mean square of each output's gradient over all tokens, in nats^2
+    outputs  the same over the tokens after the first one of each row; all, if `tokens` is empty
+    tokens   float32 [rows, length]: weight of each token of the first calibration rows, with a mean
+             of 1 over the tokens after the first one of each row. Empty, which means equal weights,
+             for experts and if the rows begin with different tokens
+    """
+
+    mean: Tensor
+    outputs: Tensor
+    tokens: Tensor
+
+    def without_tokens(self) -> MatrixSensitivity:
+        """The same with equal weights of all tokens."""
+        return MatrixSensitivity(self.mean, self.mean, self.tokens[:0])
+
+    @property
+    def first(self) -> float:
+        """Mean weight of the first tokens of the rows."""
+        return float(self.tokens[:, 0].mean()) if len(self.tokens) else 1.0
+
+
+Sensitivity = Mapping[str, MatrixSensitivity]
+"""By the matrix's name."""
+
+_PARTS = ("mean", "outputs", "tokens")  # ends of names in a file
+
+
+def as_tensors(sensitivity: Sensitivity) -> dict[str, Tensor]:
+    """Tensors for a safetensors file."""
+    return {
+        f"{name} {part}": getattr(one, part) for name, one in sensitivity.items() for part in _PARTS
+    }
+
+
+def from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, MatrixSensitivity]:
+    """Inverse of `as_tensors`."""
+    names = dict.fromkeys(name.rpartition(" ")[0] for name in tensors)
+    return {
+        name: MatrixSensitivity(*(tensors[f"{name} {part}"] for part in _PARTS)) for name in names
+    }
+
 
 ROWS = 8
 """Calibration rows in use. Few are enough, because each token has a gradient for every output of
@@ -73,7 +124,8 @@ def measure_sensitivity(
     """
     device = torch.device(options.device)
     total = 2 * config.num_layers
-    sensitivity: dict[str, Tensor] = {}
+    sensitivity: dict[str, MatrixSensitivity] = {}
+    has_common_start = bool((token_ids[:, 0] == token_ids[0, 0]).all())
     token_ids = token_ids[:ROWS]
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         states = embed_rows(checkpoint, config, token_ids)
@@ -87,7 +139,10 @@ def measure_sensitivity(
         for layer in reversed(range(config.num_layers)):
             source = read_layer(checkpoint, config, layer, device)
             states = _load(Path(folder, str(layer)), states.shape)
-            sensitivity |= _backward(source, config, states, gradient, workers)
+            found = _backward(source, config, states, gradient, workers)
+            if not has_common_start:
+                found = {name: one.without_tokens() for name, one in found.items()}
+            sensitivity |= found
             if on_layer is not None:
                 on_layer(total - layer, total)
     return sensitivity
@@ -146,7 +201,7 @@ def _head_gradient(
 
 def _backward(
     source: LayerSource, config: ModelConfig, states: Tensor, gradient: Tensor, workers: Workers
-) -> dict[str, Tensor]:
+) -> dict[str, MatrixSensitivity]:
     """Sensitivity of the layer's matrices.
 
     `gradient` is the gradient with respect to the layer's outputs. It is replaced by the gradient
@@ -169,28 +224,66 @@ def _backward(
         x_gradient, *output_gradients = torch.autograd.grad(y, operands, y_gradient)
         # Before `gradient` is overwritten: an output's gradient may be `y_gradient` itself, which
         # on a CPU is a view of `gradient`.
-        flat = [g.float().flatten(0, -2) for g in output_gradients]  # [tokens, out] each
-        squares = [_Squares(g.square().sum(0).cpu(), len(g)) for g in flat]
+        flat = [g.float().flatten(0, -2).square() for g in output_gradients]  # [tokens, out] each
+        squares = {key: _squares(source, key, g) for key, g in zip(used, flat, strict=True)}
         gradient[row : row + 1] = x_gradient.to(gradient.device)
-        return dict(zip(used, squares, strict=True))
+        return squares
 
     rows = workers.map(run, range(len(states)))
-    unused = {key: _Squares(torch.zeros(len(source.matrix(key))), 0) for key in keys}
+    unused = {key: _Squares.unused(len(source.matrix(key))) for key in keys}
     squares = {key: _sum(row.get(key, unused[key]) for row in rows) for key in keys}
-    tokens = states.shape[0] * states.shape[1]
-    return {source.rows[key].name: x / tokens for key, x in _with_prior(source, squares).items()}
+    totals = _with_prior(source, squares)
+    return {
+        source.rows[key].name: _sensitivity(totals[key], one, states.shape[0] * states.shape[1])
+        for key, one in squares.items()
+    }
 
 
 class _Squares(NamedTuple):
-    """Sum of the squares of a matrix's output gradients over some tokens: float32 [out]."""
+    """Sums of the squares of a matrix's output gradients over some tokens.
+
+    total    over all tokens, float32 [out]
+    first    over the first tokens of the rows; of an expert: 0
+    by_token over the outputs, times the size of their weights, [rows, length]; of an expert: [0, 0]
+    """
 
     total: Tensor
     tokens: int
+    first: Tensor
+    by_token: Tensor
+
+    @classmethod
+    def unused(cls, outputs: int) -> _Squares:
+        """Sums for an expert that no token has chosen."""
+        return cls(torch.zeros(outputs), 0, torch.zeros(outputs), torch.zeros(0, 0))
+
+
+def _squares(source: LayerSource, key: str, squares: Tensor) -> _Squares:
+    """Sums for one row: `squares` [tokens, out]."""
+    total = squares.sum(0).cpu()
+    if source.rows[key].expert is not None:
+        return _Squares.unused(len(total))._replace(total=total, tokens=len(squares))
+    # Errors of an output are taken to be as large as its weights.
+    by_token = squares @ source.matrix(key).square().mean(1)
+    return _Squares(total, len(squares), squares[0].cpu(), by_token[None].cpu())
 
 
 def _sum(squares: Iterable[_Squares]) -> _Squares:
-    totals, counts = zip(*squares, strict=True)
-    return _Squares(torch.stack(totals).sum(0), sum(counts))
+    totals, counts, firsts, by_token = zip(*squares, strict=True)
+    return _Squares(
+        torch.stack(totals).sum(0), sum(counts), torch.stack(firsts).sum(0), torch.cat(by_token)
+    )
+
+
+def _sensitivity(total: Tensor, squares: _Squares, tokens: int) -> MatrixSensitivity:
+    """`total` is that of the squares, with the prior; `tokens` are those of all rows."""
+    mean, by_token = total / tokens, squares.by_token
+    others = tokens - len(by_token)  # tokens after the first ones
+    if not len(by_token) or not others:
+        return MatrixSensitivity(mean, mean, by_token[:0])
+    size = by_token[:, 1:].mean()
+    weights = by_token / size if size > 0 else torch.ones_like(by_token)
+    return MatrixSensitivity(mean, (total - squares.first) / others, weights)
 
 
 def _with_prior(source: LayerSource, squares: Mapping[str, _Squares]) -> dict[str, Tensor]:

@@ -29,7 +29,12 @@ from exl_core.convert.parallel import Workers, worker_pool
 from exl_core.convert.plan import Allocation, ConvertOptions, LayerMeasurement
 from exl_core.convert.publish import digest
 from exl_core.convert.quantize import QuantizedPart, quantize_ends, quantize_layer
-from exl_core.convert.sensitivity import Sensitivity, measure_sensitivity
+from exl_core.convert.sensitivity import (
+    Sensitivity,
+    as_tensors,
+    from_tensors,
+    measure_sensitivity,
+)
 from exl_core.convert.tune import STEPS, fits_in_memory, tune_model
 from exl_core.convert.work import WorkDir
 from exl_core.formats.checkpoint import Checkpoint
@@ -113,8 +118,8 @@ class Stages:
                     on_layer=step,
                     scratch=scratch,
                 )
-            self.work.write_tensors(SENSITIVITY, sensitivity)
-        return self.work.read_tensors(SENSITIVITY)
+            self.work.write_tensors(SENSITIVITY, as_tensors(sensitivity))
+        return from_tensors(self.work.read_tensors(SENSITIVITY))
 
     def _measure(self, rows: CalibrationRows, workers: Workers) -> Measurement:
         work, count = self.work, self.config.num_layers

@@ -71,17 +71,12 @@ class Exl3Quantizer:
         sensitivity: Sensitivity,
         check: Callable[[], None] | None = None,
     ) -> None:
-        hessian = statistics.hessian
         self._statistics = statistics
         self._sensitivity = sensitivity
-        self._is_usable = _is_usable(hessian)
+        self._is_usable = _is_usable(statistics.hessian)
         self._correction = Correction(statistics) if self._is_usable else None
-        self._quantizer = TrellisQuantizer(
-            hessian if self._is_usable else torch.eye(len(hessian)).to(hessian),
-            open_rings(hessian.device),
-            seed=zlib.crc32(f"{options.seed} {group}".encode()),
-            check=check,
-        )
+        self._seed = zlib.crc32(f"{options.seed} {group}".encode())
+        self._check = check
 
     def quantize(
         self, name: str, weight: Tensor, layout: AnyLayout, *, has_bias: bool = False
@@ -91,8 +86,16 @@ class Exl3Quantizer:
         source = weight.T.contiguous()  # [in, out]
         k, n = source.shape
         target = source if self._correction is None else self._correction.target(source)
-        importance = self._sensitivity.get(name)
-        linear = self._quantizer.quantize(target, layout.rate, layout.codebook, importance).linear
+        sensitivity, hessian = self._sensitivity.get(name), self._statistics.hessian
+        if not self._is_usable:
+            hessian = torch.eye(k).to(hessian)
+        elif sensitivity is not None:
+            hessian = self._statistics.weighted(sensitivity.first)
+        quantizer = TrellisQuantizer(
+            hessian, open_rings(hessian.device), seed=self._seed, check=self._check
+        )
+        importance = None if sensitivity is None else sensitivity.outputs
+        linear = quantizer.quantize(target, layout.rate, layout.codebook, importance).linear
         pieces = {"suh": linear.suh, "svh": linear.svh, "trellis": linear.trellis}
         if layout.codebook != "3inst":
             multiplier = torch.tensor(exl3.MULTIPLIERS[layout.codebook])
@@ -122,30 +125,41 @@ def _is_usable(hessian: Tensor) -> bool:
 
 
 def expected_losses(
-    weight: Tensor, hessian: Tensor, sensitivity: Tensor, layouts: Iterable[TrellisCodes]
+    weight: Tensor,
+    hessian: Tensor,
+    sensitivity: Tensor,
+    layouts: Iterable[TrellisCodes],
+    by_token: Tensor | None = None,
 ) -> Costs:
     """Expected increase of the loss for each layout of a matrix, in nats per token.
 
-    `weight` [out, in], `sensitivity` [out]. In the rotated and scaled form of a matrix the error of
-    every weight has the same variance, which depends on the rate only. The rows before it then make
-    up for a part of its effect (`ldlq.py`). So nothing has to be encoded.
+    `weight` [out, in], `sensitivity` [out] of its outputs. `hessian` [in, in] is that of the
+    feedback, and `by_token` the one with the weights of tokens; None: the same. In the rotated and
+    scaled form of a matrix the error of every weight has the same variance, which depends on the
+    rate only. The rows before it then make up for a part of its effect (`ldlq.py`). So nothing has
+    to be encoded.
     """
     (n, k), (columns, rows) = weight.shape, map(stored_size, weight.shape)
     source = pad(weight.T.double(), (0, columns - n, 0, rows - k))
     importance = column_importance(sensitivity, columns).to(source)
     suh, svh = initial_scales(source, importance, 0)
-    inputs = hessian.double() if _is_usable(hessian) else torch.eye(k).to(source)
-    scaled = suh[:, None] * pad(inputs, (0, rows - k, 0, rows - k)) * suh
-    rotated = exl3.rotate(exl3.rotate(scaled).T)
-    lower, failed = torch.linalg.cholesky_ex(damped(rotated, DAMPING))
-    trace = rotated.diagonal().sum() if int(failed) else _remaining(rotated, lower)
+
+    def rotated(inputs: Tensor) -> Tensor:
+        inputs = pad(inputs.double(), (0, rows - k, 0, rows - k))
+        return exl3.rotate(exl3.rotate(suh[:, None] * inputs * suh).T)
+
+    is_usable = _is_usable(hessian)
+    own = rotated(hessian if is_usable else torch.eye(k).to(source))
+    cost = own if by_token is None or not is_usable else rotated(by_token)
+    lower, failed = torch.linalg.cholesky_ex(damped(own, DAMPING))
+    trace = cost.diagonal().sum() if int(failed) else _remaining(cost, lower)
     loss = float((sensitivity.double() * svh[:n].square()).sum() * trace / 2)
     return {one: [DISTORTION[one.rate] * 4.0**-one.rate * loss] for one in layouts}
 
 
 def _remaining(rotated: Tensor, lower: Tensor) -> Tensor:
-    """Sum of the output errors for errors of unit variance: tr(L^-1 M L^-T), where L D L' is the
-    factorization of the damped M. `lower` is its Cholesky factor."""
+    """Sum of the output errors on the Hessian M for errors of unit variance: tr(L^-1 M L^-T), where
+    L D L' factorizes the damped Hessian of the feedback, whose Cholesky factor is `lower`."""
     size = len(lower)
     blocks = lower.view(size // TILE, TILE, -1, TILE).diagonal(0, 0, 2).permute(2, 0, 1)
     eye = torch.eye(size).to(lower)
