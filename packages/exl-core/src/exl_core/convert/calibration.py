@@ -98,15 +98,14 @@ def rows_of_model(
     left_out = 0 if adds_bos or length >= loaded.config.max_seq_len else 1
     options = EngineOptions(cache_tokens=at_once * (length + PAGE_SIZE), max_batch=at_once)
     generator = DynamicGenerator(loaded, options)
-    jobs = []
+    jobs, total = [], 0
     for row in range(rows):
         start = starts[row % len(starts)]
         sampler = SamplerParams(temperature=1.0, seed=seed + row)
-        added = left_out if start is starts[0] else 0
-        request = Request(start, max_tokens=length + added - len(start), sampler=sampler)
-        jobs.append(generator.enqueue(request))
+        count = length - len(start) + (left_out if start is starts[0] else 0)
+        jobs.append(generator.enqueue(Request(start, max_tokens=count, sampler=sampler)))
+        total += count
     written: dict[int, tuple[int, ...]] = {}
-    total = sum(job.request.max_tokens for job in jobs)
     done = 0
     while generator.num_remaining_jobs:
         for result in generator.iterate():
