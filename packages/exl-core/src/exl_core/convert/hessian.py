@@ -37,7 +37,7 @@ class InputStatistics:
     def weighted(self, first: float) -> Tensor:
         """The Hessian [K, K] with a weight on the first tokens of the rows. The others have 1. The
         mean over all tokens becomes 1."""
-        if self.first is None:
+        if self.first is None or first == 1:
             return self.hessian
         mean = self.first_share * first + 1 - self.first_share
         added = self.first.T @ self.first * ((first - 1) * self.first_share / len(self.first))

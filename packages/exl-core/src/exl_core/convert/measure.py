@@ -12,7 +12,7 @@ from exl_core.arch.spec import ModelConfig
 from exl_core.convert.candidates import Costs, cost_of
 from exl_core.convert.experts import Routes, expert_keys, minimum_rows
 from exl_core.convert.gptq import Variant, factorize, identity_factor, quantize_columns
-from exl_core.convert.hessian import InputStatistics, measure_hessian, token_hessian
+from exl_core.convert.hessian import measure_hessian, token_hessian
 from exl_core.convert.layers import LayerSource
 from exl_core.convert.measurement import set_name
 from exl_core.convert.parallel import Workers
@@ -133,7 +133,7 @@ class _LayerMeasurer:
         statistics = measure_hessian(inputs, None, self.workers)
         if self.options.format == "exl2":
             return self._costs_of_groups(keys, statistics.hessian)
-        by_token = {key: self._by_token(key, statistics, inputs) for key in keys}
+        by_token = {key: self._by_token(key, inputs) for key in keys}
 
         def run(key: str) -> Costs:
             weight, own = self.source.matrix(key), self.sensitivity[self.source.rows[key].name]
@@ -147,10 +147,10 @@ class _LayerMeasurer:
 
         return dict(zip(keys, self.workers.map(run, keys), strict=True))
 
-    def _by_token(self, key: str, statistics: InputStatistics, inputs: Sequence[Tensor]) -> Tensor:
-        """Hessian of a matrix with the weights of the tokens."""
+    def _by_token(self, key: str, inputs: Sequence[Tensor]) -> Tensor | None:
+        """Hessian of a matrix with the weights of the tokens; None if these are equal."""
         tokens = self.sensitivity[self.source.rows[key].name].tokens
-        return token_hessian(inputs, tokens, self.workers) if len(tokens) else statistics.hessian
+        return token_hessian(inputs, tokens, self.workers) if len(tokens) else None
 
     def _costs_of_groups(self, keys: Sequence[str], hessian: Tensor) -> dict[str, Costs]:
         """Costs of matrices in EXL2, by key, width and group size."""
