@@ -56,7 +56,8 @@ from exl_core.tokenizer.detect import load_tokenizer
 from exl_eval.gate import figures_of, measure_gate
 from exl_eval.texts import Text, read_dataset, read_text
 
-ROWS, FAST_ROWS = 64, 16
+ROWS, FAST_ROWS, GPU_ROWS = 64, 16, 256
+"""Calibration rows by default: `GPU_ROWS` for EXL3 on a GPU, where they take seconds."""
 DATASET_ROWS = 4096
 """Rows read from a data set. More than calibration uses, whatever the length of the documents."""
 
@@ -155,9 +156,10 @@ def _conversion(wish: Wish, text: Text | None) -> Conversion:
         raise RequestError(
             "--codebook does not go with --format exl2", next_step="Only EXL3 has codebooks."
         )
-    path = resolve_model(wish.spec)
+    path, device = resolve_model(wish.spec), parse_device(wish.device)
     _, config, _ = open_checkpoint(path)
-    rows = wish.rows or (FAST_ROWS if wish.is_fast else ROWS)
+    rows = GPU_ROWS if wish.target == "exl3" and device != "cpu" else ROWS
+    rows = wish.rows or (FAST_ROWS if wish.is_fast else rows)
     return Conversion(
         source=path,
         out=wish.out,
@@ -168,7 +170,7 @@ def _conversion(wish: Wish, text: Text | None) -> Conversion:
         calibration_sha256=None if text is None else text.sha256,
         shard_bytes=wish.shard_bytes,
         stages=ConvertOptions(
-            device=parse_device(wish.device),
+            device=device,
             head_bits=int(wish.head_bits) if wish.head_bits.is_integer() else wish.head_bits,
             seed=wish.seed,
             fast=wish.is_fast,
@@ -200,7 +202,7 @@ def _written_rows(wanted: Conversion, step: Callable[[int, int], None]) -> Calib
     files = open_model(wanted.source)
     how, at_once = LoadOptions(device=options.device), AT_ONCE
     if options.device == "cpu":
-        memory = memory_needed(files.config, wanted.rows * wanted.length, 1, target_of(options))
+        memory = memory_needed(files.config, wanted.rows, wanted.length, 1, target_of(options))
         at_once, cache_bytes = rows_at_once(files.config, wanted.length, memory)
         how = LoadOptions(device="cpu", held_bytes=max(0, memory - cache_bytes))
     loaded = load_model(files, how)
