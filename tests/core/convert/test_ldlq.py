@@ -9,8 +9,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from exl_core.convert.ldlq import LEAST_WEIGHT, TrellisQuantizer, TrellisWeights
+from exl_core.convert import outputs
+from exl_core.convert.ldlq import TrellisQuantizer, TrellisWeights
+from exl_core.convert.outputs import LEAST_WEIGHT, output_hessian
 from exl_core.formats.codecs.exl3 import layout as exl3
+from exl_core.formats.codecs.exl3.matrix import stored_size
 from exl_core.ops.open import get_table
 from exl_core.ops.weights import Codebook
 
@@ -82,7 +85,7 @@ def test_important_columns_get_smaller_errors() -> None:
 
     plain, weighted = (
         (quantizer.quantize(weight, 3, "mul1", one).weight - weight).square().mean(0)
-        for one in (None, importance)
+        for one in (None, output_hessian(importance, None, 256))
     )
 
     # The errors of a column follow the square of its scale, 1 / sqrt(importance): by arithmetic the
@@ -94,11 +97,50 @@ def test_important_columns_get_smaller_errors() -> None:
     assert gain < 0.75
 
 
+def related(size: int, sources: int, seed: int) -> Tensor:
+    """Second moments [size, size] of features that depend on fewer sources."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(sources, size, generator=generator)
+    x = torch.randn(2000, sources, generator=generator) @ mixed
+    x += 0.5 * torch.randn(2000, size, generator=generator)
+    return x.T @ x / len(x)
+
+
+@pytest.mark.parametrize(("columns", "block"), [(128, 128), (300, 256), (256, 2048)])
+def test_errors_of_related_outputs_make_up_for_each_other(
+    monkeypatch: pytest.MonkeyPatch, columns: int, block: int
+) -> None:
+    monkeypatch.setattr(outputs, "BLOCK", block)
+    weight = torch.randn(200, columns, generator=torch.Generator().manual_seed(8))
+    hessian, moments = related(200, 30, 9), related(columns, 20, 10)
+    width, squares = outputs.block_width(columns), moments.diagonal()
+    correlation = torch.zeros(-(-columns // width), width, width)
+    for index, one in enumerate(correlation):
+        span = slice(index * width, min(columns, (index + 1) * width))
+        size = squares[span].sqrt()
+        one[: len(size), : len(size)] = moments[span, span] / size[:, None] / size
+    of_blocks = torch.block_diag(*correlation)[:columns, :columns]
+    of_blocks = of_blocks * squares.sqrt() * squares.sqrt()[:, None]
+    quantizer = TrellisQuantizer(hessian, get_table("cpu", threads=2))
+
+    costs = []
+    for pairs in (None, correlation.half()):
+        weights = output_hessian(squares, pairs, stored_size(columns))
+        result = quantizer.quantize(weight, 2, "mul1", weights)
+        error = result.weight - weight
+        costs.append(float(((error.T @ hessian @ error) * of_blocks).sum()))
+        dense = exl3.dequantize(result.linear, 0, stored_size(columns))
+        torch.testing.assert_close(dense[:200, :columns], result.weight)
+
+    plain, aware = costs
+    assert aware < 0.6 * plain
+
+
 def test_importance_that_is_not_usable_changes_nothing() -> None:
     weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(7))
     quantizer = TrellisQuantizer(torch.eye(128), get_table("cpu", threads=2))
     plain, zero, infinite = (
-        quantizer.quantize(weight, 2, "mul1", one).linear.trellis
+        quantizer.quantize(weight, 2, "mul1", output_hessian(one, None, 128)).linear.trellis
         for one in (None, torch.zeros(128), torch.full((128,), torch.inf))
     )
     assert torch.equal(plain, zero)

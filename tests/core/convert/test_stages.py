@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from exl_core.convert.measure import measure_layer
 from exl_core.convert.parallel import Workers, worker_pool
 from exl_core.convert.plan import ConvertOptions, LayerMeasurement
 from exl_core.convert.quantize import quantize_ends, quantize_layer
-from exl_core.convert.sensitivity import Sensitivity, measure_sensitivity
+from exl_core.convert.sensitivity import Sensitivity, measure_sensitivity, with_pairs
 from exl_core.convert.tune import scratch_bytes, tune_model
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.formats.codecs.exl2 import layout as exl2
@@ -188,6 +188,40 @@ def test_sensitivity_is_the_mean_square_of_gradients(llama: Source) -> None:
     by_token = squares @ sizes
     assert torch.allclose(found.tokens, by_token / by_token[:, 1:].mean(), rtol=0.05)
     assert found.first == pytest.approx(float(found.tokens[:, 0].mean()))
+
+
+def test_pairs_are_the_correlations_of_gradients_after_the_first_tokens(llama: Source) -> None:
+    """As above: the output gradient of the last down projection is known."""
+    name, layers = "model.layers.2.mlp.down_proj.weight", llama.config.num_layers
+    ids, pairs = llama.token_ids.clone(), dict[int, Mapping[str, Tensor]]()
+    ids[:, 0] = 1  # as BOS
+    states = embed_rows(llama.checkpoint, llama.config, ids)
+    with cpu_workers() as workers:
+        for layer in range(layers):
+            source = read_layer(llama.checkpoint, llama.config, layer, CPU)
+            sensitivity_module._forward(source, llama.config, states, workers)
+        gradient = sensitivity_module._head_gradient(
+            llama.checkpoint, llama.config, states, OPTIONS, workers
+        )
+        found = measure_sensitivity(
+            llama.checkpoint,
+            llama.config,
+            ids,
+            options=OPTIONS,
+            workers=workers,
+            on_pairs=pairs.__setitem__,
+        )
+    assert list(pairs) == [2, 1, 0]
+    assert {name for layer in pairs.values() for name in layer} == set(found)
+    flat = gradient[:, 1:].flatten(0, 1)
+    size = flat.square().mean(0).sqrt()
+    expected = flat.T @ flat / len(flat) / size[:, None] / size
+    width = len(expected)
+    assert torch.allclose(pairs[2][name][0, :width, :width].float(), expected, atol=0.03)
+    assert expected.triu(1).abs().max() > 0.1
+    complete = with_pairs(found, pairs[2])
+    assert complete[name].pairs is pairs[2][name]
+    assert complete["model.layers.1.mlp.down_proj.weight"].pairs is None
 
 
 def test_rows_that_begin_with_different_tokens_have_no_weights_of_tokens(llama: Source) -> None:

@@ -11,7 +11,16 @@ Rows of tiles are coded from the last to the first. The target of row b of tiles
 
     T_b + sum over c > b of L_cb' (T_c - V_c)
 
-so that the rows before make up for the errors of those after them. Columns are independent.
+so that the rows before make up for the errors of those after them.
+
+Columns are independent, unless a Hessian of the outputs G is known (`outputs.py`). An error then
+costs tr(E' A E G), and the same holds on the other side: with H diag(svh) G diag(svh) H = K C K',
+the target of tile (b, c) is
+
+    T_bc + the tile (b, c) of L' F K        F: errors T - V of the tiles after it, else 0
+
+where (b', c') is after (b, c) if b' >= b and c' >= c, and not both are equal. Tiles of one
+anti-diagonal are coded together.
 
 Both sizes are padded to multiples of 128 with zeros. All tensors are float32 on one device unless
 said otherwise.
@@ -19,7 +28,6 @@ said otherwise.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
@@ -29,6 +37,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from exl_core.convert.gptq import DAMPING_STEPS, damped
+from exl_core.convert.outputs import OutputHessian, output_hessian
 from exl_core.formats.codecs.exl3 import layout as exl3
 from exl_core.formats.codecs.exl3.layout import Exl3Linear, rotate
 from exl_core.formats.codecs.exl3.matrix import stored_size
@@ -43,9 +52,7 @@ best one begins. Above 6 bits it is that of 6."""
 SPREAD_STEPS = (0.9, 1.0, 1.1)  # multiples that are tried; a parabola through them has the best one
 SAMPLED_TILES = 48
 FIT_ROUNDS = 2
-LEAST_WEIGHT = 0.05
-"""Share of the mean weight of errors that is added to the weight of each column. It limits the
-errors of columns whose weight is close to zero on the calibration text."""
+OUTPUT_DAMPING = 0.5  # the same for the Hessian of the outputs, which fewer tokens tell
 
 
 class EncodedTiles(NamedTuple):
@@ -105,22 +112,25 @@ class TrellisQuantizer:
         self._is_usable = bool(hessian.isfinite().all()) and float(hessian.diagonal().mean()) > 0
 
     def quantize(
-        self, weight: Tensor, rate: float, codebook: Codebook, importance: Tensor | None = None
+        self, weight: Tensor, rate: float, codebook: Codebook, outputs: OutputHessian | None = None
     ) -> TrellisWeights:
         """Quantizes weights [I, N]. Without feedback if no damping makes the Hessian positive
-        definite. `importance` [N] are factors on the squared errors of columns, which are equal
-        without it."""
+        definite. `outputs` weighs errors of columns, which are equal without it."""
         rows, columns = (stored_size(size) for size in weight.shape)
         source = pad(weight, (0, columns - weight.shape[1], 0, rows - weight.shape[0])).double()
-        importance = column_importance(importance, columns).to(source)
-        suh, svh = initial_scales(source, importance, self._seed)
-        feedback = self._feedback(suh)
+        outputs = (outputs or output_hessian(None, None, columns)).to(source.device)
+        suh, svh = initial_scales(source, outputs.diagonal, self._seed)
         target = rotate(rotate((source / suh[:, None] / svh).T).T).float()
         spread = exl3.codebook_values(codebook).double().square().mean().sqrt().item()
         spread *= _best_spread(target, rate, codebook, self._ops)
-        words, values = self._search(target * spread, feedback, rate, codebook)
+        search = _Search(rate, codebook, self._ops, self._check)
+        feedback, across = self._feedback(suh), _feedback_across(outputs, svh)
+        if feedback is None or across is None:
+            words, values = search.by_rows(target * spread, feedback)
+        else:
+            words, values = search.by_tiles(target * spread, feedback, across)
         rotated = rotate(rotate(values.double().T).T)  # [I', N']
-        suh, svh = self._fitted(rotated, source, importance, suh / spread, svh)
+        suh, svh = self._fitted(rotated, source, outputs, suh / spread, svh)
         svh[(source == 0).all(0)] = 0
         linear = Exl3Linear(words.cpu(), suh.half().cpu(), svh.half().cpu(), codebook)
         stored = (suh.half().double()[:, None] * rotated * svh.half().double()).float()
@@ -132,46 +142,20 @@ class TrellisQuantizer:
         if not self._is_usable:
             return None
         scaled = suh[:, None] * self._hessian * suh
-        rotated = rotate(rotate(scaled).T)
-        for step in DAMPING_STEPS:
-            lower, info = torch.linalg.cholesky_ex(damped(rotated, DAMPING * step))
-            if int(info) == 0 and bool(lower.isfinite().all()):
-                return _unit_blocks(lower).float()
-        return None
-
-    def _search(
-        self, target: Tensor, feedback: Tensor | None, rate: float, codebook: Codebook
-    ) -> tuple[Tensor, Tensor]:
-        """Words [I' / 16, N' / 16, 16 * rate] and values [I', N'] of the codes."""
-        rows, columns = target.shape
-        values, errors = torch.empty_like(target), torch.zeros_like(target)
-        words = []
-        for first in range(rows - TILE, -1, -TILE):
-            if self._check is not None:
-                self._check()
-            block = slice(first, first + TILE)
-            wanted = target[block]
-            if feedback is not None and first + TILE < rows:
-                wanted = wanted + feedback[first + TILE :, block].T @ errors[first + TILE :]
-            tiles = wanted.view(TILE, -1, TILE).transpose(0, 1)  # [N' / 16, 16, 16]
-            encoded = encode_tiles(tiles, rate, codebook, self._ops)
-            values[block] = encoded.values.transpose(0, 1).reshape(TILE, columns)
-            errors[block] = target[block] - values[block]
-            words.append(encoded.words)
-        return torch.stack(words[::-1]), values
+        return unit_factor(rotate(rotate(scaled).T), DAMPING)
 
     def _fitted(
-        self, rotated: Tensor, source: Tensor, importance: Tensor, suh: Tensor, svh: Tensor
+        self, rotated: Tensor, source: Tensor, outputs: OutputHessian, suh: Tensor, svh: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Scales that bring diag(suh) rotated diag(svh) closest to the source: least squares, with
-        the columns weighted by `importance` [N']."""
+        the errors weighed by `outputs`."""
         if not self._is_usable:
             return suh, svh
         hessian = damped(self._hessian, DAMPING)
         wanted = hessian @ source
         for _ in range(FIT_ROUNDS):
             q = rotated * svh
-            weighted = q * importance
+            weighted = outputs.times(q)
             normal = (weighted @ q.T) * hessian
             right = (weighted * wanted).sum(1)
             solved = torch.linalg.solve(damped(normal, 1e-6), right)
@@ -189,6 +173,81 @@ class TrellisQuantizer:
         return float((error * (hessian @ error)).sum()) / energy if energy > 0 else 0.0
 
 
+class _Search(NamedTuple):
+    """Search of the codes of a whole matrix. `check` is called between pieces of work."""
+
+    rate: float
+    codebook: Codebook
+    ops: RingOps
+    check: Callable[[], None] | None
+
+    def by_rows(self, target: Tensor, feedback: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Words [I' / 16, N' / 16, 16 * rate] and values [I', N'] of the codes for targets
+        [I', N']. `feedback` is L - 1; None: the nearest codes."""
+        rows, columns = target.shape
+        values, errors = torch.empty_like(target), torch.zeros_like(target)
+        words = []
+        for first in range(rows - TILE, -1, -TILE):
+            block = slice(first, first + TILE)
+            wanted = target[block]
+            if feedback is not None and first + TILE < rows:
+                wanted = wanted + feedback[first + TILE :, block].T @ errors[first + TILE :]
+            encoded = self._encode(wanted.view(TILE, -1, TILE).transpose(0, 1))
+            values[block] = encoded.values.transpose(0, 1).reshape(TILE, columns)
+            errors[block] = target[block] - values[block]
+            words.append(encoded.words)
+        return torch.stack(words[::-1]), values
+
+    def by_tiles(self, target: Tensor, feedback: Tensor, across: Tensor) -> tuple[Tensor, Tensor]:
+        """The same with feedback between columns, too: `across` is K - 1, in blocks [B, W, W]."""
+        (rows, columns), (count, width) = target.shape, across.shape[:2]
+        device, per_block = target.device, width // TILE
+        tall, wide = rows // TILE, columns // TILE
+        # The columns of the factors that a tile needs, next to each other.
+        down = feedback.view(rows, tall, TILE).transpose(0, 1).contiguous()  # [tall, I', 16]
+        right = across.view(count, width, per_block, TILE).transpose(1, 2).contiguous()
+        # Errors, by row of tiles and block; their products with K, by column of tiles.
+        errors = target.new_zeros(tall, count, TILE, width)
+        mixed = target.new_zeros(count * per_block, rows, TILE)
+        targets = target.view(tall, TILE, wide, TILE).transpose(1, 2)  # [tall, wide, 16, 16]
+        values = torch.empty_like(targets)
+        words: Tensor | None = None
+        order = torch.arange(tall - 1, -1, -1)[:, None] + (
+            per_block - 1 - torch.arange(wide) % per_block
+        )
+        ordered = order.flatten().argsort().to(device)
+        for tiles in torch.split(ordered, order.flatten().bincount().tolist()):
+            b, c = tiles // wide, tiles % wide
+            block, place = c // per_block, c % per_block
+            own = errors[b, block] @ right[block, place]
+            wanted = targets[b, c] + own + down[b].transpose(1, 2) @ mixed[c]
+            encoded = self._encode(wanted)
+            error = targets[b, c] - encoded.values
+            values[b, c] = encoded.values
+            errors.view(tall, count, TILE, per_block, TILE)[b, block, :, place] = error
+            mixed.view(-1, tall, TILE, TILE)[c, b] = error + own
+            if words is None:
+                words = encoded.words.new_empty(tall, wide, encoded.words.shape[1])
+            words[b, c] = encoded.words
+        assert words is not None, "there are tiles"
+        return words, values.transpose(1, 2).reshape(rows, columns)
+
+    def _encode(self, tiles: Tensor) -> EncodedTiles:
+        if self.check is not None:
+            self.check()
+        return encode_tiles(tiles, self.rate, self.codebook, self.ops)
+
+
+def unit_factor(hessian: Tensor, damping: float) -> Tensor | None:
+    """L - 1 of the block LDL' factorization of a damped Hessian, float32; None if no damping makes
+    it positive definite."""
+    for step in DAMPING_STEPS:
+        lower, info = torch.linalg.cholesky_ex(damped(hessian, damping * step))
+        if int(info) == 0 and bool(lower.isfinite().all()):
+            return _unit_blocks(lower).float()
+    return None
+
+
 def _unit_blocks(lower: Tensor) -> Tensor:
     """L of the block LDL' factorization, less its unit diagonal, from the Cholesky factor."""
     unit = torch.zeros_like(lower)
@@ -200,14 +259,22 @@ def _unit_blocks(lower: Tensor) -> Tensor:
     return unit
 
 
-def column_importance(given: Tensor | None, columns: int) -> Tensor:
-    """Factors on the squared errors of columns, float64 [N'], with a mean of 1 over the `given`
-    ones [N]. They are equal if there are none, or if their mean is not finite and positive."""
-    full = torch.ones(columns, dtype=torch.float64)
-    mean = 0.0 if given is None else float(given.double().mean())
-    if given is not None and math.isfinite(mean) and mean > 0:
-        full[: len(given)] = (given.double().cpu() / mean + LEAST_WEIGHT) / (1 + LEAST_WEIGHT)
-    return full
+def _feedback_across(outputs: OutputHessian, svh: Tensor) -> Tensor | None:
+    """K - 1 of the rotated Hessian of the outputs, in its blocks [B, W, W]; None if there is
+    none."""
+    if outputs.blocks is None:
+        return None
+    factors = [unit_factor(one, OUTPUT_DAMPING) for one in rotated_blocks(outputs.blocks, svh)]
+    found = [one for one in factors if one is not None]
+    return torch.stack(found) if len(found) == len(factors) else None
+
+
+def rotated_blocks(blocks: Tensor, svh: Tensor) -> Tensor:
+    """H diag(svh) G diag(svh) H of blocks G [B, W, W] on the diagonal, for svh [N']."""
+    count, width = blocks.shape[:2]
+    scale = pad(svh, (0, count * width - len(svh))).view(count, width)
+    scaled = scale[:, :, None] * blocks * scale[:, None]
+    return rotate(rotate(scaled).transpose(1, 2))
 
 
 def initial_scales(source: Tensor, importance: Tensor, seed: int) -> tuple[Tensor, Tensor]:

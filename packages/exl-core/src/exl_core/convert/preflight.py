@@ -37,10 +37,11 @@ from exl_core.convert.calibration import rows_at_once
 from exl_core.convert.layers import compute_type
 from exl_core.convert.measure import CPU_COLUMNS
 from exl_core.convert.measurement import matrix_sets, matrix_shapes
+from exl_core.convert.outputs import pair_values
 from exl_core.convert.passes import matrix_groups
 from exl_core.convert.plan import ConvertOptions, padded
 from exl_core.convert.publish import partial_of
-from exl_core.convert.sensitivity import HEAD_ROWS, ROWS
+from exl_core.convert.sensitivity import HEAD_ROWS, PAIR_ROWS, ROWS, ROWS_AT_ONCE, has_pairs
 from exl_core.convert.target import Target, target_of
 from exl_core.convert.tune import fits_in_memory, scratch_bytes
 from exl_core.errors import (
@@ -285,11 +286,11 @@ def writing_problems(folder: Path) -> Iterator[ExlError]:
 
 
 def memory_needed(
-    config: ModelConfig, tokens: int, threads: int, target: Target = DEFAULT_TARGET
+    config: ModelConfig, rows: int, length: int, threads: int, target: Target = DEFAULT_TARGET
 ) -> int:
-    """Upper estimate of the bytes in memory at a time, which do not grow with the number of layers.
-    `tokens` counts the tokens of all calibration rows."""
-    table = module_table(config)
+    """Upper estimate of the bytes in memory at a time, which do not grow with the number of layers,
+    for `rows` calibration rows of `length` tokens."""
+    table, tokens = module_table(config), rows * length
     matrices = [
         [row for row in table.weights_of(layer).values() if row.is_matrix]
         for layer in range(config.num_layers)
@@ -321,6 +322,11 @@ def memory_needed(
     logit_bytes = LOGIT_BYTES * threads * HEAD_ROWS * vocab
     states = 4 * tokens * hidden
     inputs = 2 * 2 * tokens * widest  # of one matrix, in two streams, 2 bytes per value
+    if target.codebook is not None:  # for sensitivities, there are gradients instead
+        layers = [[row for row in rows if has_pairs(row)] for rows in matrices]
+        sums = max(sum(pair_values(row.shape[0]) for row in rows) for rows in layers)
+        outputs = max(sum(row.shape[0] for row in rows) for rows in layers)
+        inputs = max(inputs, 4 * (sums + min(rows, ROWS_AT_ONCE) * length * outputs))
     parts = [layer.feed_forward for layer in config.layers]
     scores = 4 * tokens * max(p.router.num_experts if isinstance(p, MoE) else 0 for p in parts)
     return 2 * states + inputs + scores + max(layer_bytes, head_bytes, logit_bytes)
@@ -348,17 +354,20 @@ def space_needed(
     tokens = rows * length
     is_on_cpu = options.device == "cpu"
     threads = read_settings().threads if is_on_cpu else 1
-    memory = memory_needed(config, tokens, threads, target_of(options))
+    memory = memory_needed(config, rows, length, threads, target_of(options))
     if writes_rows:
         memory = max(memory, checkpoint.bytes_at_once + rows_at_once(config, length, 0)[1])
     # Largest files of a stage: states before and after a layer, states for gradients, or weights
     # and states of tuning.
     states = 2 * 2 * 4 * tokens * hidden
-    gradients = 2 * ROWS * length * hidden * config.num_layers
+    is_paired = options.format == "exl3"
+    gradients = 2 * (PAIR_ROWS if is_paired else ROWS) * length * hidden * config.num_layers
+    matrices = module_table(config).rows if is_paired else ()
+    pairs = 2 * sum(pair_values(row.shape[0]) for row in matrices if has_pairs(row))
     cpu = torch.device("cpu")
     is_tuning = is_on_cpu and not options.fast and fits_in_memory(config, cpu)
     tuning = scratch_bytes(config, cpu) if is_tuning else 0
-    return Space(out, out + max(states, gradients, tuning), memory)
+    return Space(out, out + pairs + max(states, gradients, tuning), memory)
 
 
 def space_problems(space: Space, out: Path, work: Path) -> Iterator[ExlError]:

@@ -17,6 +17,8 @@ first ones are too few to know, and independence is the better guess
 The outputs of an expert for a token that did not choose it have no effect, so their gradients are
 0: an expert counts by how often it is used, and with which weights. Its tokens have equal weights.
 
+For EXL3, the products of the gradients of two outputs are summed as well (`outputs.py`).
+
 Gradients are computed from the last layer to the first, with one layer in memory at a time. States
 between layers are kept in files.
 """
@@ -33,16 +35,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from exl_core.arch.modules import module_table
+from exl_core.arch.modules import ModuleRow, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.convert.layers import (
     LayerSource,
     compute_type,
     embed_rows,
+    in_file_order,
     read_final_norm,
     read_layer,
     read_tensor,
 )
+from exl_core.convert.outputs import PairSums
 from exl_core.convert.parallel import Workers
 from exl_core.convert.passes import LayerFunction, final_states
 from exl_core.convert.plan import ConvertOptions
@@ -58,11 +62,14 @@ class MatrixSensitivity(NamedTuple):
     tokens   float32 [rows, length]: weight of each token of the first calibration rows, with a mean
              of 1 over the tokens after the first one of each row. Empty, which means equal weights,
              for experts and if the rows begin with different tokens
+    pairs    float16 [B, W, W]: correlations of the outputs (`PairSums.correlations`), in the order
+             of the file. None: not known
     """
 
     mean: Tensor
     outputs: Tensor
     tokens: Tensor
+    pairs: Tensor | None = None
 
     def without_tokens(self) -> MatrixSensitivity:
         """The same with equal weights of all tokens."""
@@ -80,8 +87,13 @@ Sensitivity = Mapping[str, MatrixSensitivity]
 _PARTS = ("mean", "outputs", "tokens")  # ends of names in a file
 
 
+def with_pairs(sensitivity: Sensitivity, pairs: Mapping[str, Tensor]) -> Sensitivity:
+    """The same with the correlations of the outputs of some matrices, by name."""
+    return {name: one._replace(pairs=pairs.get(name)) for name, one in sensitivity.items()}
+
+
 def as_tensors(sensitivity: Sensitivity) -> dict[str, Tensor]:
-    """Tensors for a safetensors file."""
+    """Tensors for a safetensors file, without pairs."""
     return {
         f"{name} {part}": getattr(one, part) for name, one in sensitivity.items() for part in _PARTS
     }
@@ -99,10 +111,14 @@ ROWS = 8
 """Calibration rows in use. Few are enough, because each token has a gradient for every output of
 every matrix."""
 
+PAIR_ROWS = 32
+"""The same where products of two gradients are summed, of which there are far more."""
+
 PRIOR_ROWS = 8
 """Number of tokens that are added to each expert's own. Their squared gradients are the mean over
 the layer's experts. An expert that no calibration row uses thus has a sensitivity above 0."""
 
+ROWS_AT_ONCE = 8  # whose gradients are in memory
 HEAD_ROWS = 256  # positions whose logits are in memory at a time
 
 
@@ -114,19 +130,22 @@ def measure_sensitivity(
     options: ConvertOptions,
     workers: Workers,
     on_layer: Callable[[int, int], None] | None = None,
+    on_pairs: Callable[[int, Mapping[str, Tensor]], None] | None = None,
     scratch: Path | None = None,
 ) -> Sensitivity:
     """Measures the sensitivity on the first `ROWS` rows of token_ids int64 [rows, length].
 
     States are kept in `scratch`, with 2 bytes for each of ROWS * length * hidden * layers values.
     `on_layer` is called with the number of layers done and the total, which counts each layer twice
-    (forward and backward).
+    (forward and backward). `on_pairs` is called for each layer, the last one first, with the
+    correlations of the outputs of its matrices (`PairSums.correlations`) by name. Then `PAIR_ROWS`
+    rows are used.
     """
     device = torch.device(options.device)
     total = 2 * config.num_layers
     sensitivity: dict[str, MatrixSensitivity] = {}
     has_common_start = bool((token_ids[:, 0] == token_ids[0, 0]).all())
-    token_ids = token_ids[:ROWS]
+    token_ids = token_ids[: ROWS if on_pairs is None else PAIR_ROWS]
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         states = embed_rows(checkpoint, config, token_ids)
         for layer in range(config.num_layers):
@@ -139,10 +158,15 @@ def measure_sensitivity(
         for layer in reversed(range(config.num_layers)):
             source = read_layer(checkpoint, config, layer, device)
             states = _load(Path(folder, str(layer)), states.shape)
-            found = _backward(source, config, states, gradient, workers)
+            sums = {} if on_pairs is None else _pair_sums(source, workers)
+            found = _backward(source, config, states, gradient, workers, pairs=sums)
             if not has_common_start:
                 found = {name: one.without_tokens() for name, one in found.items()}
             sensitivity |= found
+            if on_pairs is not None:
+                named = {source.rows[key].name: one for key, one in sums.items()}
+                pairs = {name: one.correlations(found[name].outputs) for name, one in named.items()}
+                on_pairs(layer, pairs)
             if on_layer is not None:
                 on_layer(total - layer, total)
     return sensitivity
@@ -200,16 +224,22 @@ def _head_gradient(
 
 
 def _backward(
-    source: LayerSource, config: ModelConfig, states: Tensor, gradient: Tensor, workers: Workers
+    source: LayerSource,
+    config: ModelConfig,
+    states: Tensor,
+    gradient: Tensor,
+    workers: Workers,
+    *,
+    pairs: Mapping[str, PairSums],
 ) -> dict[str, MatrixSensitivity]:
-    """Sensitivity of the layer's matrices.
+    """Sensitivity of the layer's matrices. The sums of `pairs`, by key, get the gradients.
 
     `gradient` is the gradient with respect to the layer's outputs. It is replaced by the gradient
     with respect to its inputs, `states`.
     """
     vectors, product, keys = source.vectors(), source.products(), source.matrix_keys
 
-    def run(row: int) -> dict[str, _Squares]:
+    def run(row: int) -> tuple[dict[str, _Squares], dict[str, Tensor]]:
         outputs: dict[str, Tensor] = {}
 
         def recorded(key: str, x: Tensor) -> Tensor:
@@ -224,18 +254,43 @@ def _backward(
         x_gradient, *output_gradients = torch.autograd.grad(y, operands, y_gradient)
         # Before `gradient` is overwritten: an output's gradient may be `y_gradient` itself, which
         # on a CPU is a view of `gradient`.
-        flat = [g.float().flatten(0, -2).square() for g in output_gradients]  # [tokens, out] each
-        squares = {key: _squares(source, key, g) for key, g in zip(used, flat, strict=True)}
+        flat = {
+            key: g.float().flatten(0, -2) for key, g in zip(used, output_gradients, strict=True)
+        }  # [tokens, out] each
+        squares = {key: _squares(source, key, g.square()) for key, g in flat.items()}
+        after_first = {key: flat[key][1:].clone() for key in pairs if key in flat}
         gradient[row : row + 1] = x_gradient.to(gradient.device)
-        return squares
+        return squares, after_first
 
-    rows = workers.map(run, range(len(states)))
+    rows: list[dict[str, _Squares]] = []
+    for first in range(0, len(states), ROWS_AT_ONCE):
+        numbers = range(first, min(first + ROWS_AT_ONCE, len(states)))
+        for squares, after_first in workers.map(run, numbers):
+            rows.append(squares)
+            for key, own in after_first.items():
+                pairs[key].add(own)
     unused = {key: _Squares.unused(len(source.matrix(key))) for key in keys}
-    squares = {key: _sum(row.get(key, unused[key]) for row in rows) for key in keys}
-    totals = _with_prior(source, squares)
+    sums = {key: _sum(row.get(key, unused[key]) for row in rows) for key in keys}
+    totals = _with_prior(source, sums)
     return {
         source.rows[key].name: _sensitivity(totals[key], one, states.shape[0] * states.shape[1])
-        for key, one in squares.items()
+        for key, one in sums.items()
+    }
+
+
+def has_pairs(row: ModuleRow) -> bool:
+    """Whether the products of the gradients of two outputs of this matrix are summed. Those of
+    experts, which few tokens choose, are not."""
+    return row.is_converted and row.layer is not None and row.expert is None
+
+
+def _pair_sums(source: LayerSource, workers: Workers) -> dict[str, PairSums]:
+    """Empty sums for the matrices of a layer, by key."""
+    rows = {key: source.rows[key] for key in source.matrix_keys}
+    return {
+        key: PairSums(in_file_order(row, torch.arange(row.shape[0])), source.device, workers)
+        for key, row in rows.items()
+        if has_pairs(row)
     }
 
 

@@ -34,6 +34,7 @@ from exl_core.convert.sensitivity import (
     as_tensors,
     from_tensors,
     measure_sensitivity,
+    with_pairs,
 )
 from exl_core.convert.tune import STEPS, fits_in_memory, tune_model
 from exl_core.convert.work import WorkDir
@@ -107,6 +108,11 @@ class Stages:
         return CalibrationRows(token_ids, str(facts["sha256"]), str(facts["description"]))
 
     def _measure_sensitivity(self, token_ids: Tensor, workers: Workers) -> Sensitivity:
+        """Sensitivity of all matrices. The pairs of a layer, for EXL3, stay in their file."""
+
+        def write_pairs(layer: int, pairs: Mapping[str, Tensor]) -> None:
+            self.work.write_tensors(pairs_file(layer), pairs)
+
         if not self.work.has(SENSITIVITY):
             with self._stage(Stage.SENSITIVITY) as step, self.work.scratch() as scratch:
                 sensitivity = measure_sensitivity(
@@ -116,6 +122,7 @@ class Stages:
                     options=self.options,
                     workers=workers,
                     on_layer=step,
+                    on_pairs=write_pairs if self.options.format == "exl3" else None,
                     scratch=scratch,
                 )
             self.work.write_tensors(SENSITIVITY, as_tensors(sensitivity))
@@ -174,6 +181,7 @@ class Stages:
                 states = States(*(self._embed(token_ids) for _ in range(2)))
             for layer in range(first_layer, count):
                 step(layer, count)
+                pairs = self.work.read_tensors(pairs_file(layer)) if is_weighted else {}
                 part = quantize_layer(
                     read_layer(self.checkpoint, self.config, layer, self._device),
                     self.config,
@@ -181,7 +189,7 @@ class Stages:
                     states,
                     workers,
                     options=self.options,
-                    sensitivity=sensitivity,
+                    sensitivity=with_pairs(sensitivity, pairs),
                 )
                 self._save_part(*layer_files(layer), part, Stage.QUANTIZE)
                 both = {"source": states.source, "quantized": states.quantized}
@@ -323,6 +331,11 @@ def layer_files(layer: int) -> tuple[str, str]:
     return f"layer-{layer:05d}.safetensors", f"layer-{layer:05d}.json"
 
 
+def pairs_file(layer: int) -> str:
+    """Name of the file with the correlations of a layer's outputs."""
+    return f"pairs-{layer:05d}.safetensors"
+
+
 def part_files(num_layers: int) -> list[tuple[str, str]]:
     """Names of these files for all layers, then for embedding, norm and head."""
     return [*(layer_files(layer) for layer in range(num_layers)), (ENDS, ENDS_FACTS)]
@@ -355,6 +368,6 @@ def matrix_reports(work: WorkDir, num_layers: int) -> list[dict[str, object]]:
 
 def stage_files(work: WorkDir) -> list[str]:
     """Work files without use once the output exists (not calibration rows and measurement)."""
-    kinds = ("layer", "measure", "quantize", "tune")
+    kinds = ("layer", "measure", "pairs", "quantize", "tune")
     parts = [path.name for kind in kinds for path in work.folder.glob(f"{kind}-*")]
     return [*parts, SENSITIVITY, ENDS, ENDS_FACTS, TUNED, TUNED_FACTS, TUNING]

@@ -15,15 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from exl_core.convert.candidates import Costs
-from exl_core.convert.gptq import damped
 from exl_core.convert.hessian import InputStatistics
-from exl_core.convert.ldlq import (
-    DAMPING,
-    TrellisQuantizer,
-    column_importance,
-    initial_scales,
-)
+from exl_core.convert.ldlq import DAMPING, TrellisQuantizer, initial_scales, unit_factor
 from exl_core.convert.matrix import Correction, QuantizedMatrix, relative_error
+from exl_core.convert.outputs import output_hessian
 from exl_core.convert.plan import (
     AnyLayout,
     ConvertOptions,
@@ -36,7 +31,7 @@ from exl_core.formats.codecs.exl3 import layout as exl3
 from exl_core.formats.codecs.exl3.matrix import stored_size
 from exl_core.ops.open import get_table
 from exl_core.ops.rings import RingOps
-from exl_core.ops.weights import TILE, TRELLIS_RATES
+from exl_core.ops.weights import TRELLIS_RATES
 from exl_core.settings import read_settings
 
 DISTORTION: Mapping[float, float] = dict(
@@ -94,8 +89,10 @@ class Exl3Quantizer:
         quantizer = TrellisQuantizer(
             hessian, open_rings(hessian.device), seed=self._seed, check=self._check
         )
-        importance = None if sensitivity is None else sensitivity.outputs
-        linear = quantizer.quantize(target, layout.rate, layout.codebook, importance).linear
+        outputs = None
+        if sensitivity is not None:
+            outputs = output_hessian(sensitivity.outputs, sensitivity.pairs, stored_size(n))
+        linear = quantizer.quantize(target, layout.rate, layout.codebook, outputs).linear
         pieces = {"suh": linear.suh, "svh": linear.svh, "trellis": linear.trellis}
         if layout.codebook != "3inst":
             multiplier = torch.tensor(exl3.MULTIPLIERS[layout.codebook])
@@ -141,8 +138,8 @@ def expected_losses(
     """
     (n, k), (columns, rows) = weight.shape, map(stored_size, weight.shape)
     source = pad(weight.T.double(), (0, columns - n, 0, rows - k))
-    importance = column_importance(sensitivity, columns).to(source)
-    suh, svh = initial_scales(source, importance, 0)
+    outputs = output_hessian(sensitivity, None, columns).to(source.device)
+    suh, svh = initial_scales(source, outputs.diagonal, 0)
 
     def rotated(inputs: Tensor) -> Tensor:
         inputs = pad(inputs.double(), (0, rows - k, 0, rows - k))
@@ -151,19 +148,20 @@ def expected_losses(
     is_usable = _is_usable(hessian)
     own = rotated(hessian if is_usable else torch.eye(k).to(source))
     cost = own if by_token is None or not is_usable else rotated(by_token)
-    lower, failed = torch.linalg.cholesky_ex(damped(own, DAMPING))
-    trace = cost.diagonal().sum() if int(failed) else _remaining(cost, lower)
+    trace = _remaining(cost, own)
     loss = float((sensitivity.double() * svh[:n].square()).sum() * trace / 2)
     return {one: [DISTORTION[one.rate] * 4.0**-one.rate * loss] for one in layouts}
 
 
-def _remaining(rotated: Tensor, lower: Tensor) -> Tensor:
-    """Sum of the output errors on the Hessian M for errors of unit variance: tr(L^-1 M L^-T), where
-    L D L' factorizes the damped Hessian of the feedback, whose Cholesky factor is `lower`."""
-    size = len(lower)
-    blocks = lower.view(size // TILE, TILE, -1, TILE).diagonal(0, 0, 2).permute(2, 0, 1)
-    eye = torch.eye(size).to(lower)
-    inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
-    unit = (blocks @ inverse.view(-1, TILE, size)).view(size, size)  # L^-1
-    remaining: Tensor = ((unit @ rotated) * unit).sum()
+def _remaining(cost: Tensor, hessian: Tensor) -> Tensor:
+    """Sum of the output errors on the Hessian M for errors of unit variance: tr(L^-1 M L^-T) with
+    the M of `cost`. L D L' factorizes the damped Hessian of the feedback. Both are rotated."""
+    factor = unit_factor(hessian, DAMPING)
+    if factor is None:
+        return cost.diagonal().sum()
+    eye = torch.eye(len(factor)).to(cost)
+    inverse = torch.linalg.solve_triangular(
+        factor.double() + eye, eye, upper=False, unitriangular=True
+    )
+    remaining: Tensor = ((inverse @ cost) * inverse).sum()
     return remaining

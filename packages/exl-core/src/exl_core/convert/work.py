@@ -33,7 +33,7 @@ from exl_core.formats.containers.source import StoredTensor
 
 JOB_NAME, LOCK_NAME, SCRATCH_NAME = "job.json", "lock", "scratch"
 _OWN_NAMES = (LOCK_NAME, JOB_NAME + TEMPORARY_SUFFIX)  # left by a process that was killed early
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 Facts = Mapping[str, object]
 
 
