@@ -64,7 +64,7 @@ def embed_rows(checkpoint: Any, config: Any, token_ids: Tensor) -> Tensor:
 def measure_sensitivity(*args: Any, **options: Any) -> dict[str, MatrixSensitivity]:
     (options["scratch"] / "states").write_bytes(b"large")
     options["on_layer"](1, 1)
-    return {"sensitivity": MatrixSensitivity(torch.ones(3), torch.ones(3), torch.ones(2, 4))}
+    return {"sensitivity": MatrixSensitivity(torch.ones(3), torch.ones(2, 4))}
 
 
 def measure_layer(

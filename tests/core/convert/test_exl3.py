@@ -280,7 +280,7 @@ def test_expected_losses_are_those_of_the_search(
         x[:, 50] *= 10
         tokens[:, 50] *= 0.01
     statistics = measure_hessian([x], None, WORKERS)
-    sensitivity, layout = MatrixSensitivity(outputs, outputs, tokens), TrellisCodes(rate, "mul1")
+    sensitivity, layout = MatrixSensitivity(outputs, tokens), TrellisCodes(rate, "mul1")
 
     expected = trellis.expected_losses(
         weight,
@@ -318,7 +318,7 @@ def test_sensitive_first_tokens_get_smaller_errors() -> None:
     for factor in (1.0, 1000.0):
         tokens = torch.ones(8, 64)
         tokens[:, 0] = factor
-        sensitivity = {"w": MatrixSensitivity(torch.ones(128), torch.ones(128), tokens)}
+        sensitivity = {"w": MatrixSensitivity(torch.ones(128), tokens)}
         quantizer = trellis.Exl3Quantizer(statistics, "w", FAST, sensitivity)
         error = quantizer.quantize("w", weight, TrellisCodes(2, "mul1")).weight - weight
         spans = (slice(1), slice(1, 64))

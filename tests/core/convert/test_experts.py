@@ -400,7 +400,7 @@ def test_the_cost_of_a_layout_is_the_sum_over_the_experts_by_their_sensitivity(
             given |= {row.name: random[row.name] * weight for row in one.values()}
         states = embed_rows(checkpoint, config, ids)
         workers = Workers(None, lambda: False)
-        sensitivity = {name: MatrixSensitivity(x, x, x[:0]) for name, x in given.items()}
+        sensitivity = {name: MatrixSensitivity(x, x[:0]) for name, x in given.items()}
         measured = measure_layer(layer, config, states, sensitivity, options=FAST, workers=workers)
         experts = [matrix for matrix in measured.matrices if ".experts.*." in matrix.name]
         assert len(experts) == 3

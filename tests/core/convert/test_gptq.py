@@ -8,11 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core.convert.gptq import DAMPING, Variant, factorize, identity_factor, quantize_columns
-from exl_core.convert.hessian import InputStatistics
+from exl_core.convert.gptq import (
+    DAMPING,
+    Variant,
+    cost_curvature,
+    factorize,
+    identity_factor,
+    quantize_columns,
+)
+from exl_core.convert.hessian import InputStatistics, measure_hessian
 from exl_core.convert.matrix import MatrixQuantizer
+from exl_core.convert.parallel import Workers
 from exl_core.convert.plan import Layout
 from exl_core.convert.scales import exact_scales, group_scales
+from exl_core.convert.sensitivity import MatrixSensitivity
 from exl_core.formats.codecs.exl2 import layout as exl2
 
 TRIALS = 8
@@ -85,11 +94,51 @@ def test_cost_uses_the_damped_hessian() -> None:
     )
 
 
+def test_cost_on_another_hessian_is_that_of_the_errors() -> None:
+    k, n = 128, 400
+    hessian, other = correlated_hessian(k), correlated_hessian(k, seed=5)
+    weight = random_weight(n, k).T.contiguous()
+    factor = factorize(hessian)
+    assert factor is not None
+    damped = hessian + torch.eye(k) * hessian.diagonal().mean() * DAMPING
+    torch.testing.assert_close(cost_curvature(factor, damped), factor.curvature, rtol=1e-3, atol=0)
+    curvatures = (None, cost_curvature(factor, other))
+    variants = [
+        Variant(slice(i * n, i * n + n), [(3, 64), (3, 64)], one)
+        for i, one in enumerate(curvatures)
+    ]
+    rounded = quantize_columns(weight[factor.order].repeat(1, 2), factor, variants, TRIALS)
+    assert torch.equal(rounded.codes[:, :n], rounded.codes[:, n:])
+    read = rounded.weight[factor.order.argsort(), :n].T
+    own, foreign = rounded.cost.sum(0).tolist()
+    assert own == pytest.approx(outputs_error(read, weight.T, damped), rel=1e-3)
+    assert foreign == pytest.approx(outputs_error(read, weight.T, other), rel=0.05)
+
+
+def test_sensitive_first_tokens_get_smaller_errors() -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight, x = random_weight(128, 256), torch.randn(8, 64, 256, generator=generator)
+    x[:, 0] = torch.randn(256, generator=generator)  # the same token, such as BOS
+    statistics = measure_hessian([x], None, Workers(None, lambda: False))
+    errors = []
+    for factor in (1.0, 1000.0):
+        tokens = torch.ones(8, 64)
+        tokens[:, 0] = factor
+        sensitivity = {"w": MatrixSensitivity(torch.ones(128), tokens)}
+        quantizer = MatrixQuantizer(statistics, sensitivity)
+        error = quantizer.quantize("w", weight, Layout.parse("3:100/64")).weight - weight
+        spans = (slice(1), slice(1, 64))
+        errors.append([float((x[:, span] @ error.T).square().mean()) for span in spans])
+    (first, others), (weighted_first, weighted_others) = errors
+    assert weighted_first < 0.2 * first
+    assert weighted_others < 1.2 * others
+
+
 def test_gptq_error_is_far_below_rounding() -> None:
     k, n = 192, 64
     hessian, weight = correlated_hessian(k), random_weight(n, k)
     layout = Layout.parse("3:100/64")
-    good = MatrixQuantizer(InputStatistics(hessian, None)).quantize("good", weight, layout)
+    good = MatrixQuantizer(InputStatistics(hessian, None), {}).quantize("good", weight, layout)
     plain = identity_factor(k, torch.device("cpu"))
     rounded = quantize_columns(
         weight.T.contiguous(), plain, [Variant(slice(n), layout.groups(k))], TRIALS
@@ -101,7 +150,7 @@ def test_gptq_error_is_far_below_rounding() -> None:
 @pytest.mark.parametrize("in_features", [576, 96])
 def test_error_falls_with_more_bits(in_features: int) -> None:
     hessian, weight = correlated_hessian(in_features), random_weight(40, in_features)
-    quantizer = MatrixQuantizer(InputStatistics(hessian, None))
+    quantizer = MatrixQuantizer(InputStatistics(hessian, None), {})
     layouts = ["2:100/64", "3:25/64 2:75/64", "3:100/64", "4:100/64", "5:100/64", "6:100/64"]
     reports = [quantizer.quantize("w", weight, Layout.parse(text)).report for text in layouts]
     errors = [report.error for report in reports]
@@ -138,7 +187,7 @@ def test_cross_moment_compensates_earlier_errors() -> None:
     expected = source_x @ weight.T
 
     def error(statistics: InputStatistics) -> float:
-        quantized = MatrixQuantizer(statistics).quantize("w", weight, layout)
+        quantized = MatrixQuantizer(statistics, {}).quantize("w", weight, layout)
         return float((x @ quantized.weight.T - expected).square().mean())
 
     assert error(InputStatistics(hessian, cross)) < 0.9 * error(InputStatistics(hessian, None))
@@ -159,7 +208,7 @@ def dead_inputs(k: int) -> Tensor:
 def test_singular_hessian_is_quantized(make: Callable[[int], Tensor]) -> None:
     k, n = 96, 32
     hessian, weight = make(k), random_weight(n, k)
-    matrix = MatrixQuantizer(InputStatistics(hessian, None)).quantize(
+    matrix = MatrixQuantizer(InputStatistics(hessian, None), {}).quantize(
         "w", weight, Layout.parse("4:100/32")
     )
     assert matrix.weight.isfinite().all()
@@ -171,7 +220,7 @@ def test_indefinite_hessian_raises_damping_and_is_reported() -> None:
     k = 64
     hessian = correlated_hessian(k)
     hessian[0, 1] = hessian[1, 0] = 1.1 * (hessian[0, 0] * hessian[1, 1]).sqrt()  # indefinite
-    quantizer = MatrixQuantizer(InputStatistics(hessian, None))
+    quantizer = MatrixQuantizer(InputStatistics(hessian, None), {})
     report = quantizer.quantize("w", random_weight(32, k), Layout.parse("4:100/32")).report
     assert [one.kind for one in report.incidents] == ["damped"]
     assert "mean diagonal" in report.incidents[0].detail
@@ -181,7 +230,7 @@ def test_indefinite_hessian_raises_damping_and_is_reported() -> None:
 def test_unusable_hessian_falls_back_to_rounding(fill: float) -> None:
     k, n = 64, 32
     weight = random_weight(n, k)
-    quantizer = MatrixQuantizer(InputStatistics(torch.full((k, k), fill), None))
+    quantizer = MatrixQuantizer(InputStatistics(torch.full((k, k), fill), None), {})
     matrix = quantizer.quantize("w", weight, Layout.parse("6:100/32"))
     assert [one.kind for one in matrix.report.incidents] == ["rounded"]
     assert (matrix.weight - weight).abs().max() < 0.1
@@ -192,12 +241,12 @@ def test_zero_matrix_and_constant_column() -> None:
     k, n = 96, 32
     hessian = correlated_hessian(k)
     layout = Layout.parse("3:100/32")
-    zero = MatrixQuantizer(InputStatistics(hessian, None)).quantize("w", torch.zeros(n, k), layout)
-    assert not zero.weight.any()
+    quantizer = MatrixQuantizer(InputStatistics(hessian, None), {})
+    assert not quantizer.quantize("w", torch.zeros(n, k), layout).weight.any()
     weight = random_weight(n, k)
     weight[:, 7] = 0.5  # one input feature has the same weight for all outputs
     weight[3] = 0.25  # one output has the same weight for all inputs
-    constant = MatrixQuantizer(InputStatistics(hessian, None)).quantize("w", weight, layout)
+    constant = quantizer.quantize("w", weight, layout)
     assert constant.report.error < 0.1
 
 
@@ -206,7 +255,7 @@ def test_quantization_is_deterministic() -> None:
     hessian, weight = correlated_hessian(k), random_weight(n, k)
     layout = Layout.parse("4:25/64 3:75/64")
     one, two = (
-        MatrixQuantizer(InputStatistics(hessian.clone(), hessian * 0.9)).quantize(
+        MatrixQuantizer(InputStatistics(hessian.clone(), hessian * 0.9), {}).quantize(
             "w", weight, layout
         )
         for _ in range(2)
@@ -218,7 +267,7 @@ def test_quantization_is_deterministic() -> None:
 def test_padded_columns_and_short_last_group() -> None:
     k, n = 160, 20  # groups of 64, 64 and 32 rows; 12 columns of padding
     hessian, weight = correlated_hessian(k), random_weight(n, k)
-    matrix = MatrixQuantizer(InputStatistics(hessian, None)).quantize(
+    matrix = MatrixQuantizer(InputStatistics(hessian, None), {}).quantize(
         "w", weight, Layout.parse("5:100/64")
     )
     packed = exl2.check(matrix.pieces, "w")

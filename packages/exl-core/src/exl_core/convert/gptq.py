@@ -82,10 +82,11 @@ def identity_factor(features: int, device: torch.device) -> Factor:
 
 class Variant(NamedTuple):
     """One matrix in one layout: columns that share their groups and each group's largest scale.
-    `groups` are pairs (bits, rows)."""
+    `groups` are pairs (bits, rows). `curvature` [K] replaces that of the factor in the cost."""
 
     columns: slice
     groups: Sequence[tuple[int, int]]
+    curvature: Tensor | None = None
 
 
 class Rounded(NamedTuple):
@@ -125,7 +126,7 @@ def quantize_columns(
     starts = [_starts(variant.groups) for variant in variants]
     scales_by_variant: list[list[GroupScales]] = [[] for _ in variants]
     positions = torch.arange(columns, device=weight.device)
-    costs = []
+    costs, curvatures = [], _curvatures(factor, variants)
     for first in range(0, features, ROW_STEP):
         if check is not None:
             check()
@@ -142,7 +143,11 @@ def quantize_columns(
         errors, steps = _round_block(adjusted[block], factor.feedback[block, block], *grid)
         torch.mul(steps, grid.scale, out=rounded[block])
         codes[block].copy_(steps.add_(grid.zero))
-        costs.append(factor.curvature[block] @ errors.square())  # [N]
+        if curvatures is None:
+            costs.append(factor.curvature[block] @ errors.square())  # [N]
+        else:
+            of_variants, variant_of = curvatures
+            costs.append((of_variants[block][:, variant_of] * errors.square()).sum(0))
         if block.stop < features:
             after = factor.feedback[block, block.stop :]
             adjusted[block.stop :].addmm_(after.T, errors, alpha=-1)
@@ -155,6 +160,26 @@ def quantize_columns(
         row_costs *= column_weights
     cost = torch.stack([row_costs[:, variant.columns].sum(1) for variant in variants], 1)
     return Rounded(codes, stacked_scales, rounded, cost)
+
+
+def cost_curvature(factor: Factor, hessian: Tensor) -> Tensor:
+    """Cost [K] of a unit error that remains in each stored row, on another Hessian than that of the
+    feedback, if the remaining errors of the rows are independent: the diagonal of F H F' for the
+    feedback F. `hessian` [K, K] is in the order of the features."""
+    own = hessian[factor.order][:, factor.order]
+    cost: Tensor = ((factor.feedback @ own) * factor.feedback).sum(1)
+    return cost
+
+
+def _curvatures(factor: Factor, variants: Sequence[Variant]) -> tuple[Tensor, Tensor] | None:
+    """Curvatures of the variants [K, V], and the variant of each column, int64 [N]; None: that of
+    the factor for all."""
+    if all(variant.curvature is None for variant in variants):
+        return None
+    own = [factor.curvature if one.curvature is None else one.curvature for one in variants]
+    sizes = torch.tensor([one.columns.stop - one.columns.start for one in variants])
+    columns = torch.arange(len(variants)).repeat_interleave(sizes)
+    return torch.stack(own, 1), columns.to(factor.curvature.device)
 
 
 def _groups_starting_at(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from exl_core.convert.gptq import (
     DAMPING,
+    Factor,
     Variant,
     damped,
     factorize,
@@ -19,6 +20,7 @@ from exl_core.convert.gptq import (
 )
 from exl_core.convert.hessian import InputStatistics
 from exl_core.convert.plan import AnyLayout, Incident, Layout, MatrixReport
+from exl_core.convert.sensitivity import Sensitivity
 from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.formats.codecs.exl2 import writer as exl2_writer
 
@@ -52,13 +54,18 @@ class Quantizer(Protocol):
 class MatrixQuantizer:
     """Quantizes matrices that read the same input.
 
-    `check` is called every 32 rows of a matrix and may raise.
+    `sensitivity` is that of every matrix by name. `check` is called every 32 rows of a matrix and
+    may raise.
     """
 
     def __init__(
-        self, statistics: InputStatistics, check: Callable[[], None] | None = None
+        self,
+        statistics: InputStatistics,
+        sensitivity: Sensitivity,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self._statistics = statistics
+        self._sensitivity = sensitivity
         self._check = check
         self._factor = factorize(statistics.hessian)
         self._correction = None if self._factor is None else Correction(statistics)
@@ -70,7 +77,8 @@ class MatrixQuantizer:
         assert isinstance(layout, Layout), "chosen among the candidates of EXL2"
         source = weight.T.contiguous()  # [in, out]
         k, n = source.shape
-        factor, incidents = self._factor or identity_factor(k, weight.device), self._incidents(name)
+        found = self._factor_of(name)
+        factor, incidents = found or identity_factor(k, weight.device), _incidents(name, found)
         groups = layout.groups(k)
         target = source if self._correction is None else self._correction.target(source)
         target = target[factor.order]
@@ -96,14 +104,22 @@ class MatrixQuantizer:
         pieces = {piece: getattr(packed, piece) for piece in exl2.PARTS}
         return QuantizedMatrix(pieces, result.T.contiguous(), report)
 
-    def _incidents(self, name: str) -> tuple[Incident, ...]:
-        if self._factor is None:
-            reason = "no damping makes the Hessian of its inputs positive definite"
-            return (Incident(name, "rounded", reason),)
-        if self._factor.damping > DAMPING:
-            reason = f"{self._factor.damping:g} of the mean diagonal was added to its Hessian"
-            return (Incident(name, "damped", reason),)
-        return ()
+    def _factor_of(self, name: str) -> Factor | None:
+        """Factor of the Hessian with the weight that first tokens have for this matrix."""
+        sensitivity = self._sensitivity.get(name)
+        if self._factor is None or sensitivity is None or sensitivity.first == 1:
+            return self._factor
+        return factorize(self._statistics.weighted(sensitivity.first))
+
+
+def _incidents(name: str, factor: Factor | None) -> tuple[Incident, ...]:
+    if factor is None:
+        reason = "no damping makes the Hessian of its inputs positive definite"
+        return (Incident(name, "rounded", reason),)
+    if factor.damping > DAMPING:
+        reason = f"{factor.damping:g} of the mean diagonal was added to its Hessian"
+        return (Incident(name, "damped", reason),)
+    return ()
 
 
 class Correction:

@@ -11,8 +11,14 @@ from torch import Tensor
 from exl_core.arch.spec import ModelConfig
 from exl_core.convert.candidates import Costs, cost_of
 from exl_core.convert.experts import Routes, expert_keys, minimum_rows
-from exl_core.convert.gptq import Variant, factorize, identity_factor, quantize_columns
-from exl_core.convert.hessian import measure_hessian, token_hessian
+from exl_core.convert.gptq import (
+    Variant,
+    cost_curvature,
+    factorize,
+    identity_factor,
+    quantize_columns,
+)
+from exl_core.convert.hessian import InputStatistics, measure_hessian, token_hessian
 from exl_core.convert.layers import LayerSource
 from exl_core.convert.measurement import set_name
 from exl_core.convert.parallel import Workers
@@ -132,7 +138,7 @@ class _LayerMeasurer:
         """Costs of matrices that read the same inputs, by key."""
         statistics = measure_hessian(inputs, None, self.workers)
         if self.options.format == "exl2":
-            return self._costs_of_groups(keys, statistics.hessian)
+            return self._costs_of_groups(keys, statistics, inputs)
         by_token = {key: self._by_token(key, inputs) for key in keys}
 
         def run(key: str) -> Costs:
@@ -152,24 +158,43 @@ class _LayerMeasurer:
         tokens = self.sensitivity[self.source.rows[key].name].tokens
         return token_hessian(inputs, tokens, self.workers) if len(tokens) else None
 
-    def _costs_of_groups(self, keys: Sequence[str], hessian: Tensor) -> dict[str, Costs]:
-        """Costs of matrices in EXL2, by key, width and group size."""
+    def _costs_of_groups(
+        self, keys: Sequence[str], statistics: InputStatistics, inputs: Sequence[Tensor]
+    ) -> dict[str, Costs]:
+        """Costs of matrices in EXL2, by key, width and group size. Matrices whose first tokens have
+        the same weight share the feedback."""
+        found: dict[str, Costs] = {}
+        weights = {key: self.sensitivity[self.source.rows[key].name].first for key in keys}
+        for first in dict.fromkeys(weights.values()):
+            own = [key for key in keys if weights[key] == first]
+            found |= self._costs_with_feedback(own, statistics.weighted(first), inputs)
+        return {key: found[key] for key in keys}
+
+    def _costs_with_feedback(
+        self, keys: Sequence[str], hessian: Tensor, inputs: Sequence[Tensor]
+    ) -> dict[str, Costs]:
+        """The same for matrices with one Hessian of the feedback."""
         sizes = FAST_SIZES if self.options.fast else dict.fromkeys(WIDTHS, GROUP_SIZES)
         forms = [(bits, size) for bits in WIDTHS for size in sizes[bits]]
         source, sensitivity = self.source, self.sensitivity
-        factor = factorize(hessian) or identity_factor(len(hessian), hessian.device)
+        found = factorize(hessian)
+        factor = found or identity_factor(len(hessian), hessian.device)
+        curvature: dict[str, Tensor | None] = {}
+        for key in keys:
+            cost = None if found is None else self._by_token(key, inputs)
+            curvature[key] = None if cost is None else cost_curvature(factor, cost)
 
         def run(job: _Job) -> list[list[float]]:
             distinct = {key for key, _ in job}
             stored = {key: source.matrix(key).T[factor.order] for key in distinct}  # [in, out]
             sensitivities = [
-                sensitivity[source.rows[key].name].mean.to(hessian.device) for key, _ in job
+                sensitivity[source.rows[key].name].outputs.to(hessian.device) for key, _ in job
             ]
             variants, first = [], 0
             for key, (bits, size) in job:
                 k, n = stored[key].shape
                 groups = Layout((Section(bits, 100, size),)).groups(k)
-                variants.append(Variant(slice(first, first + n), groups))
+                variants.append(Variant(slice(first, first + n), groups, curvature[key]))
                 first += n
             weight = torch.cat([stored[key] for key, _ in job], 1)
             weights = torch.cat(sensitivities)

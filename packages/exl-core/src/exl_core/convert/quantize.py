@@ -55,8 +55,7 @@ def quantize_layer(
     options: ConvertOptions,
     sensitivity: Sensitivity,
 ) -> QuantizedPart:
-    """Quantizes one layer: all its tensors. `states` are replaced by those after the layer.
-    `sensitivity` is only used for EXL3."""
+    """Quantizes one layer: all its tensors. `states` are replaced by those after the layer."""
     target = target_of(options)
     quantizer = _LayerQuantizer(
         source, config, allocation, workers, options=options, sensitivity=sensitivity
@@ -239,7 +238,7 @@ def _quantizer(
 ) -> Quantizer:
     """Quantizer of matrices that read the same input. `group` is the name of the first of them."""
     if options.format == "exl2":
-        return MatrixQuantizer(statistics, workers.check)
+        return MatrixQuantizer(statistics, sensitivity, workers.check)
     return Exl3Quantizer(statistics, group, options, sensitivity, workers.check)
 
 

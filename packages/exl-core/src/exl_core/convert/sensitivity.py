@@ -5,14 +5,13 @@ their loss say how much a change of an output changes the predictions (Fisher in
 E of a matrix is expected to increase the loss by half the mean over tokens of the sum over outputs
 n of g_n^2 (E_n' x)^2, with the token's inputs x.
 
-For EXL2, gradients and inputs are taken as independent: the mean of g_n^2 times E_n' H E_n. For
-EXL3, if all calibration rows begin with the same token, such as BOS, the square of a gradient is
-taken apart into an output's sensitivity and a token's weight. Tokens differ by factors of a
-thousand, and so do their inputs: all tokens attend to the first one, and few tokens have most of
-the energy of the inputs of the last matrix of a layer. Taken as independent, the expected loss is
-up to 100 times too large for single matrices. Where rows begin with any tokens, the weights of the
-first ones are too few to know, and independence is the better guess
-(docs/experiments/exl3-writer.md).
+If all calibration rows begin with the same token, such as BOS, the square of a gradient is taken
+apart into an output's sensitivity and a token's weight. Tokens differ by factors of a thousand, and
+so do their inputs: all tokens attend to the first one, and few tokens have most of the energy of
+the inputs of the last matrix of a layer. Otherwise gradients and inputs are taken as independent:
+the mean of g_n^2 times E_n' H E_n. For single matrices of the models with such a token this would
+be up to 100 times too large. Where rows begin with any tokens, the weights of the first ones are
+too few to know, and independence is the better guess (docs/experiments/exl3-writer.md).
 
 The outputs of an expert for a token that did not choose it have no effect, so their gradients are
 0: an expert counts by how often it is used, and with which weights. Its tokens have equal weights.
@@ -57,8 +56,8 @@ from exl_core.formats.containers.safetensors_writer import as_bytes
 class MatrixSensitivity(NamedTuple):
     """Sensitivity of the loss to errors of one matrix.
 
-    mean     float32 [out]: mean square of each output's gradient over all tokens, in nats^2
-    outputs  the same over the tokens after the first one of each row; all, if `tokens` is empty
+    outputs  float32 [out]: mean square of each output's gradient over the tokens after the first
+             one of each row, in nats^2; over all tokens, if `tokens` is empty
     tokens   float32 [rows, length]: weight of each token of the first calibration rows, with a mean
              of 1 over the tokens after the first one of each row. Empty, which means equal weights,
              for experts and if the rows begin with different tokens
@@ -66,14 +65,9 @@ class MatrixSensitivity(NamedTuple):
              of the file. None: not known
     """
 
-    mean: Tensor
     outputs: Tensor
     tokens: Tensor
     pairs: Tensor | None = None
-
-    def without_tokens(self) -> MatrixSensitivity:
-        """The same with equal weights of all tokens."""
-        return MatrixSensitivity(self.mean, self.mean, self.tokens[:0])
 
     @property
     def first(self) -> float:
@@ -84,7 +78,7 @@ class MatrixSensitivity(NamedTuple):
 Sensitivity = Mapping[str, MatrixSensitivity]
 """By the matrix's name."""
 
-_PARTS = ("mean", "outputs", "tokens")  # ends of names in a file
+_PARTS = ("outputs", "tokens")  # ends of names in a file
 
 
 def with_pairs(sensitivity: Sensitivity, pairs: Mapping[str, Tensor]) -> Sensitivity:
@@ -122,6 +116,11 @@ ROWS_AT_ONCE = 8  # whose gradients are in memory
 HEAD_ROWS = 256  # positions whose logits are in memory at a time
 
 
+def has_common_start(token_ids: Tensor) -> bool:
+    """Whether all rows begin with the same token, so that tokens have weights."""
+    return bool((token_ids[:, 0] == token_ids[0, 0]).all())
+
+
 def measure_sensitivity(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -144,7 +143,7 @@ def measure_sensitivity(
     device = torch.device(options.device)
     total = 2 * config.num_layers
     sensitivity: dict[str, MatrixSensitivity] = {}
-    has_common_start = bool((token_ids[:, 0] == token_ids[0, 0]).all())
+    is_weighted = has_common_start(token_ids)
     token_ids = token_ids[: ROWS if on_pairs is None else PAIR_ROWS]
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         states = embed_rows(checkpoint, config, token_ids)
@@ -159,9 +158,8 @@ def measure_sensitivity(
             source = read_layer(checkpoint, config, layer, device)
             states = _load(Path(folder, str(layer)), states.shape)
             sums = {} if on_pairs is None else _pair_sums(source, workers)
-            found = _backward(source, config, states, gradient, workers, pairs=sums)
-            if not has_common_start:
-                found = {name: one.without_tokens() for name, one in found.items()}
+            squares = _backward(source, config, states, gradient, workers, pairs=sums)
+            found = _sensitivities(source, squares, states, is_weighted=is_weighted)
             sensitivity |= found
             if on_pairs is not None:
                 named = {source.rows[key].name: one for key, one in sums.items()}
@@ -231,8 +229,8 @@ def _backward(
     workers: Workers,
     *,
     pairs: Mapping[str, PairSums],
-) -> dict[str, MatrixSensitivity]:
-    """Sensitivity of the layer's matrices. The sums of `pairs`, by key, get the gradients.
+) -> dict[str, _Squares]:
+    """Sums over all rows for the layer's matrices by key. The sums of `pairs` get the gradients.
 
     `gradient` is the gradient with respect to the layer's outputs. It is replaced by the gradient
     with respect to its inputs, `states`.
@@ -270,12 +268,7 @@ def _backward(
             for key, own in after_first.items():
                 pairs[key].add(own)
     unused = {key: _Squares.unused(len(source.matrix(key))) for key in keys}
-    sums = {key: _sum(row.get(key, unused[key]) for row in rows) for key in keys}
-    totals = _with_prior(source, sums)
-    return {
-        source.rows[key].name: _sensitivity(totals[key], one, states.shape[0] * states.shape[1])
-        for key, one in sums.items()
-    }
+    return {key: _sum(row.get(key, unused[key]) for row in rows) for key in keys}
 
 
 def has_pairs(row: ModuleRow) -> bool:
@@ -330,15 +323,22 @@ def _sum(squares: Iterable[_Squares]) -> _Squares:
     )
 
 
-def _sensitivity(total: Tensor, squares: _Squares, tokens: int) -> MatrixSensitivity:
-    """`total` is that of the squares, with the prior; `tokens` are those of all rows."""
-    mean, by_token = total / tokens, squares.by_token
-    others = tokens - len(by_token)  # tokens after the first ones
-    if not len(by_token) or not others:
-        return MatrixSensitivity(mean, mean, by_token[:0])
-    size = by_token[:, 1:].mean()
-    weights = by_token / size if size > 0 else torch.ones_like(by_token)
-    return MatrixSensitivity(mean, (total - squares.first) / others, weights)
+def _sensitivities(
+    source: LayerSource, squares: Mapping[str, _Squares], states: Tensor, *, is_weighted: bool
+) -> dict[str, MatrixSensitivity]:
+    """Sensitivity of the layer's matrices by name, from the sums over rows with these `states`."""
+    tokens, totals = states.shape[0] * states.shape[1], _with_prior(source, squares)
+    found = {}
+    for key, one in squares.items():
+        by_token, others = one.by_token, tokens - len(one.by_token)  # after the first tokens
+        if is_weighted and len(by_token) and others:
+            size = by_token[:, 1:].mean()
+            weights = by_token / size if size > 0 else torch.ones_like(by_token)
+            sensitivity = MatrixSensitivity((totals[key] - one.first) / others, weights)
+        else:
+            sensitivity = MatrixSensitivity(totals[key] / tokens, by_token[:0])
+        found[source.rows[key].name] = sensitivity
+    return found
 
 
 def _with_prior(source: LayerSource, squares: Mapping[str, _Squares]) -> dict[str, Tensor]:

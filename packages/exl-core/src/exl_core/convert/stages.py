@@ -33,6 +33,7 @@ from exl_core.convert.sensitivity import (
     Sensitivity,
     as_tensors,
     from_tensors,
+    has_common_start,
     measure_sensitivity,
     with_pairs,
 )
@@ -167,9 +168,11 @@ class Stages:
     def _quantize(self, token_ids: Tensor, allocation: Allocation, workers: Workers) -> None:
         if self.work.has(ENDS_FACTS):
             return
-        count, is_weighted = self.config.num_layers, self.options.format == "exl3"
-        # With a given measurement there is none yet.
-        sensitivity = self._measure_sensitivity(token_ids, workers) if is_weighted else {}
+        count, has_pairs = self.config.num_layers, self.options.format == "exl3"
+        sensitivity: Sensitivity = {}
+        if has_pairs or has_common_start(token_ids):
+            # With a given measurement there is none yet.
+            sensitivity = self._measure_sensitivity(token_ids, workers)
         with self._stage(Stage.QUANTIZE) as step:
             first_layer, saved_state = self._resume_states("quantize")
             if saved_state:
@@ -181,7 +184,7 @@ class Stages:
                 states = States(*(self._embed(token_ids) for _ in range(2)))
             for layer in range(first_layer, count):
                 step(layer, count)
-                pairs = self.work.read_tensors(pairs_file(layer)) if is_weighted else {}
+                pairs = self.work.read_tensors(pairs_file(layer)) if has_pairs else {}
                 part = quantize_layer(
                     read_layer(self.checkpoint, self.config, layer, self._device),
                     self.config,
