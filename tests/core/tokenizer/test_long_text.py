@@ -122,7 +122,7 @@ def check_parts_and_bound(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch)
     assert lengths is not None and cuts is not None
     num_cut = 0
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=200, deadline=None)
     @given(TEXT, st.booleans())
     def check(text: str, allow_special: bool) -> None:
         nonlocal num_cut
