@@ -17,7 +17,7 @@ from exl_core.arch.modules import module_table
 from exl_core.convert import sensitivity as sensitivity_module
 from exl_core.convert import tune
 from exl_core.convert.allocate import allocate
-from exl_core.convert.layers import States, embed_rows, read_layer
+from exl_core.convert.layers import LayerSource, States, embed_rows, read_layer
 from exl_core.convert.measure import measure_layer
 from exl_core.convert.parallel import Workers, worker_pool
 from exl_core.convert.plan import ConvertOptions, LayerMeasurement
@@ -166,19 +166,26 @@ def test_conversion_of_sandwich_norms_and_head_norms(tmp_path: Path) -> None:
     )
 
 
+def last_layer(model: Source, ids: Tensor) -> tuple[LayerSource, Tensor]:
+    """Weights of the last layer, and the gradient of its states [rows, length, hidden]."""
+    states = embed_rows(model.checkpoint, model.config, ids)
+    with cpu_workers() as workers:
+        for layer in range(model.config.num_layers):
+            source = read_layer(model.checkpoint, model.config, layer, CPU)
+            sensitivity_module._forward(source, model.config, states, workers)
+        gradient = sensitivity_module._head_gradient(
+            model.checkpoint, model.config, states, OPTIONS, workers
+        )
+    return source, gradient
+
+
 def test_sensitivity_is_the_mean_square_of_gradients(llama: Source) -> None:
     """The output gradient of the last down projection is that of the states after the layer."""
     name = "model.layers.2.mlp.down_proj.weight"
     ids = llama.token_ids.clone()
     ids[:, 0] = 1  # as BOS
-    states = embed_rows(llama.checkpoint, llama.config, ids)
+    source, gradient = last_layer(llama, ids)
     with cpu_workers() as workers:
-        for layer in range(llama.config.num_layers):
-            source = read_layer(llama.checkpoint, llama.config, layer, CPU)
-            sensitivity_module._forward(source, llama.config, states, workers)
-        gradient = sensitivity_module._head_gradient(
-            llama.checkpoint, llama.config, states, OPTIONS, workers
-        )
         found = measure_sensitivity(
             llama.checkpoint, llama.config, ids, options=OPTIONS, workers=workers
         )[name]
@@ -191,17 +198,11 @@ def test_sensitivity_is_the_mean_square_of_gradients(llama: Source) -> None:
 
 def test_pairs_are_the_correlations_of_gradients_after_the_first_tokens(llama: Source) -> None:
     """As above: the output gradient of the last down projection is known."""
-    name, layers = "model.layers.2.mlp.down_proj.weight", llama.config.num_layers
+    name = "model.layers.2.mlp.down_proj.weight"
     ids, pairs = llama.token_ids.clone(), dict[int, Mapping[str, Tensor]]()
     ids[:, 0] = 1  # as BOS
-    states = embed_rows(llama.checkpoint, llama.config, ids)
+    _, gradient = last_layer(llama, ids)
     with cpu_workers() as workers:
-        for layer in range(layers):
-            source = read_layer(llama.checkpoint, llama.config, layer, CPU)
-            sensitivity_module._forward(source, llama.config, states, workers)
-        gradient = sensitivity_module._head_gradient(
-            llama.checkpoint, llama.config, states, OPTIONS, workers
-        )
         found = measure_sensitivity(
             llama.checkpoint,
             llama.config,
@@ -225,14 +226,7 @@ def test_pairs_are_the_correlations_of_gradients_after_the_first_tokens(llama: S
 
 def test_rows_that_begin_with_different_tokens_have_no_weights_of_tokens(llama: Source) -> None:
     assert len(set(llama.token_ids[:, 0].tolist())) > 1
-    states = embed_rows(llama.checkpoint, llama.config, llama.token_ids)
-    with cpu_workers() as workers:
-        for layer in range(llama.config.num_layers):
-            source = read_layer(llama.checkpoint, llama.config, layer, CPU)
-            sensitivity_module._forward(source, llama.config, states, workers)
-        gradient = sensitivity_module._head_gradient(
-            llama.checkpoint, llama.config, states, OPTIONS, workers
-        )
+    _, gradient = last_layer(llama, llama.token_ids)
     last = llama.sensitivity["model.layers.2.mlp.down_proj.weight"]
     assert torch.allclose(last.outputs, gradient.square().mean((0, 1)), rtol=0.05)
     for one in llama.sensitivity.values():
