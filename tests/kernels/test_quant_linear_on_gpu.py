@@ -62,6 +62,17 @@ def test_each_width_with_each_kind_of_offset(
     check_rows(gpu_table, make_matrix(rng, shape), rng, (1, 8, 13, 32))
 
 
+@pytest.mark.parametrize("n", [96, 4096])
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_k_tiles_of_one_to_four_blocks(
+    gpu_table: OpTable, rng: torch.Generator, bits: int, n: int
+) -> None:
+    """As of a rank whose input features are spread over all groups."""
+    runs = ((bits, 7, 32), (bits, 9, 64), (bits, 5, 90), (bits, 6, 128), (bits, 1, 20))
+    matrix = make_matrix(rng, Shape(runs, n, permuted=True))
+    check_rows(gpu_table, matrix, rng, (8, 9, 17, 32, 64))
+
+
 @pytest.mark.parametrize(("bits", "formula"), [(8, "e4m3"), (4, "iq4_nl")])
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32], ids=["f16", "f32"])
 @pytest.mark.parametrize("runs", [((8, 128),), ((5, 32),), ((1, 640),), ((3, 100), (1, 40))])

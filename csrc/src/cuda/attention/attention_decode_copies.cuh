@@ -219,8 +219,9 @@ class StepCopies<key_type, value_type, width, true, is_invariant> {
 
     // Body of the producer warp.
     __device__ __forceinline__ void produce() const {
-        for (int i = lane_; i < 2 * kDecodeWarps * kMaxStages; i += kWarp) {
-            barrier_init(barriers_ + i, 1);
+        if (is_elected()) {
+#pragma unroll 8
+            for (int i = 0; i < 2 * kDecodeWarps * kMaxStages; ++i) barrier_init(barriers_ + i, 1);
         }
         fence_barrier_init();
         __syncwarp();
@@ -316,7 +317,7 @@ class StepCopies<key_type, value_type, width, true, is_invariant> {
         const uint32_t to = shared_offset(stage_of(warp, stage));
         constexpr int kKeyBytes = Shape::kKeyBytes, kValueBytes = Shape::kStepBytes - kKeyBytes;
         barrier_wait(free_barrier(warp, stage), parity);
-        if (lane_ != 0) return;
+        if (!is_elected()) return;
         uint64_t* full = full_barrier(warp, stage);
         barrier_arrive_expecting(full, Shape::kStepBytes);
         copy_run(

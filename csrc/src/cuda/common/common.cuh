@@ -125,6 +125,16 @@ constexpr int kWarmUpRows = 8;
 constexpr uint64_t kEvictFirst = 0x12f0000000000000, kEvictNormal = 0x16f0000000000000;
 
 #if __CUDA_ARCH__ >= 900
+// True in one lane, for a warp of which all lanes call it. With a condition on the lane's number the
+// compiler surrounds a bulk copy, or the initialization of an mbarrier, with a loop over the lanes
+// that may execute it, which takes 60 cycles. It knows that this one holds for one lane.
+__device__ __forceinline__ bool is_elected() {
+    uint32_t found = 0;
+    asm volatile("{\n .reg .pred one;\n elect.sync _|one, 0xffffffff;\n @one mov.u32 %0, 1;\n}"
+                 : "+r"(found));
+    return found != 0;
+}
+
 // Bulk copy of `bytes` bytes, a multiple of 16, to shared memory. The mbarrier at shared memory
 // address `barrier` counts the bytes as they arrive.
 __device__ __forceinline__ void copy_run(

@@ -69,11 +69,10 @@ struct PartialRange {
     __device__ __forceinline__ PartialRange(
         const ManyRowsArgs& args, const SmallBatchPart& part, uint32_t index
     ) {
-        const uint32_t split = index >> args.slice_bits;
-        const uint32_t begin = split * part.split_k_tiles;
+        const SmallBatchPart::FirstKTile* of_split = part.first + (index >> args.slice_bits);
         step = 1u << args.slice_bits;
-        first = begin + (index & (step - 1));
-        end = min(part.num_k_tiles, begin + part.split_k_tiles);
+        first = of_split[0].k_tile + (index & (step - 1));
+        end = of_split[1].k_tile;
     }
 };
 
@@ -83,11 +82,13 @@ __device__ __forceinline__ int first_panel_of(const ManyRowsArgs& args, uint32_t
 }
 
 __device__ __forceinline__ void init_barriers(const ManyRowsArgs& args, ManyRowsState& state) {
-    if (threadIdx.x < kSmallBatchStages) {
-        barrier_init(&state.full[threadIdx.x], 1);
-        barrier_init(&state.empty[threadIdx.x], kConsumerWarps << args.cluster_bits);
-        fence_barrier_init();
+    if (uniform(threadIdx.x / kWarp) > 0 || !is_elected()) return;
+#pragma unroll
+    for (int i = 0; i < kSmallBatchStages; ++i) {
+        barrier_init(&state.full[i], 1);
+        barrier_init(&state.empty[i], kConsumerWarps << args.cluster_bits);
     }
+    fence_barrier_init();
 }
 
 // Copies of the producer warps for one part of an output tile. One warp copies weights and writes
@@ -122,7 +123,7 @@ struct PartCopies {
         const uint8_t* from = weights + offset;
 #pragma unroll 1
         for (int i = 0; i < num_panels; ++i, from += part.panel_bytes, to += size) {
-            if (lane == 0) copy_bulk(buffer + to, from, size, barrier);
+            if (is_elected()) copy_bulk(buffer + to, from, size, barrier);
         }
     }
 
@@ -137,9 +138,9 @@ struct PartCopies {
 #pragma unroll 1
         for (int i = 0; i < num_chunks; ++i) {
             if (args.cluster_bits == 0) {
-                if (lane == 0) copy_bulk(buffer + to, from, share, barrier);
+                if (is_elected()) copy_bulk(buffer + to, from, share, barrier);
             } else {
-                if (lane == 0) copy_bulk_to(3, buffer + to, from, share, barrier);
+                if (is_elected()) copy_bulk_to(3, buffer + to, from, share, barrier);
             }
             from += 2 * part.chunk_halves, to += kChunkInputBytes;
         }
@@ -434,10 +435,6 @@ cudaError_t quant_many_rows(
     own.cluster_bits = kClusterBits;
     own.num_partials = static_cast<uint32_t>(args.num_partials());
     own.slice_bits = static_cast<uint32_t>(args.slice_bits);
-    for (int i = 0; i < 3; ++i) {
-        SmallBatchPart& part = own.common.parts[i];
-        part.split_k_tiles = static_cast<uint32_t>(ceil_div(part.num_k_tiles, args.splits));
-    }
     own.common.slice_bits = 0;
     own.common.splits = 1;
     own.common.global_split_bits = 0;

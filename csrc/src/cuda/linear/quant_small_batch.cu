@@ -183,6 +183,11 @@ SmallBatchPart make_part(const ExlQuantMatrix& w, const void* inputs, int first_
     return part;
 }
 
+// Blocks of 32 rows of the k-tile `in_run` of a run.
+uint32_t blocks_of(const ExlQuantRun& run, uint32_t in_run) {
+    return (in_run + 1) % run.group_k_tiles == 0 ? run.last_blocks : 4;
+}
+
 // Entry `index` of the matrix's k-tile table, computed from its runs.
 SmallBatchPart::FirstKTile k_tile_at(
     const ExlQuantMatrix& w, uint32_t index, uint32_t header_bytes
@@ -193,12 +198,49 @@ SmallBatchPart::FirstKTile k_tile_at(
     const uint32_t group = in_run / group_k_tiles, in_group = in_run % group_k_tiles;
     const uint32_t group_blocks = 4 * (group_k_tiles - 1) + run->last_blocks;
     const uint32_t first_block = run->first_block + group * group_blocks + 4 * in_group;
-    const uint32_t blocks = in_group + 1 < group_k_tiles ? 4 : run->last_blocks;
+    const uint32_t blocks = blocks_of(*run, in_run);
     const uint32_t block_bytes = 128 * run->bits;
     return {
+        index,
         run->offset + in_run * header_bytes + (group * group_blocks + 4 * in_group) * block_bytes,
         first_block | static_cast<uint32_t>(run->bits) << 16 | blocks << 24
     };
+}
+
+// Time of a k-tile with that many blocks. Beside them, a k-tile takes as long as four blocks do.
+constexpr uint32_t k_tile_cost(uint32_t blocks) { return 4 + blocks; }
+
+// Calls `visit` with the number and the cost of every k-tile.
+template <class Visit>
+void visit_k_tiles(const ExlQuantMatrix& w, const Visit& visit) {
+    for (int i = 0; i < w.num_runs; ++i) {
+        const auto end =
+            static_cast<uint32_t>(i + 1 < w.num_runs ? w.runs[i + 1].first_k_tile : w.num_k_tiles);
+        const uint32_t first = w.runs[i].first_k_tile;
+        for (uint32_t k_tile = first; k_tile < end; ++k_tile) {
+            visit(k_tile, k_tile_cost(blocks_of(w.runs[i], k_tile - first)));
+        }
+    }
+}
+
+uint32_t cost_of_k_tiles(const ExlQuantMatrix& w) {
+    uint32_t cost = 0;
+    visit_k_tiles(w, [&](uint32_t, uint32_t own) { cost += own; });
+    return cost;
+}
+
+// Divides the k-tiles of a part among the thread blocks of a tile. A k-tile belongs to the block in
+// whose share of the time its middle lies.
+void divide_k_tiles(SmallBatchPart& part, const ExlQuantMatrix& w, uint32_t cost, uint32_t blocks) {
+    uint32_t rank = 0, before = 0;
+    visit_k_tiles(w, [&](uint32_t k_tile, uint32_t own) {
+        const uint64_t middle = 2 * before + own;
+        while (rank < blocks && middle * blocks >= uint64_t{2} * rank * cost) {
+            part.first[rank++] = k_tile_at(w, k_tile, part.header_bytes);
+        }
+        before += own;
+    });
+    while (rank <= blocks) part.first[rank++] = {part.num_k_tiles, 0, 0};
 }
 
 // Size of the largest k-tile of a panel in all parts.
@@ -309,15 +351,20 @@ double cost_of(const SmallBatchArgs& args, int64_t k_tiles, int max_clusters) {
            (args.has_global_split() ? 3.0 : 0.0) + (is_late ? 3.0 : 0.0);
 }
 
+// Costs of all k-tiles of each part.
+struct KTileCosts {
+    uint32_t of[3] = {};
+};
+
 // Chooses the partition whose slowest thread block finishes first. `rows`: kRows of the kernel.
 void choose_partition(
-    SmallBatchArgs& args, const ClusterOccupancy& occupancy, int rows, bool can_split_globally
+    SmallBatchArgs& args, const KTileCosts& costs, const ClusterOccupancy& occupancy, int rows,
+    bool can_split_globally
 ) {
-    int64_t k_tiles = 0;
-    for (int i = 0; i < args.num_groups; ++i) {
-        k_tiles = std::max<int64_t>(k_tiles, args.parts[i].num_k_tiles);
-    }
-    if (args.is_gated()) k_tiles += args.parts[1].num_k_tiles;
+    const uint32_t cost_of_tile = args.is_gated()
+                                      ? costs.of[0] + costs.of[1]
+                                      : std::max({costs.of[0], costs.of[1], costs.of[2]});
+    const int64_t k_tiles = ceil_div(cost_of_tile, k_tile_cost(4));
     double least = std::numeric_limits<double>::infinity();
     Partition best = {0, 1, 0};
     const auto consider = [&](const Partition& partition) {
@@ -347,6 +394,13 @@ cudaError_t launch_shape(
     const int resident = blocks_per_multiprocessor(kRows, has_small);
     const int shared_bytes = std::min(228 * 1024 / resident - 1024, info.shared_per_block);
     const int state = static_cast<int>(sizeof(SmallBatchState));
+    KTileCosts costs;
+    for (int i = 0; i < call.count; ++i) costs.of[i] = cost_of_k_tiles(*call.parts[i]);
+    const auto divide = [&] {
+        for (int i = 0; i < call.count; ++i) {
+            divide_k_tiles(args.parts[i], *call.parts[i], costs.of[i], args.blocks());
+        }
+    };
     ClusterOccupancy occupancy;
     const cudaError_t error =
         cluster_occupancy<kRows, is_by_rows, has_small>(&occupancy, info, shared_bytes);
@@ -359,12 +413,14 @@ cudaError_t launch_shape(
             &chosen, info, std::min(kShared, info.shared_per_block)
         );
         if (failure != cudaSuccess) return failure;
-        choose_partition(args, chosen, kInvariantRows, false);
+        choose_partition(args, costs, chosen, kInvariantRows, false);
+        divide();
         if (!is_by_rows && !has_small && suits_many_rows(args, info)) {
             return quant_many_rows(args, max_k_tile_bytes(call), info, stream);
         }
     } else {
-        choose_partition(args, occupancy, kRows, kRows <= 32);
+        choose_partition(args, costs, occupancy, kRows, kRows <= 32);
+        divide();
     }
     args.workspace = static_cast<uint8_t*>(call.workspace);
     const auto max_clusters = static_cast<uint32_t>(std::max(1, occupancy.max_active[args.splits]));
@@ -387,14 +443,6 @@ cudaError_t launch_shape(
     args.gate_sums_offset = args.pipeline_bytes + state;
     args.sums_offset = sums_in_stages ? 0 : args.gate_sums_offset + gate_sums;
     args.num_clusters = has_one_tile ? num_clusters : max_clusters;
-    for (int i = 0; i < call.count; ++i) {
-        SmallBatchPart& part = args.parts[i];
-        part.split_k_tiles = static_cast<uint32_t>(ceil_div(part.num_k_tiles, args.blocks()));
-        for (uint32_t rank = 0; rank * part.split_k_tiles < part.num_k_tiles; ++rank) {
-            part.first[rank] =
-                k_tile_at(*call.parts[i], rank * part.split_k_tiles, part.header_bytes);
-        }
-    }
     return launch_clusters(
         small_batch_kernel<kRows, is_by_rows, has_small>, dim3(args.num_clusters * args.splits),
         dim3(kSmallBatchThreads), args.splits, args.pipeline_bytes + state + gate_sums + sums,

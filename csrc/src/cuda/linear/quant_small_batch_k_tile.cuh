@@ -12,6 +12,8 @@
 // scales nor sums of inputs, and continue from k-tile to k-tile in the accumulator registers.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/linear/quant_k_tile.cuh"
 #include "cuda/linear/quant_small_batch_pipeline.cuh"
 
@@ -195,42 +197,56 @@ __device__ __forceinline__ void issue_products(
     group_commit();
 }
 
+// Adds the products of kBlocks blocks. `first` has the codes of the first one. Codes are loaded and
+// converted while the products of the previous block are executing.
+template <int kBlocks, int kBits, bool is_small, int kRows, bool is_by_rows>
+__device__ __forceinline__ void multiply_in_turn(
+    SmallBatchSums<kRows>& total, const BlockCodes<kBits>& first,
+    const KTileWeights<kBits, is_small>& weights, const uint8_t* blocks, uint32_t inputs, int lane
+) {
+    BlockCodes<kBits> codes[kBlocks];
+    codes[0] = first;
+    WeightFragments a[kBlocks];
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+        convert_block<kBits>(a[i], codes[i], weights, i);
+        // Loads the next codes ahead of the products. Wider codes have to wait: their registers
+        // are free only once the products of the previous block are done.
+        constexpr bool kLoadsEarly = kBits <= 5;
+        const auto load_next = [&] { codes[i + 1].load(blocks + (i + 1) * 128 * kBits, lane); };
+        if (kLoadsEarly && i + 1 < kBlocks) load_next();
+        issue_products<kRows, is_by_rows>(total, a[i], inputs + 4 * kRows * i);
+        if (i + 1 < kBlocks) group_wait<1>();
+        if (!kLoadsEarly && i + 1 < kBlocks) load_next();
+    }
+    group_wait<0>();
+}
+
 template <int kBits, bool is_small, int kRows, bool is_by_rows>
 __device__ __forceinline__ void multiply_blocks(
     SmallBatchSums<kRows>& total, const SmallBatchPart& part, const uint8_t* k_tile, int num_blocks,
     float panel_scale, uint32_t inputs, int lane
 ) {
     const uint8_t* blocks = k_tile + part.header_bytes;
-    BlockCodes<kBits> codes[4];
+    BlockCodes<kBits> codes;
     // Loads the first codes ahead of the factors. The compiler does not move loads across the
     // branches of `factors.load`.
-    codes[0].load(blocks, lane);
+    codes.load(blocks, lane);
     KTileWeights<kBits, is_small> weights;
     weights.load(part, k_tile, panel_scale, lane / 4);
+    const auto multiply = [&](auto count) {
+        multiply_in_turn<count.value, kBits, is_small, kRows, is_by_rows>(
+            total, codes, weights, blocks, inputs, lane
+        );
+    };
     if (is_small || num_blocks == 4) {
-        WeightFragments a[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            convert_block<kBits>(a[i], codes[i], weights, i);
-            // Loads the next codes ahead of the products. Wider codes have to wait: their registers
-            // are free only once the products of the previous block are done.
-            constexpr bool kLoadsEarly = kBits <= 5;
-            const auto load_next = [&] { codes[i + 1].load(blocks + (i + 1) * 128 * kBits, lane); };
-            if (kLoadsEarly && i + 1 < 4) load_next();
-            issue_products<kRows, is_by_rows>(total, a[i], inputs + 4 * kRows * i);
-            if (i + 1 < 4) group_wait<1>();
-            if (!kLoadsEarly && i + 1 < 4) load_next();
-        }
-        group_wait<0>();
+        multiply(std::integral_constant<int, 4>());
+    } else if (num_blocks == 3) {
+        multiply(std::integral_constant<int, 3>());
+    } else if (num_blocks == 2) {
+        multiply(std::integral_constant<int, 2>());
     } else {
-#pragma unroll 1
-        for (int i = 0; i < num_blocks; ++i) {
-            WeightFragments a;
-            if (i > 0) codes[0].load(blocks + i * 128 * kBits, lane);
-            convert_block<kBits>(a, codes[0], weights, 0);
-            issue_products<kRows, is_by_rows>(total, a, inputs + 4 * kRows * i);
-            group_wait<0>();
-        }
+        multiply(std::integral_constant<int, 1>());
     }
     group_results(total[0]);
     group_results(total[1]);

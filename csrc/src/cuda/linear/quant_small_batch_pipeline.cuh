@@ -46,7 +46,7 @@ struct SmallBatchState {
     // received_bytes: size of the partial sums that other warps and blocks send to this block.
     __device__ __forceinline__ void init_barriers(int slices, uint32_t received_bytes) {
         const int warp = uniform(threadIdx.x / kWarp);
-        if (threadIdx.x % kWarp != 0 || warp > kSmallBatchStages) return;
+        if (warp > kSmallBatchStages || !is_elected()) return;
         if (warp == kSmallBatchStages) {
             barrier_init(&sums_ready, 1);
             barrier_arrive_expecting(&sums_ready, received_bytes);
@@ -167,16 +167,16 @@ class SmallBatchProducer {
         const uint8_t* source = source_ + offset_;
         const int each = static_cast<int>(uniform(size));
         int to = static_cast<int>(uniform(at));
-#pragma unroll 1
+#pragma unroll 4
         for (int i = 0; i < num_panels_; ++i, source += panel_bytes_, to += each) {
-            if (lane_ == 0) {
+            if (is_elected()) {
                 copy_weights(shared_offset(buffer_ + to), source, each, shared_offset(barrier));
             }
         }
         const __half* inputs = inputs_ + (descriptor_ & 0xffff) * (kBlockBytes / 2);
         if (!with_inputs) {
             first_inputs_ = inputs;
-        } else if (lane_ == 0) {
+        } else if (is_elected()) {
             copy_bulk(buffer_ + at + total - inputs_bytes, inputs, inputs_bytes, barrier);
         }
         has_wrapped_ |= wraps;
@@ -187,7 +187,7 @@ class SmallBatchProducer {
     }
 
     __device__ __forceinline__ void copy_first_inputs() {
-        if (lane_ == 0) {
+        if (is_elected()) {
             const StageEntry entry = state_.entries[0];
             copy_bulk(
                 buffer_ + entry.inputs, first_inputs_, entry.end - entry.inputs, &state_.full[0]

@@ -9,9 +9,9 @@
 //   global splits   several clusters per tile, reduced through global memory: each cluster stores
 //                   its sums in the workspace, and the last one to arrive adds them up
 //
-// All thread blocks of a tile get equal numbers of consecutive k-tiles. A tile that is not divided
-// is computed by one thread block, and such a block c of C loops over the tiles c, c + C, c + 2 C
-// and so on. If tiles are divided, every thread block works on one tile only.
+// All thread blocks of a tile get consecutive k-tiles that take about the same time. A tile that is
+// not divided is computed by one thread block, and such a block c of C loops over the tiles c,
+// c + C, c + 2 C and so on. If tiles are divided, every thread block works on one tile only.
 //
 // In the batch-invariant mode a launch has several chunks of 64 rows. It has every tile once per
 // chunk, and the chunks of a tile follow one another, so that they share weights in the L2 cache.
@@ -31,12 +31,12 @@ constexpr int kGlobalSumBytes = 8192;  // of one thread block
 constexpr int kCounterBytes = 4 * kMaxGlobalBlocks;
 
 struct SmallBatchPart {
-    // Entry of the k-tile table for the first k-tile of each thread block of a tile: its offset in
-    // the panel, and the second word of ExlQuantKTile. As kernel parameters they need no memory
-    // access.
+    // First k-tile of each thread block of a tile: its number, its offset in the panel, and the
+    // second word of ExlQuantKTile. As kernel parameters they need no memory access. The entry
+    // behind that of the last block has only a number, that of all k-tiles.
     struct FirstKTile {
-        uint32_t offset, descriptor;
-    } first[kMaxSplits];
+        uint32_t k_tile, offset, descriptor;
+    } first[kMaxSplits + 1];
     const uint8_t* packed;
     const ExlQuantKTile* k_tiles;  // [num_k_tiles]
     const float* bias;
@@ -44,8 +44,7 @@ struct SmallBatchPart {
     int64_t panel_bytes;
     int32_t num_panels;
     uint32_t num_k_tiles;
-    uint32_t split_k_tiles;  // k-tiles of each thread block of a tile; the last ones may have fewer
-    int64_t chunk_halves;    // float16 numbers of the inputs of a chunk
+    int64_t chunk_halves;  // float16 numbers of the inputs of a chunk
     int32_t n;
     int32_t first_column;  // column of y
     int32_t header_bytes;  // of a k-tile: its scales and offsets
@@ -141,10 +140,8 @@ struct TileScheduler {
     // of a gated pair.
     __device__ __forceinline__ KRange k_range(const SmallBatchArgs& args, int pair_index) const {
         const int part = args.is_gated() ? pair_index : group;
-        const uint32_t k_tiles = args.parts[part].num_k_tiles;
-        const uint32_t each = args.parts[part].split_k_tiles;
-        const uint32_t begin = min(k_tiles, split_rank(args) * each);
-        return {part, begin, min(k_tiles, begin + each)};
+        const SmallBatchPart::FirstKTile* first = args.parts[part].first + split_rank(args);
+        return {part, first[0].k_tile, first[1].k_tile};
     }
     // Rank of this block among all thread blocks of its tile.
     __device__ __forceinline__ static uint32_t split_rank(const SmallBatchArgs& args) {

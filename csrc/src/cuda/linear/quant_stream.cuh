@@ -76,6 +76,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+#if __CUDA_ARCH__ >= 800
+__device__ __forceinline__ void init_barrier(const uint64_t* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+                 : "memory");
+}
+#endif
+
 // Pipeline of one warp. The constructor issues loads into all stages.
 class WeightPipeline {
   public:
@@ -88,18 +95,14 @@ class WeightPipeline {
           warp_(warp),
           lane_(lane),
           tile_(blockIdx.x >> args.split_bits) {
-#if __CUDA_ARCH__ >= 800
-        if (lane < kMaxStages) {
-            constexpr int kArrivals = __CUDA_ARCH__ >= 900 ? 1 : kWarp;
-            asm volatile(
-                "mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&state->barriers[lane])),
-                "r"(kArrivals)
-                : "memory"
-            );
-        }
 #if __CUDA_ARCH__ >= 900
+        if (is_elected()) {
+#pragma unroll
+            for (const uint64_t& barrier : state->barriers) init_barrier(&barrier, 1);
+        }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
+#elif __CUDA_ARCH__ >= 800
+        if (lane < kMaxStages) init_barrier(&state->barriers[lane], kWarp);
 #endif
         __syncwarp();
         for (int stage = 0; stage < args.num_stages; ++stage) {
@@ -289,7 +292,7 @@ class WeightPipeline {
         const uint32_t to = shared_address(buffers_ + stage * args_.stage_bytes);
         const uint32_t barrier = shared_address(&state_->barriers[stage]);
 #if __CUDA_ARCH__ >= 900
-        if (lane_ == 0) {
+        if (is_elected()) {
             asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier),
                          "r"(size)
                          : "memory");

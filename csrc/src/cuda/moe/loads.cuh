@@ -43,11 +43,12 @@ class Ring {
           stage_bytes_(stage_bytes),
           lane_(lane) {
 #if __CUDA_ARCH__ >= 900
-        if (lane < num_stages) {
-            asm volatile(
-                "mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&barriers->stages[lane]))
-                : "memory"
-            );
+        if (is_elected()) {
+#pragma unroll
+            for (uint64_t& stage : barriers->stages) {
+                asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&stage))
+                             : "memory");
+            }
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
@@ -59,7 +60,7 @@ class Ring {
     // Starts the copy of a load to a stage whose bytes have all been read. All lanes call it.
     __device__ __forceinline__ void issue(int stage, const uint8_t* source, int bytes) {
 #if __CUDA_ARCH__ >= 900
-        if (lane_ == 0) issue_alone(stage, source, bytes);
+        if (is_elected()) issue_alone(stage, source, bytes);
 #else
         for (int byte = 16 * lane_; byte < bytes; byte += 16 * kWarp) {
             copy_async_16(buffers_ + stage * stage_bytes_ + byte, source + byte);

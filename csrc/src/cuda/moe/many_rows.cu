@@ -132,13 +132,13 @@ __device__ __forceinline__ void produce(
                 uint8_t* to = buffer + at + kStageInputBytes;
 #pragma unroll 1
                 for (int i = 0; i < num_panels; ++i, from += part.panel_bytes, to += size) {
-                    if (lane == 0) copy_bulk(to, from, size, barrier);
+                    if (is_elected()) copy_bulk(to, from, size, barrier);
                 }
                 from = inputs + static_cast<int64_t>(descriptor & 0xffff) * kBlockInputBytes;
                 to = buffer + at;
 #pragma unroll 1
                 for (int i = 0; i < num_chunks; ++i, from += chunk_bytes, to += kChunkInputBytes) {
-                    if (lane == 0) copy_bulk(to, from, input_bytes, barrier);
+                    if (is_elected()) copy_bulk(to, from, input_bytes, barrier);
                 }
                 next.advance(args.num_stages);
             }
@@ -328,9 +328,12 @@ __global__ void __launch_bounds__(kThreads, 1) items_kernel(const __grid_constan
     extern __shared__ __align__(1024) uint8_t shared[];
     auto& state = *reinterpret_cast<ItemState*>(shared + args.state_offset);
     const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
-    if (threadIdx.x < kSmallBatchStages) {
-        barrier_init(&state.full[threadIdx.x], 1);
-        barrier_init(&state.empty[threadIdx.x], kConsumerWarps);
+    if (warp == 0 && is_elected()) {
+#pragma unroll
+        for (int i = 0; i < kSmallBatchStages; ++i) {
+            barrier_init(&state.full[i], 1);
+            barrier_init(&state.empty[i], kConsumerWarps);
+        }
         fence_barrier_init();
     }
     __syncthreads();
