@@ -196,6 +196,33 @@ def test_preemption_delays_requests_and_does_not_change_replies() -> None:
     assert engine.scheduler.num_requeued > 0, "or this tested nothing"
 
 
+def test_a_preempted_request_whose_time_is_over_ends_while_it_waits() -> None:
+    now = 0.0
+
+    def rule(history: Sequence[int]) -> Tensor:
+        nonlocal now
+        now += 1.0
+        return certain(97)
+
+    options = EngineOptions(cache_tokens=3 * 256)
+    engine = Engine(ScriptedModel(rule), ByteTokenizer(), options, clock=lambda: now)
+    old, young = (ask([10 + i] * 250, max_tokens=100, max_time_s=50.0) for i in range(2))
+    engine.submit(old)
+    engine.submit(young)
+    while not engine.scheduler.num_requeued:
+        assert not any(isinstance(event, FinishEvent) for event in engine.step())
+    running = len(engine.token_ids_of(young.request_id)) - 250
+    assert 0 < running < 20
+
+    ends = [event for event in run_all(engine) if isinstance(event, FinishEvent)]
+
+    assert [end.request_id for end in ends] == [old.request_id, young.request_id]
+    assert [end.reason for end in ends] == [FinishReason.TIME] * 2
+    assert len(ends[0].token_ids) > 20
+    assert len(ends[1].token_ids) == running and ends[1].text == "a" * running
+    assert not engine.pool.held_pages
+
+
 def test_cancel_during_prefill_and_during_decode() -> None:
     engine = engine_for(reply_with("hello there"), prefill_chunk=100)
     long = ask([65] * 1000)

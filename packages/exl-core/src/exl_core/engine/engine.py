@@ -281,6 +281,7 @@ class Engine:
         if self._late_cancels is not None:
             raise RequestError("a hook called step", expected="one step at a time")
         try:
+            self._end_late_waiting()
             self.scheduler.prepare()
             drafts: dict[str, Draft] = {}
             plan = self._async_step.plan()
@@ -386,6 +387,17 @@ class Engine:
             if reply.error is None:
                 self._finish_or_rewind(reply)
         self._drop_failed(replies)
+
+    def _end_late_waiting(self) -> None:
+        """End preempted requests whose time is over while they wait for pages."""
+        for sequence in list(self.scheduler.waiting):
+            reply = self._replies[sequence.request_id]
+            with reply.guard:
+                self._events += reply.end_if_late(self._clock())
+            if reply.error is None:
+                self._finish_or_rewind(reply)
+            else:
+                self._drop_failed([reply])
 
     def _cancel_late(self) -> None:
         late, self._late_cancels = self._late_cancels, None

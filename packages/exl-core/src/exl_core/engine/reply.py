@@ -371,6 +371,12 @@ class ReplyState:
         limit, started = self._request.max_time_s, self._started_at
         return limit is not None and started is not None and now - started >= limit
 
+    def end_if_late(self, now: float) -> list[Event]:
+        """End a reply that has a token and whose time is over, between two steps."""
+        if self._first_token_at is None or not self._is_out_of_time(now):
+            return []
+        return self._finish(FinishReason.TIME, None, now)
+
     def _rewind(self, rewind: Rewind[TextDecoder]) -> RewindEvent:
         """Take back all tokens from the one that began a banned string."""
         start = rewind.position
