@@ -2,7 +2,8 @@
 
 MODEL is a GGUF file or a folder of safetensors that is not quantized. For each of --rates, exl
 converts it to EXL3, unless --no-exl3. Every result is compared with MODEL on the same windows of
-TEXT:
+TEXT, each of which begins with BOS if the tokenizer adds it to texts. Special tokens that TEXT
+spells out are read as text.
 
   --exl2             exl's conversion to EXL2, whose least rate is about 2.1
   --exllamav3        exllamav3's converter, a process of its own; needs a GPU
@@ -180,7 +181,10 @@ class Bench:
     def open(cls, args: argparse.Namespace, work: Path) -> Bench:
         path, device = resolve_model(args.model), parse_device(args.device)
         source = load_model(path, device=device)
-        options = WindowOptions(ctx=args.ctx, windows=args.windows)
+        # Some models, such as Gemma, are lost in a text that does not begin with BOS, and after
+        # tokens that no text has, such as the <unk> that WikiText spells out.
+        bos = "each" if source.tokenizer.adds_bos else "none"
+        options = WindowOptions(ctx=args.ctx, windows=args.windows, bos=bos, special_text=False)
         longest = source.config.max_seq_len
         layout = lay_out(read_text(args.text), source.tokenizer, options, longest)
         running = RunningReference(source, layout, source.config.vocab_size)

@@ -112,6 +112,32 @@ def test_bos_rules_differ(perplexity: Command) -> None:
     assert len({result["perplexity"] for result in figures.values()}) == 3
 
 
+@pytest.mark.parametrize("command", ["perplexity", "divergence", "report", "compare-layers"])
+def test_special_tokens_of_the_text_are_read_as_text(
+    command: str, exl: Command, tiny_llama_dir: Path, tmp_path: Path
+) -> None:
+    """The option reaches the text of each command: "</s>" is one token, or several."""
+    text, model = tmp_path / "special.txt", str(tiny_llama_dir)
+    text.write_text("a</s>b</s>" * 40, encoding="utf-8")
+    words: dict[str, tuple[object, ...]] = {
+        "divergence": (model, "--reference", model),
+        "report": (model, "--prefill", 8, "--decode", 2),
+        "compare-layers": (model, model),
+    }
+
+    def tokens(*option: str) -> tuple[bool, int]:
+        out = tmp_path / f"report{len(option)}"
+        more = ("--out", out) if command == "report" else ()
+        args = (*words.get(command, (model,)), "--text", text, "--ctx", 32, *more, *option)
+        record = json.loads(exl("eval", command, *args, "--json").out)
+        facts = record["models"][0]["perplexity"] if command == "report" else record
+        return facts["special_text"], facts["text_tokens"]
+
+    special, plain = tokens(), tokens("--no-special-text")
+    assert (special[0], plain[0]) == (True, False)
+    assert special[1] < plain[1]
+
+
 def test_caches_differ_and_decoding_agrees(perplexity: Command) -> None:
     def run(*args: str) -> dict[str, object]:
         return json.loads(perplexity("--ctx", 64, "--windows", 1, "--json", *args).out)

@@ -15,7 +15,7 @@ from exl_eval.perplexity import PerplexityOptions, measure_perplexity
 from exl_eval.styles import BosRule, Layout, WindowOptions, lay_out, settle_bos
 from exl_eval.texts import Text, as_text
 from exl_eval.windows import measure_pieces
-from support import tiny_models
+from support import scripted, tiny_models
 from support.scripted import PieceTokenizer
 from support.tables import BOS, ByteTokenizer
 
@@ -71,6 +71,21 @@ def test_hf_stride_scores_the_tokens_of_the_transformers_guide() -> None:
     layout = cut("hf-stride", ctx=ctx, stride=stride)
     assert [(window.token_ids, window.first) for window in layout.windows] == labels
     assert sum(len(ids) - first for ids, first in labels) == len(IDS) - 1
+
+
+@pytest.mark.parametrize(
+    ("style", "wanted", "is_special"),
+    [("paper", None, True), ("paper", False, False), ("llama.cpp", None, False)],
+)
+def test_special_tokens_that_the_text_spells_out(
+    style: str, wanted: bool | None, is_special: bool
+) -> None:
+    options = WindowOptions(style, ctx=16, special_text=wanted)
+    layout = lay_out(as_text("a <eos> b " * 8), scripted.ByteTokenizer(), options, 512)
+    ids = {token for window in layout.windows for token in window.token_ids}
+    assert layout.facts.special_text is is_special
+    assert (scripted.EOS_ID in ids) is is_special
+    assert (ord("<") in ids) is not is_special
 
 
 def test_hf_stride_defaults_to_the_whole_context() -> None:

@@ -169,6 +169,17 @@ class Loading:
         )
 
 
+SpecialText = Annotated[
+    bool | None,
+    typer.Option(
+        "--special-text/--no-special-text",
+        help="Whether special tokens that the text spells out, such as <unk>, become these tokens. "
+        "Default: yes, but for the style llama.cpp.",
+        rich_help_panel=_TEXT,
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
     """Options that name the text of a measurement."""
@@ -178,6 +189,7 @@ class TextOptions:
     split: Split = None
     column: Column = "text"
     rows: Rows = None
+    special_text: SpecialText = None
 
     @property
     def is_given(self) -> bool:

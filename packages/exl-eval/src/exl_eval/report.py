@@ -30,6 +30,7 @@ from exl_eval.machine import peak_memory_bytes
 from exl_eval.perplexity import PerplexityOptions, measure_perplexity
 from exl_eval.result import SCHEMA_VERSION
 from exl_eval.speed import SpeedOptions, measure_speed
+from exl_eval.styles import PAPER
 from exl_eval.texts import Text
 
 OnStep = Callable[[int, int, str], None]
@@ -47,6 +48,7 @@ class ReportOptions:
     ctx: int | None = None
     windows: int | None = None
     bos: str = "default"
+    special_text: bool | None = None
     speed: SpeedOptions = field(default_factory=SpeedOptions)
     machine: str = "cpu"
 
@@ -192,11 +194,19 @@ class _Work:
         def on_window(done: int, total: int, _so_far: float) -> None:
             step(part, f", window {done}/{total}")
 
+        windows = (
+            PAPER.name,
+            options.ctx,
+            None,
+            options.windows,
+            options.bos,
+            options.special_text,
+        )
         if part == "perplexity":
-            text = PerplexityOptions(ctx=options.ctx, windows=options.windows, bos=options.bos)
+            text = PerplexityOptions(*windows)
             return measure_perplexity(loaded, options.text, text, on_window).as_dict()
         if part == "divergence":
-            against = DivergenceOptions(ctx=options.ctx, windows=options.windows, bos=options.bos)
+            against = DivergenceOptions(*windows)
             reference = self._loaded_reference()
             found = measure_divergence(loaded, reference, options.text, against, on_window)
             return found.as_dict()
@@ -214,7 +224,8 @@ class _Work:
         options = self._options
         defining = (
             *(SCHEMA_VERSION, identity, self._reference_key, options.text.sha256, options.ctx),
-            *(options.windows, options.bos, repr(options.speed), options.machine),
+            *(options.windows, options.bos, options.special_text, repr(options.speed)),
+            options.machine,
         )
         return _hash(json.dumps(defining))[:16]
 

@@ -91,13 +91,15 @@ STYLES = {
 @dataclass(frozen=True, slots=True)
 class WindowOptions:
     """Choices of the user; None takes the style's default. `windows` None uses all windows that the
-    style takes from the text. `bos` is one of BOS_CHOICES."""
+    style takes from the text. `bos` is one of BOS_CHOICES. `special_text`: whether the text "<unk>"
+    becomes one special token."""
 
     style: str = PAPER.name
     ctx: int | None = None
     stride: int | None = None
     windows: int | None = None
     bos: str = "default"
+    special_text: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +121,17 @@ def lay_out(text: Text, tokenizer: Tokenizer, options: WindowOptions, model_max:
     style = find_style(options.style)
     rule = settle_bos(options.bos, tokenizer, style)
     ctx = _settle_ctx(options.ctx, style, model_max)
-    parts = _encode(text, tokenizer, style)
+    special_text = options.special_text
+    if special_text is None:
+        special_text = style.has_special_text
+    parts = _encode(text, tokenizer, style, special_text=special_text)
     facts = TextFacts(
         style=style.name,
         ctx=ctx,
         stride=_settle_stride(options.stride, style, ctx),
         bos=rule.value,
         bos_id=_bos_id(rule, tokenizer, style),
-        special_text=style.has_special_text,
+        special_text=special_text,
         windows=0,
         text=text.name,
         text_sha256=text.sha256,
@@ -172,7 +177,7 @@ def _bos_id(rule: BosRule, tokenizer: Tokenizer, style: Style) -> int | None:
     return tokenizer.bos_id
 
 
-def _encode(text: Text, tokenizer: Tokenizer, style: Style) -> list[Tokens]:
+def _encode(text: Text, tokenizer: Tokenizer, style: Style, *, special_text: bool) -> list[Tokens]:
     """Tokens of each part of the text that is cut into windows separately."""
     if style.name == "per-document":
         parts: Iterable[str] = text.documents
@@ -180,8 +185,7 @@ def _encode(text: Text, tokenizer: Tokenizer, style: Style) -> list[Tokens]:
         parts = (text.joined.removesuffix("\n"),)  # as llama.cpp does when it reads a file
     else:
         parts = (text.joined,)
-    special = style.has_special_text
-    return [Tokens(tokenizer, tokenizer.encode(part, allow_special=special)) for part in parts]
+    return [Tokens(tokenizer, tokenizer.encode(part, allow_special=special_text)) for part in parts]
 
 
 def _cut(tokens: Tokens, facts: TextFacts) -> Iterator[Window]:

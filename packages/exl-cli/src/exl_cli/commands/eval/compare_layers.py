@@ -69,7 +69,7 @@ def compare_layers(
     loading = eval_options.Loading(
         device, threads, quiet, exact, batch_invariant, changes=changes, ctx=ctx
     )
-    choices = DivergenceOptions(ctx=ctx, windows=windows, bos=bos, kv_format=kv_format)
+    choices = DivergenceOptions("paper", ctx, None, windows, bos, source.special_text, kv_format)
     loaded = loading.load(a), loading.load(b)
     with windows_progress("relative error", is_quiet=quiet) as on_window:
         result = compare(*loaded, content, choices, on_window)

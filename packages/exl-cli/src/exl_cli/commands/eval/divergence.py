@@ -96,7 +96,7 @@ def divergence(
         from exl_core.session.open import open_model
         from exl_eval.divergence import DivergenceOptions, lay_out_for_both
     theirs, ours = open_model(reference), open_model(candidate)
-    choices = DivergenceOptions(ctx=ctx, windows=windows, bos=bos, kv_format=kv_format)
+    choices = DivergenceOptions("paper", ctx, None, windows, bos, source.special_text, kv_format)
     longest = max(min(theirs.config.max_seq_len, ours.config.max_seq_len), ctx or 0)
     layout = lay_out_for_both(theirs.tokenizer, ours.tokenizer, content, choices, longest)
     run = _Run(

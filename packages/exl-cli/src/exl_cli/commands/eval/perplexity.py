@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     ("exl eval perplexity --text wiki.txt --windows 20", "the default model, 20 windows"),
-    ("exl eval perplexity gemma.gguf --text wiki.txt --bos each", "Gemma needs a BOS token"),
+    (
+        "exl eval perplexity gemma.gguf --text wiki.txt --bos each --no-special-text",
+        "Gemma needs BOS, and has never seen its token <unk>",
+    ),
     ("exl eval perplexity m.gguf --text wiki.txt --style llama.cpp", "same as llama-perplexity"),
     ("exl eval perplexity -m model --dataset wikitext", "test split of WikiText-2, from the hub"),
     ("exl eval perplexity -m model --text wiki.txt --cache-type q4", "with a quantized cache"),
@@ -131,7 +134,7 @@ def perplexity(
     with exits_at_once():
         from exl_eval.perplexity import PerplexityOptions, compare_scored
     choices = PerplexityOptions(
-        style, ctx, stride, windows, bos, kv_format=kv_format, token_by_token=token_by_token
+        *(style, ctx, stride, windows, bos, source.special_text, kv_format, token_by_token)
     )
     held_bytes = options.held_bytes(held_memory)
     loading = eval_options.Loading(

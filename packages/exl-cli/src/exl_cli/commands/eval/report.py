@@ -89,6 +89,7 @@ def report(
         ctx=ctx,
         windows=windows,
         bos=bos,
+        special_text=source.special_text,
         speed=SpeedOptions(prefill=(prefill,), decode=decode),
         machine=_machine(device, threads, changes, exact=exact, batch_invariant=batch_invariant),
     )
