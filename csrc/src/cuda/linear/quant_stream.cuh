@@ -77,7 +77,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 }
 
 #if __CUDA_ARCH__ >= 800
-__device__ __forceinline__ void init_barrier(const uint64_t* barrier, int arrivals) {
+__device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
                  : "memory");
 }
@@ -98,7 +98,7 @@ class WeightPipeline {
 #if __CUDA_ARCH__ >= 900
         if (is_elected()) {
 #pragma unroll
-            for (const uint64_t& barrier : state->barriers) init_barrier(&barrier, 1);
+            for (uint64_t& barrier : state->barriers) init_barrier(&barrier, 1);
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #elif __CUDA_ARCH__ >= 800

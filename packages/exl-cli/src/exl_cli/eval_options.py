@@ -70,6 +70,15 @@ Rows = Annotated[
         rich_help_panel=_TEXT,
     ),
 ]
+SpecialText = Annotated[
+    bool | None,
+    typer.Option(
+        "--special-text/--no-special-text",
+        help="Whether special tokens that the text spells out, such as <unk>, become these tokens. "
+        "Default: yes, but for the style llama.cpp.",
+        rich_help_panel=_TEXT,
+    ),
+]
 StyleCtx = Annotated[
     int | None,
     typer.Option("--ctx", metavar="N", min=2, help="Tokens per window. Default: the style's."),
@@ -167,17 +176,6 @@ class Loading:
             ),
             ctx=self.ctx,
         )
-
-
-SpecialText = Annotated[
-    bool | None,
-    typer.Option(
-        "--special-text/--no-special-text",
-        help="Whether special tokens that the text spells out, such as <unk>, become these tokens. "
-        "Default: yes, but for the style llama.cpp.",
-        rich_help_panel=_TEXT,
-    ),
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
