@@ -33,6 +33,7 @@ constexpr int kDecodeWarps = 8;  // of a block; fewer where it has less shared m
 constexpr int kItemSteps = 2;    // of an item, half a unit
 constexpr int kSumBuffers = 2;   // of column groups whose sums are not all there yet
 constexpr int kEarlyStages = 2;  // filled with codes before the previous kernel has ended
+constexpr int kWarmWarps = 4;    // of a block that run the warm-up pass: one per scheduler
 // Shared memory of a thread block: two blocks fit in the 228 KiB of a multiprocessor, with 1 KiB
 // reserved and less than 1 KiB of static memory for each. Smaller blocks ask for more than a third:
 // three on one multiprocessor would leave others with one.
@@ -97,12 +98,12 @@ struct WarpSums {
 // what to subtract for the whole block, which only its first item does.
 template <class Shape>
 __device__ __forceinline__ void add_integers(
-    const uint8_t* stage, int steps, float2 scale, bool is_first, int lane, WarpSums<Shape>& sums
+    const uint8_t* stage, float2 scale, bool is_first, int lane, WarpSums<Shape>& sums
 ) {
     int products[kUnitTiles][4] = {};
     const uint8_t* inputs = stage + Shape::kCodeBytes + 8 * lane;
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+#pragma unroll
+    for (int step = 0; step < kItemSteps; ++step) {
         StepWords<Shape::kTileWords> words;
         words.load(stage + step * step_bytes(Shape::kTileWords), lane);
         const uint2 x = *reinterpret_cast<const uint2*>(inputs + 256 * step);
@@ -137,12 +138,10 @@ __device__ __forceinline__ void add_integers(
 // The same for inputs in float16. MUL1's products are those of raw_fragment_of: the finish kernel
 // subtracts the offset and scales.
 template <class Shape>
-__device__ __forceinline__ void add_halves(
-    const uint8_t* stage, int steps, int lane, WarpSums<Shape>& sums
-) {
+__device__ __forceinline__ void add_halves(const uint8_t* stage, int lane, WarpSums<Shape>& sums) {
     const uint8_t* inputs = stage + Shape::kCodeBytes + 16 * lane;
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+#pragma unroll
+    for (int step = 0; step < kItemSteps; ++step) {
         StepWords<Shape::kTileWords> words;
         words.load(stage + step * step_bytes(Shape::kTileWords), lane);
         const uint4 x = *reinterpret_cast<const uint4*>(inputs + 512 * step);
@@ -175,13 +174,22 @@ __device__ __forceinline__ void add_halves(
 // Copies of one warp from device memory to its stages: where its next item is.
 template <class Shape>
 struct DecodeStream {
+    // Vectors of 16 bytes of a step: two lanes with integers, one with halves.
+    static constexpr int kOfStep = Shape::kInputBytes / 16 / kItemSteps, kOfRow = 4;
+
     const WorkArgs& args;
     const int lane;
-    uint32_t item, k_item, part_end;  // items of the launch, of the column group; the part's end
-    const uint8_t *codes, *inputs;    // codes of the item, inputs of the part: the lane's bytes
+    const bool has_row;  // the lane copies inputs of a row of the batch
+    uint32_t item;                  // of the launch
+    uint32_t group_end, part_end;   // the first items after its column group and its part
+    const uint8_t *codes, *inputs;  // of the item: the lane's bytes
 
     __device__ __forceinline__ DecodeStream(const WorkArgs& work, const Place& first, int of_lane)
-        : args(work), lane(of_lane), item(first.item), k_item(first.item - first.start) {
+        : args(work),
+          lane(of_lane),
+          has_row(of_lane % kOfStep / kOfRow < work.m),
+          item(first.item),
+          group_end(first.start + work.division.group_items) {
         enter_part();
     }
     __device__ __forceinline__ void enter_part() {
@@ -191,14 +199,22 @@ struct DecodeStream {
                                                                       : 2;
         const WorkPart& part = args.parts[i];
         const uint32_t of_part = item - part.first_group * group_items;
+        const uint32_t of_group = item + group_items - group_end;
         codes = part.words + static_cast<int64_t>(of_part) * Shape::kCodeBytes + 16 * lane;
-        inputs = part.inputs + 16 * lane;
+        inputs = part.inputs + of_group * Shape::kInputBytes + 16 * lane;
         part_end = part.last_group * group_items;
     }
+    // A part ends with a column group, so that most items have one comparison.
     __device__ __forceinline__ void advance(uint32_t count) {
-        item += count, k_item += count;
+        item += count;
         codes += count * Shape::kCodeBytes;
-        while (k_item >= args.division.group_items) k_item -= args.division.group_items;
+        inputs += count * Shape::kInputBytes;
+        if (item < group_end) return;
+        const uint32_t group_items = args.division.group_items;
+        do {
+            group_end += group_items;
+            inputs -= group_items * Shape::kInputBytes;
+        } while (item >= group_end);
         if (item >= part_end) enter_part();
     }
     __device__ __forceinline__ void copy_codes(uint8_t* stage) const {
@@ -212,13 +228,9 @@ struct DecodeStream {
     }
     // Copies the inputs of existing rows. The others may be anything: each has its own sums.
     __device__ __forceinline__ void copy_inputs(uint8_t* stage) const {
-        // Vectors of 16 bytes of a step: two lanes with integers, one with halves.
-        constexpr int kOfStep = Shape::kInputBytes / 16 / kItemSteps, kOfRow = 4;
-        if (lane % kOfStep / kOfRow >= args.m) return;
-        const uint8_t* from = inputs + k_item * Shape::kInputBytes;
 #pragma unroll
         for (int i = 0; i < Shape::kInputBytes; i += 16 * kWarp) {
-            copy_async_16(stage + Shape::kCodeBytes + i + 16 * lane, from + i);
+            if (has_row) copy_async_16(stage + Shape::kCodeBytes + i + 16 * lane, inputs + i);
         }
     }
 };
@@ -296,37 +308,37 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
     const uint32_t last = args.division.first_item(blockIdx.x + 1);
     Place at = args.division.first_place(blockIdx.x);
     const uint32_t first_group = at.group;
+    uint32_t k_item = at.item - at.start + warp;  // may be beyond the end of the column group
     DecodeStream<Shape> ahead(args, at, lane);
     ahead.advance(warp);
-    at.item += warp;  // the group remains that of the block
     DecodeStream<Shape> early = ahead;
 #pragma unroll 1
     for (int i = 0; i < kEarlyStages; ++i, early.advance(warps)) {
         if (early.item < last) early.copy_codes(stages + i * Shape::kStageBytes);
     }
-    int stage = 0;
-    bool is_real = false;  // false: the warm-up pass, of one step
+    int offset = 0;        // of the item's stage
+    bool is_real = false;  // false: the warm-up pass, of one item
 #pragma unroll 1
     while (true) {
         WarpSums<Shape> sums;
         sums.clear();
-        const uint32_t end = is_real ? min(last, at.start + group_items) : at.item + 1;
+        const uint32_t end =
+            is_real ? min(last - at.start, group_items) : k_item + (warp < kWarmWarps);
         const float2* scales = args.part_of(at.group).scales + lane % 4;
-        for (uint32_t item = at.item; item < end; item += warps) {
-            const uint32_t k_item = item - at.start;
+#pragma unroll 1
+        for (uint32_t k = k_item; k < end; k += warps) {
+            uint8_t* data = stages + offset;
             float2 scale = {};
             if (is_real) {
                 // Not used before the item has ended, so that nothing waits for it.
-                if constexpr (Shape::kHasIntegers) scale = scales[k_item / 2 * 4];
+                if constexpr (Shape::kHasIntegers) scale = scales[k / 2 * 4];
                 wait_copies<kStages - 1>();
                 __syncwarp();
             }
-            uint8_t* data = stages + stage * Shape::kStageBytes;
-            const int steps = is_real ? kItemSteps : 1;
             if constexpr (Shape::kHasIntegers) {
-                add_integers<Shape>(data, steps, scale, k_item % 2 == 0, lane, sums);
+                add_integers<Shape>(data, scale, k % 2 == 0, lane, sums);
             } else {
-                add_halves<Shape>(data, steps, lane, sums);
+                add_halves<Shape>(data, lane, sums);
             }
             if (!is_real) break;
             __syncwarp();
@@ -336,8 +348,8 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
             }
             commit_copies();
             ahead.advance(warps);
-            stage = stage + 1 == kStages ? 0 : stage + 1;
-            at.item = item + warps;
+            offset = offset == (kStages - 1) * Shape::kStageBytes ? 0 : offset + Shape::kStageBytes;
+            k_item = k + warps;
         }
         float* slot = args.sums + static_cast<int64_t>(args.division.slot(at.group, blockIdx.x)) *
                                       (kDecodeRows * kUnitColumns);
@@ -346,18 +358,18 @@ __global__ void __launch_bounds__(kDecodeWarps* kWarp, kDecodeBlocks) decode_ker
             is_real ? slot : nullptr
         );
         if (is_real) {
-            if (end == last) break;
-            at.start += group_items, ++at.group;
+            if (at.start + end == last) break;
+            at.start += group_items, k_item -= group_items, ++at.group;
             continue;
         }
         is_real = true;
         wait_for_inputs();
 #pragma unroll 1
         for (int i = 0; i < kStages; ++i, ahead.advance(warps)) {
-            uint8_t* data = stages + i * Shape::kStageBytes;
+            uint8_t* stage = stages + i * Shape::kStageBytes;
             if (ahead.item < last) {
-                if (i >= kEarlyStages) ahead.copy_codes(data);
-                ahead.copy_inputs(data);
+                if (i >= kEarlyStages) ahead.copy_codes(stage);
+                ahead.copy_inputs(stage);
             }
             commit_copies();
         }

@@ -64,6 +64,13 @@ EXL_HD uint32_t bytes_of(uint32_t x, uint32_t y, uint32_t selector) {
 #endif
 }
 
+// Bits of one tile for a lane: the stream (before, high, low) ends with its piece, `kPad` bits
+// above the end of `low`. Bits above those that a state needs, and the pad, are undefined.
+struct Window {
+    uint32_t before, high, low;
+    bool is_high_upper = false;  // the stream has the upper half of `high` instead of all of it
+};
+
 // 16 bits of the stream (before, high, low) that end `shift` bits above the end of `low`, as a
 // number. `shift` is a constant after unrolling.
 //
@@ -71,20 +78,16 @@ EXL_HD uint32_t bytes_of(uint32_t x, uint32_t y, uint32_t selector) {
 // shifts can run on the pipeline of the multiplications, and those by the same count are shared. A
 // right shift and a mask would both take the pipeline of the logical operations, which limits the
 // kernels.
-EXL_HD uint32_t state_at(uint32_t before, uint32_t high, uint32_t low, int shift) {
+EXL_HD uint32_t state_at(
+    uint32_t before, uint32_t high, bool is_high_upper, uint32_t low, int shift
+) {
     // The bits are in one word: `low`, `high`, or one across the border of two words.
-    if (shift > 32) return state_at(0, before, high, shift - 32);
-    const uint32_t word = shift > 16 ? bytes_of(low, high, 0x5432) : low;
+    if (shift > 32) return state_at(0, before, false, high, shift - 32);
+    const uint32_t word = shift > 16 ? bytes_of(low, high, is_high_upper ? 0x7632 : 0x5432) : low;
     const int in_word = shift > 16 ? shift - 16 : shift;  // 0 .. 16
     const int left = (8 - in_word % 8) % 8, byte = (in_word + left) / 8;
     return bytes_of(word << left, 0, 0x4400 | (byte + 1) << 4 | byte);
 }
-
-// Bits of one tile for a lane: the stream (before, high, low) ends with its piece, `kPad` bits
-// above the end of `low`. Bits above those that a state needs, and the pad, are undefined.
-struct Window {
-    uint32_t before, high, low;
-};
 
 // `own`, `before`, `earlier`: words of this lane, of the lane before it, of the lane before that.
 template <int kTileWords>
@@ -96,11 +99,6 @@ EXL_HD Window window_of(
     using R = Rate<kTileWords>;
     const int half = R::kFirst16 + tile / 2, byte = R::kFirst8 + tile / 4;
     const int high_half = tile % 2, of_word = tile % 4;
-    // Word whose low 16 bits are the last 16 bits of the piece of the lane before.
-    const auto last = [&]() {
-        if (R::kFields32 > 0) return before[tile];
-        return high_half ? before[half] >> 16 : before[half];
-    };
     if constexpr (R::kBits == 64) {
         return {before[tile], own[8 + tile], own[tile]};
     } else if constexpr (R::kBits == 56) {
@@ -139,7 +137,9 @@ EXL_HD Window window_of(
                           own[half], own[byte], (high_half ? 0x0320 : 0x0100) | (4 + of_word) << 12
                       )
                     : (high_half ? own[half] : own[half] << 16);
-            return {0, last(), R::kHas4 ? funnel_right(fields, nibbles, 4) : fields};
+            const uint32_t low = R::kHas4 ? funnel_right(fields, nibbles, 4) : fields;
+            // The last 16 bits of the piece of the lane before are in one half of the word.
+            return {0, before[half], low, high_half == 1};
         }
     }
 }
@@ -153,7 +153,7 @@ EXL_HD void states_of(const Window& window, uint32_t (&states)[kPositions]) {
 #pragma unroll
     for (int j = 0; j < kPositions; ++j) {
         const int shift = kPad + R::kBits - R::end(j);
-        states[j] = state_at(window.before, window.high, window.low, shift);
+        states[j] = state_at(window.before, window.high, window.is_high_upper, window.low, shift);
     }
 }
 
