@@ -218,7 +218,7 @@ def known(name: str, size: float, perplexity: float, kld: float | None = None) -
     }
     scored = {
         **{"perplexity": perplexity, "stderr": 0.5, "text_sha256": "abc", "windows": 2},
-        **{"ctx": 64, "style": "paper", "bos": "none"},
+        **{"ctx": 64, "style": "paper", "bos": "none", "special_text": False},
     }
     speed = {
         **{"decode_tok_s": 123.4, "prefill_tok_s": 2345.6, "floor_share": 0.71},
@@ -239,6 +239,7 @@ def test_the_page_is_self_contained() -> None:
     assert links.tags["svg"] == 5
     for expected in ("10.000 ± 0.500", "0.1000 ± 0.0010", "95.0 %", "71 %", "2.00 GB", "fox.txt"):
         assert expected in html
+    assert "paper, BOS none, special tokens are read as text" in html
     assert "prefers-color-scheme: dark" in html
     assert "@media print" in html
     assert 'name="viewport"' in html

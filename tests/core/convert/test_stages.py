@@ -269,6 +269,53 @@ def test_pieces_of_tuning_begin_as_their_rows(
     assert torch.equal(pieces[:, 1:], rows[:, : 16 * count].reshape(-1, 16)[:, 1:])
 
 
+def test_steps_are_as_long_as_the_root_of_the_divergence(
+    llama: Source, measured: list[LayerMeasurement], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Adam's first step changes every value with a gradient by the learning rate. That of the first
+    of two steps is half of the largest."""
+    tensors = convert(llama, measured, 3.0)
+    monkeypatch.setattr(tune, "STEPS", 2)
+    largest: dict[float, float] = {}
+    for divergence in (0.01, 0.04, -1e-9):
+
+        def measure(*_: object, found: float = divergence) -> float:
+            return found
+
+        def on_step(_: int, state: Mapping[str, Tensor], of: float = divergence) -> None:
+            values = [value for name, value in state.items() if name.endswith(" parameter")]
+            largest.setdefault(of, max(float(value.abs().max()) for value in values))
+
+        monkeypatch.setattr(tune._TunedModel, "mean_divergence", measure)
+        tuned(llama, tensors, tmp_path / str(divergence), on_step=on_step)
+    assert largest[0.01] == pytest.approx(0.05 * tune.LEARNING_RATE, rel=1e-3)
+    assert largest[0.04] == pytest.approx(0.1 * tune.LEARNING_RATE, rel=1e-3)
+    assert largest[-1e-9] == 0  # rounding errors of a model that equals its source
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_few_rows_are_tuned_on(
+    llama: Source,
+    measured: list[LayerMeasurement],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    rows: int,
+) -> None:
+    monkeypatch.setattr(tune, "STEPS", 2)
+    tensors = convert(llama, measured, 2.6)
+    few = llama._replace(token_ids=llama.token_ids[:rows])
+    seen: list[int] = []
+    whole = tune._TunedModel.mean_divergence
+
+    def measure(model: Any, token_ids: Tensor, *rest: Any) -> float:
+        seen.append(len(token_ids))
+        return whole(model, token_ids, *rest)
+
+    monkeypatch.setattr(tune._TunedModel, "mean_divergence", measure)
+    assert tuned(few, tensors, tmp_path / "work")
+    assert set(seen) == {1 if rows == 4 else rows}
+
+
 @pytest.mark.thorough
 def test_tuning_reduces_divergence_and_is_resumable(
     llama: Source, measured: list[LayerMeasurement], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -90,6 +90,7 @@ class Report:
             "ctx": options.ctx,
             "windows": options.windows,
             "bos": options.bos,
+            "special_text": options.special_text,
             "machine": options.machine,
             "reference": self.reference,
             "models": [row.as_dict() for row in self.rows],

@@ -88,10 +88,11 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     for row in report.rows:
         record = row.parts.get("perplexity")
         if record is not None:
+            special = "" if record["special_text"] else ", special tokens are read as text"
             facts += [
                 ("SHA-256", str(record["text_sha256"])),
                 ("Scored", f"{record['windows']} windows of {record['ctx']} tokens"),
-                ("Style", f"{record['style']}, BOS {record['bos']}"),
+                ("Style", f"{record['style']}, BOS {record['bos']}{special}"),
             ]
             break
     if report.reference is not None:

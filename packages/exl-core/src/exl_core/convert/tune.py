@@ -6,9 +6,10 @@ factor for each of these values by gradient descent (Adam) on the divergence of 
 model's predictions from the source's, on the calibration rows. Codes, biases and the numbers of a
 layer do not change.
 
-The steps are noisy. A model that is close to its source, as at 4 bits, can lose more by them than
-it gains. There, rows that no step sees decide how far the values go from where they were to where
-the last step left them.
+The steps are noisy, and the best size of a step grows with the distance from the source. Therefore
+the learning rate follows from the model's divergence before the first step. Rows that no step sees
+measure it, and decide at the end how far the values go from where they were to where the last step
+left them.
 
 Each step runs forward and backward through the layers with one layer in memory. Weights (in
 `compute_type`) and the states before each layer are kept in files. The backward pass computes each
@@ -60,11 +61,11 @@ from exl_core.formats.containers.safetensors_writer import as_bytes
 STEPS = 48
 ROWS_PER_STEP = 4
 LENGTH = 512
-LEARNING_RATE = 0.005
+LEARNING_RATE = 0.004
+"""Largest learning rate for a model whose divergence is 1 nat per token before the first step.
+
+That of others is proportional to the root of the divergence: about to the error of the weights."""
 HELD_OUT = 16  # most rows that measure the model apart from the steps
-CLOSE = 0.15
-"""Divergence of an untuned model, in nats per token, below which the held-out rows choose a share
-of the steps' result. Above it, that choice has been worse on other text than the whole result."""
 SHARES = (0.0, 0.5, 1.0)  # shares that are measured; a parabola through them has the best one
 RECURRENT_VALUES = 24
 """Values that the backward pass through a recurrent layer keeps of a token, for each channel of its
@@ -110,19 +111,19 @@ def tune_model(
     with torch.no_grad():
         source_states = _source_states(checkpoint, config, token_ids, device, workers)
         model = _TunedModel.of(checkpoint, config, tensors, scratch, options)
-    first = len(token_ids) - min(HELD_OUT, len(token_ids) // 4)
-    held_out = token_ids[first:], source_states[first:], workers
-    is_close = first < len(token_ids) and model.mean_divergence(*held_out) < CLOSE
-    seen = first if is_close else min(len(token_ids), STEPS * ROWS_PER_STEP)
+    seen = len(token_ids) - min(HELD_OUT, len(token_ids) // 4)
+    measured = slice(seen if seen < len(token_ids) else 0, None)  # all of fewer than four rows
+    held_out = token_ids[measured], source_states[measured], workers
+    largest_rate = LEARNING_RATE * math.sqrt(max(0.0, model.mean_divergence(*held_out)))
     order = torch.randperm(seen, generator=torch.Generator().manual_seed(options.seed))
     parameters = model.parameters
-    adam = torch.optim.Adam(parameters.values(), lr=LEARNING_RATE, betas=(0.9, 0.95))
+    adam = torch.optim.Adam(parameters.values(), lr=largest_rate, betas=(0.9, 0.95))
     if saved_state:
         _restore(adam, parameters, steps_done, saved_state)
     for step in range(steps_done, STEPS):
         progress = (step + 1) / STEPS
         adam.param_groups[0]["lr"] = (
-            LEARNING_RATE * min(1.0, progress * 8) * (1 + math.cos(math.pi * progress)) / 2
+            largest_rate * min(1.0, progress * 8) * (1 + math.cos(math.pi * progress)) / 2
         )
         rows = [int(order[(step * ROWS_PER_STEP + i) % len(order)]) for i in range(ROWS_PER_STEP)]
         for name, gradient in model.gradients(
@@ -132,8 +133,7 @@ def tune_model(
         adam.step()
         if on_step is not None:
             on_step(step + 1, _optimizer_state(adam, parameters))
-    if is_close:
-        model.keep_best_share(*held_out)
+    model.keep_best_share(*held_out)
     return model.stored(tensors)
 
 
