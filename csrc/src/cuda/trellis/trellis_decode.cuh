@@ -179,7 +179,7 @@ struct DecodeStream {
 
     const WorkArgs& args;
     const int lane;
-    const bool has_row;  // the lane copies inputs of a row of the batch
+    const bool has_row;             // the lane copies inputs of a row of the batch
     uint32_t item;                  // of the launch
     uint32_t group_end, part_end;   // the first items after its column group and its part
     const uint8_t *codes, *inputs;  // of the item: the lane's bytes
