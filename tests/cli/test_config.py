@@ -86,6 +86,30 @@ def test_the_file_names_the_model_of_commands_that_name_none(
     assert "no-such-model-here: no such model" in exl("generate", "-p", "x").error_line(3)
 
 
+@pytest.mark.parametrize("of_environment", [None, "model-of-the-environment"])
+def test_the_model_of_a_profile_wins(
+    exl: Command, file: Path, monkeypatch: pytest.MonkeyPatch, of_environment: str | None
+) -> None:
+    monkeypatch.setenv("EXL_MODEL", of_environment or "")
+    if of_environment is None:
+        monkeypatch.delenv("EXL_MODEL")
+    text = 'model = "model-of-the-file"\n[profiles.writer]\nmodel = "model-of-the-profile"'
+    file.write_text(text, encoding="utf-8")
+    line = exl("generate", "-p", "x", "--profile", "writer").error_line(3)
+    assert "model-of-the-profile: no such model" in line
+    line = exl("generate", "-p", "x", "--profile", "writer", "-m", "typed").error_line(3)
+    assert "typed: no such model" in line
+
+
+def test_the_model_of_the_environment_wins_over_the_file(
+    exl: Command, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXL_MODEL", "model-of-the-environment")
+    file.write_text('model = "model-of-the-file"', encoding="utf-8")
+    line = exl("generate", "-p", "x").error_line(3)
+    assert "model-of-the-environment: no such model" in line
+
+
 def test_a_saved_preset_is_a_profile_and_is_shown(
     exl: Command, file: Path, smollm2_path: Path
 ) -> None:
@@ -160,6 +184,12 @@ def test_config_shows_the_file(exl: Command, file: Path) -> None:
         ("model = 3", ("config",), "settings.toml: model has a value that no model"),
         ("profiles.a.model = []", ("generate", "--profile", "a"), "profile 'a': model has a value"),
         ("generate = 3", ("config",), "is a command and no option (expected a table of options"),
+        ("[generate]\ntempp = 1", ("generate", "-p", "x"), "no option --tempp of 'exl generate'"),
+        (
+            "[eval.perplexity]\nbits = 3",
+            ("eval", "perplexity"),
+            "no option --bits of 'exl eval p",
+        ),
         ("[[eval]]\nctx = 3", ("config",), "expected a table of options under [eval]"),
     ],
 )

@@ -32,12 +32,15 @@ def _go_offline(wanted: bool) -> None:
 
 def _use_profile(context: typer.Context, name: str | None) -> None:
     if name is not None:
-        _use_settings(context, config.profile(name), f"profile {name!r}")
+        _use_settings(context, config.profile(name), f"profile {name!r}", is_typed=True)
 
 
-def _use_settings(context: Any, settings: Mapping[str, Any], where: str) -> None:
-    """Makes `settings`, which come from `where`, the defaults of the options that the command
-    has."""
+def _use_settings(
+    context: Any, settings: Mapping[str, Any], where: str, *, is_typed: bool = False
+) -> None:
+    """Makes `settings`, which come from `where`, the defaults of the options that the command has.
+
+    `is_typed`: the command line names them, so that their model wins over `EXL_MODEL`."""
     options_by_name = {
         option.lstrip("-"): parameter
         for parameter in context.command.params
@@ -52,7 +55,7 @@ def _use_settings(context: Any, settings: Mapping[str, Any], where: str) -> None
             values[option.name] = [value] if is_one else value
     model = values.pop("model_option", settings.get(config.MODEL))
     if model is not None:
-        set_default_model(config.check_model(model, where))
+        set_default_model(config.check_model(model, where), replaces=is_typed)
     context.default_map = {**(context.default_map or {}), **values}
 
 
@@ -173,7 +176,7 @@ class ConfiguredCommand(PlainCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if config.reads_settings(self):
-            settings = config.settings_for(_typed_words(ctx))
+            settings = config.settings_for(_typed_words(ctx), set(config.option_names(self)))
             _use_settings(ctx, settings, str(config_file()))
         return super().parse_args(ctx, args)
 

@@ -14,8 +14,9 @@
 
 A key is an option as it is written, without dashes in front. An option on the command line wins
 over a profile, a profile over the table of a command, that over the table of its group, and that
-over the top of the file. A preset that `/save NAME` of a chat wrote is a profile in a file of its
-own. Reads files only: the user writes this one, and `chat/presets.py` the presets.
+over the top of the file. `EXL_MODEL` wins over the file's model, and a profile's model over both. A
+preset that `/save NAME` of a chat wrote is a profile in a file of its own. Reads files only: the
+user writes this one, and `chat/presets.py` the presets.
 """
 
 from __future__ import annotations
@@ -93,19 +94,24 @@ def profile(name: str) -> Mapping[str, Any]:
     return found
 
 
-def settings_for(command: Sequence[str]) -> dict[str, Any]:
+def settings_for(command: Sequence[str], options: set[str]) -> dict[str, Any]:
     """Settings of the file that concern one command, given as the words that are typed after `exl`.
 
-    They are the top of the file, then the tables of the command's groups, then its own table.
+    They are the top of the file, then the tables of the command's groups, then its own table. That
+    one may have the command's `options` only; the others are for other commands too. Raises
+    RequestError if it has more.
     """
     table: object = read_config()
     assert isinstance(table, dict)
     _check_table_is_nested(table, command)
     found = _values(table)
-    for word in command:
+    for count, word in enumerate(command, start=1):
         table = table.get(word)
         if not isinstance(table, dict):
             break
+        if count == len(command):
+            where = f"{config_file()}, [{'.'.join(command)}]"
+            check_settings(table, options, where, of=f"exl {' '.join(command)}")
         found.update(_values(table))
     return found
 

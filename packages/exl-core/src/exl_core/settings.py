@@ -101,9 +101,10 @@ def default_model() -> str | None:
     return os.environ.get("EXL_MODEL") or None
 
 
-def set_default_model(spec: str) -> None:
-    """Sets `EXL_MODEL` for this process, unless the caller's environment has it already."""
-    os.environ.setdefault("EXL_MODEL", spec)
+def set_default_model(spec: str, *, replaces: bool = False) -> None:
+    """Sets `EXL_MODEL` for this process. With `replaces` also if it is set already."""
+    if replaces or "EXL_MODEL" not in os.environ:
+        os.environ["EXL_MODEL"] = spec
 
 
 def is_offline() -> bool:
