@@ -175,6 +175,11 @@ def test_required_call_is_always_made(template: str) -> None:
         assert choice.message.tool_calls[0].function.name in NAMES
 
 
+def allowed(names: list[str], mode: str = "auto") -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 STRICT: Any = [
     {"type": "function", "function": {"name": "weather", "parameters": CITY, "strict": True}},
     TOOLS[1],
@@ -218,6 +223,38 @@ def test_strict_call_that_the_model_may_make_follows_its_schema(
         assert json.loads(made.function.arguments) in ({"city": "Oslo"}, {"city": "Rome"})
         assert text.strip() == said.strip()
         assert not loose.choices[0].message.tool_calls, "without the constraint there is no call"
+
+
+@pytest.mark.parametrize("template", [HERMES, LLAMA, MISTRAL])
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_are_called(template: str, mode: str) -> None:
+    """The prompt has all tools. The model begins a call, and is random after that."""
+    tool_format = format_of(template)
+    assert tool_format is not None
+    call = f'{tool_format.opening}{"[" if tool_format is ToolFormat.MISTRAL else ""}{{"name": "'
+    tools = [{**tool["function"], "type": "function"} for tool in TOOLS]
+    flat = {
+        "type": "allowed_tools",
+        "mode": mode,
+        "tools": [{"type": "function", "name": "weather"}],
+    }
+    for seed in range(3):
+        with serving(begin_with(call, seed), template) as one:
+            (choice,) = ask(one, tool_choice=allowed(["weather"], mode)).choices
+            answer = one.openai().responses.create(
+                model="x", input="Weather?", tools=tools, tool_choice=flat, max_output_tokens=300
+            )
+        calls = [made.function.name for made in choice.message.tool_calls or ()]
+        called = [item.name for item in answer.output if item.type == "function_call"]
+        if mode == "required":
+            assert calls and called
+        elif not calls:  # arguments of any kind have no end
+            assert choice.finish_reason == "length"
+            assert choice.message.content.startswith(f'{call}weather"')
+        assert {*calls, *called} <= {"weather"}
+    with serving(reply_with("No tool."), template) as one:
+        message = ask(one, tool_choice=allowed(["weather"], "auto")).choices[0].message
+        assert (message.content, message.tool_calls) == ("No tool.", None)
 
 
 @pytest.mark.parametrize("tool_format", list(ToolFormat))
@@ -422,6 +459,10 @@ def test_invalid_tools_are_refused() -> None:
     broken = {"name": "f", "parameters": {"type": "nothing"}, "strict": True}
     refused: list[tuple[dict[str, Any], str]] = [
         ({"tool_choice": {"type": "function", "function": {"name": "zzz"}}}, "no tool 'zzz'"),
+        ({"tool_choice": allowed(["now", "zzz"])}, "no tool 'zzz'"),
+        ({"tool_choice": allowed([])}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [], "tool_choice": allowed(["now"])}, "without tools"),
         ({"tools": [], "tool_choice": "required"}, "without tools"),
         ({"extra_body": {"regex": "a"}}, "leaves no place for calls"),
         ({"tools": [{"type": "function", "function": broken}]}, "schema of the tools"),

@@ -12,7 +12,14 @@ from exl_cli.server.bodies import LONG_BYTES, check_structure
 from exl_cli.server.engine_request import constraints_of, uses_guidance
 from exl_cli.server.errors import ApiError
 from exl_cli.server.prompt_style import PromptStyle
-from exl_cli.server.schema import ChatBody, Function, Message, NamedTool, TextPart
+from exl_cli.server.schema import (
+    AllowedChoice,
+    ChatBody,
+    Function,
+    Message,
+    NamedTool,
+    TextPart,
+)
 from exl_cli.server.settings import Settings
 from exl_cli.server.tools import ToolFormat, format_of, required_calls, strict_calls
 from exl_core.constrain.filter import Constraint
@@ -86,7 +93,8 @@ def chat_prompt(
             calls = strict_calls(
                 offered, tool_format, only_one=only_one, reasoning=tags, begins_inside=begins_inside
             )
-        is_strict = is_call or any(one.strict for one in offered)
+        is_limited = isinstance(body.tool_choice, AllowedChoice)  # the prompt has the other tools
+        is_strict = is_call or is_limited or any(one.strict for one in offered)
         constraints = _with_calls(constraints, calls, is_strict=is_strict)
     if begins_inside and _is_whole(constraints):  # the constrained JSON comes after it
         text, begins_inside = text + template_text(f"\n{tags[1]}\n\n"), False
@@ -257,13 +265,19 @@ def _offered(body: ChatBody) -> tuple[list[Function], bool]:
     if choice == "none":
         return [], False
     if isinstance(choice, NamedTool):
-        named = [one for one in functions if one.name == choice.function.name]
-        if not named:
-            raise ApiError(
-                400, f"tool_choice: no tool {choice.function.name[:64]!r}", param="tool_choice"
-            )
-        return named[:1], True
+        return _named(functions, [choice])[:1], True
+    if isinstance(choice, AllowedChoice):
+        allowed = choice.allowed_tools
+        return _named(functions, allowed.tools), allowed.mode == "required"
     return functions, choice == "required"
+
+
+def _named(functions: Sequence[Function], tools: Sequence[NamedTool]) -> list[Function]:
+    """The functions that `tools` name, each of which must be among them."""
+    names = {tool.function.name for tool in tools}
+    for name in sorted(names - {one.name for one in functions}):
+        raise ApiError(400, f"tool_choice: no tool {name[:64]!r}", param="tool_choice")
+    return [one for one in functions if one.name in names]
 
 
 def _tool_format(source: str, body: ChatBody) -> ToolFormat | None:

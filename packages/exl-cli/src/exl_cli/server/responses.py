@@ -56,12 +56,23 @@ def chat_body(body: Mapping[str, Any]) -> ChatBody:
         chat["tools"] = [_tool(tool) for tool in _listed(left.pop("tools"), "tools")]
     chosen = left.get("tool_choice")
     if isinstance(chosen, dict) and "name" in chosen:
-        left["tool_choice"] = {"type": "function", "function": {"name": chosen["name"]}}
+        left["tool_choice"] = _named_tool(chosen)
+    if isinstance(chosen, dict) and chosen.get("type") == "allowed_tools" and "tools" in chosen:
+        named = [_named_tool(tool) for tool in _listed(chosen["tools"], "tool_choice")]
+        allowed = {"mode": chosen.get("mode"), "tools": named}
+        left["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
     included = left.pop("include", None)
     is_included = isinstance(included, list) and _LOGPROBS in included
     if left.get("top_logprobs") or is_included:
         chat["logprobs"] = True
     return parsed(ChatBody, {**left, **chat})
+
+
+def _named_tool(tool: object) -> object:
+    """A tool of `tool_choice` as chat completions name it."""
+    if not isinstance(tool, dict) or "name" not in tool:
+        return tool
+    return {"type": tool.get("type", "function"), "function": {"name": tool["name"]}}
 
 
 def _listed(value: object, name: str) -> list[Any]:

@@ -186,12 +186,28 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128)]
+
+
+class AllowedChoice(Body):
+    """Some of the tools; with the mode `required`, the reply must call one of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class ChatBody(GenerationBody):
     table = CHAT
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedTool | AllowedChoice, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     allow_special: bool | None = Field(
         None,
