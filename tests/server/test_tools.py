@@ -232,8 +232,8 @@ def test_only_allowed_tools_are_called(template: str, mode: str) -> None:
     tool_format = format_of(template)
     assert tool_format is not None
     call = f'{tool_format.opening}{"[" if tool_format is ToolFormat.MISTRAL else ""}{{"name": "'
-    tools = [{**tool["function"], "type": "function"} for tool in TOOLS]
-    flat = {
+    tools: Any = [{**tool["function"], "type": "function"} for tool in TOOLS]
+    flat: Any = {
         "type": "allowed_tools",
         "mode": mode,
         "tools": [{"type": "function", "name": "weather"}],
