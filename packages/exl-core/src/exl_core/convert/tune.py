@@ -61,7 +61,7 @@ from exl_core.formats.containers.safetensors_writer import as_bytes
 STEPS = 48
 ROWS_PER_STEP = 4
 LENGTH = 512
-LEARNING_RATE = 0.004
+LEARNING_RATE = 0.006
 """Largest learning rate for a model whose divergence is 1 nat per token before the first step.
 
 That of others is proportional to the root of the divergence: about to the error of the weights."""
