@@ -232,18 +232,20 @@ def test_only_allowed_tools_are_called(template: str, mode: str) -> None:
     tool_format = format_of(template)
     assert tool_format is not None
     call = f'{tool_format.opening}{"[" if tool_format is ToolFormat.MISTRAL else ""}{{"name": "'
-    tools: Any = [{**tool["function"], "type": "function"} for tool in TOOLS]
-    flat: Any = {
-        "type": "allowed_tools",
-        "mode": mode,
-        "tools": [{"type": "function", "name": "weather"}],
+    only_one: Any = {"temperature": 0, "parallel_tool_calls": False}
+    request: Any = {
+        "tools": [{**tool["function"], "type": "function"} for tool in TOOLS],
+        "tool_choice": {
+            "type": "allowed_tools",
+            "mode": mode,
+            "tools": [{"type": "function", "name": "weather"}],
+        },
+        **{"model": "x", "input": "Weather?", "max_output_tokens": 300, **only_one},
     }
     for seed in range(3):
         with serving(begin_with(call, seed), template) as one:
-            (choice,) = ask(one, tool_choice=allowed(["weather"], mode)).choices
-            answer = one.openai().responses.create(
-                model="x", input="Weather?", tools=tools, tool_choice=flat, max_output_tokens=300
-            )
+            (choice,) = ask(one, tool_choice=allowed(["weather"], mode), **only_one).choices
+            answer = one.openai().responses.create(**request)
         calls = [made.function.name for made in choice.message.tool_calls or ()]
         called = [item.name for item in answer.output if item.type == "function_call"]
         if mode == "required":
