@@ -40,7 +40,8 @@ def _use_settings(
 ) -> None:
     """Makes `settings`, which come from `where`, the defaults of the options that the command has.
 
-    `is_typed`: the command line names them, so that their model wins over `EXL_MODEL`."""
+    `is_typed`: the command line names them, so that their model wins over `EXL_MODEL`.
+    """
     options_by_name = {
         option.lstrip("-"): parameter
         for parameter in context.command.params
