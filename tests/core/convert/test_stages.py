@@ -421,7 +421,7 @@ def test_steps_that_lose_are_undone(
                 parameter.copy_(downhill if direction == "downhill" else random)
         whole = {name: parameter.detach().clone() for name, parameter in model.parameters.items()}
         far = model.divergence(llama.token_ids, source_states, workers)
-        model.keep_best_share(llama.token_ids, source_states, workers)
+        model.keep_best_share(llama.token_ids, source_states, workers, untuned=start)
         near = model.divergence(llama.token_ids, source_states, workers)
     steps, kept = (
         torch.cat([one.flatten() for one in each.values()]) for each in (whole, model.parameters)

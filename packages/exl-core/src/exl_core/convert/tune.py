@@ -66,7 +66,7 @@ LEARNING_RATE = 0.006
 
 That of others is proportional to the root of the divergence: about to the error of the weights."""
 HELD_OUT = 16  # most rows that measure the model apart from the steps
-SHARES = (0.0, 0.5, 1.0)  # shares that are measured; a parabola through them has the best one
+SHARES = (0.5, 1.0)  # that are measured; a parabola through them and 0 has the best one
 RECURRENT_VALUES = 24
 """Values that the backward pass through a recurrent layer keeps of a token, for each channel of its
 convolution: its inputs and outputs, those of the chunks, and the heads' decays within a chunk."""
@@ -114,7 +114,8 @@ def tune_model(
     seen = len(token_ids) - min(HELD_OUT, len(token_ids) // 4)
     measured = slice(seen if seen < len(token_ids) else 0, None)  # all of fewer than four rows
     held_out = token_ids[measured], source_states[measured], workers
-    largest_rate = LEARNING_RATE * math.sqrt(max(0.0, model.mean_divergence(*held_out)))
+    untuned = model.mean_divergence(*held_out)
+    largest_rate = LEARNING_RATE * math.sqrt(max(0.0, untuned))
     order = torch.randperm(seen, generator=torch.Generator().manual_seed(options.seed))
     parameters = model.parameters
     adam = torch.optim.Adam(parameters.values(), lr=largest_rate, betas=(0.9, 0.95))
@@ -133,7 +134,7 @@ def tune_model(
         adam.step()
         if on_step is not None:
             on_step(step + 1, _optimizer_state(adam, parameters))
-    model.keep_best_share(*held_out)
+    model.keep_best_share(*held_out, untuned=untuned)
     return model.stored(tensors)
 
 
@@ -339,9 +340,14 @@ class _TunedModel:
         found = [self.divergence(token_ids[one], source_states[one], workers) for one in parts]
         return float(np.average(found, weights=[len(token_ids[one]) for one in parts]))
 
-    def keep_best_share(self, token_ids: Tensor, source_states: Tensor, workers: Workers) -> None:
-        """Multiplies all parameters by a share in 0 to 1: the one with the least divergence of
-        `SHARES` and the least place of the parabola through theirs."""
+    def keep_best_share(
+        self, token_ids: Tensor, source_states: Tensor, workers: Workers, *, untuned: float
+    ) -> None:
+        """Multiplies all parameters by a share in 0 to 1: the one with the least divergence of 0,
+        `SHARES` and the least place of the parabola through theirs.
+
+        `untuned`: the divergence at the share 0, with which the steps began.
+        """
         whole = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
         def take(share: float) -> None:
@@ -353,7 +359,7 @@ class _TunedModel:
             take(share)
             return self.mean_divergence(token_ids, source_states, workers)
 
-        losses = {share: loss_of(share) for share in SHARES}
+        losses = {0.0: untuned} | {share: loss_of(share) for share in SHARES}
         # The divergence of a long step is no parabola, whose least place may then be a bad one.
         least = least_of_parabola(*losses.values())
         if least not in losses:
