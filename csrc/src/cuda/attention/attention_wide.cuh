@@ -39,6 +39,8 @@ struct WideWork {
     int seq_begin;           // first row of the sequence in this pass
     int past;                // tokens cached before this pass
     int first_vector;        // of the sequence and kv head
+    int first_row;           // of the first vector, counted from the sequence's first row
+    int first_head;          // of the first vector, in the group
     int vectors;             // of this block
     int begin_key, end_key;  // keys that any of them sees
     int splits;              // blocks that share these keys
@@ -56,10 +58,11 @@ __device__ __forceinline__ bool find_work(
     work.first_vector = static_cast<int>(blockIdx.y % params.row_tiles) * block_vectors;
     work.vectors = min(block_vectors, rows * params.group - work.first_vector);
     if (work.vectors <= 0) return false;
-    const int first_row = work.first_vector / params.group;
+    work.first_row = work.first_vector / params.group;
+    work.first_head = work.first_vector - work.first_row * params.group;
     const int last_row = (work.first_vector + work.vectors - 1) / params.group;
     work.end_key = work.past + last_row + 1;
-    work.begin_key = params.window > 0 ? max(0, work.past + first_row - params.window + 1) : 0;
+    work.begin_key = params.window > 0 ? max(0, work.past + work.first_row - params.window + 1) : 0;
     const int begin = work.begin_key / keys, count = (work.end_key + keys - 1) / keys - begin;
     work.splits = min(params.splits, count);
     if (split >= work.splits) return false;
@@ -68,13 +71,29 @@ __device__ __forceinline__ bool find_work(
     return true;
 }
 
+// Row of the sequence and head of the group that a query vector has. Most blocks have vectors of one
+// row only, and need no division.
+struct WidePlace {
+    int row, head;
+
+    __device__ __forceinline__ WidePlace(
+        const AttentionParams& params, const WideWork& work, int vector
+    )
+        : row(work.first_row), head(work.first_head + vector) {
+        if (head >= params.group) {
+            row += head / params.group;
+            head %= params.group;
+        }
+    }
+};
+
 // Element 0 of a query vector in q or out.
 __device__ __forceinline__ int64_t vector_offset(
     const AttentionParams& params, const WideWork& work, int kv_head, int vector, int64_t stride
 ) {
-    const int v = work.first_vector + vector;
-    const int head = kv_head * params.group + v % params.group;
-    return (work.seq_begin + v / params.group) * stride + static_cast<int64_t>(head) * params.d;
+    const WidePlace place(params, work, vector);
+    const int head = kv_head * params.group + place.head;
+    return (work.seq_begin + place.row) * stride + static_cast<int64_t>(head) * params.d;
 }
 
 template <int value_type>
@@ -89,16 +108,55 @@ __device__ __forceinline__ void store_wide_result(
     store_row(static_cast<uint8_t*>(params.out) + at * bytes, x, params.dtype, d, lane);
 }
 
-// Scores of all query vectors with the keys of a tile, as dot products: float [vectors, keys].
+__device__ __forceinline__ void store_two(__half* to, float x, float y) {
+    *reinterpret_cast<__half2*>(to) = __halves2half2(from_float<__half>(x), from_float<__half>(y));
+}
+__device__ __forceinline__ void store_two(float* to, float x, float y) {
+    *reinterpret_cast<float2*>(to) = make_float2(x, y);
+}
+
+// Stores a warp's 64 elements of every result, times the vector's factor.
+template <int tiles>
+__device__ __forceinline__ void store_sums(
+    const AttentionParams& params, const WideWork& work, int kv_head,
+    const float (&sums)[tiles][8][4], const float* factors, int warp, int lane
+) {
+    const int element = warp * kUnit + lane % 4 * 2, elements = params.d - params.first_value;
+#pragma unroll
+    for (int half = 0; half < 2 * tiles; ++half) {
+        const int vector = 8 * half + lane / 4;
+        if (vector >= work.vectors) return;
+        const float factor = factors[vector];
+        const int64_t at = vector_offset(params, work, kv_head, vector, params.out_stride) +
+                           params.first_value + element;
+        const auto store_as = [&](auto* to) {
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+                if (element + 8 * n >= elements) return;
+                const float* two = sums[half / 2][n] + half % 2 * 2;
+                store_two(to + 8 * n, two[0] * factor, two[1] * factor);
+            }
+        };
+        if (params.dtype == kF16) {
+            store_as(static_cast<__half*>(params.out) + at);
+        } else {
+            store_as(static_cast<float*>(params.out) + at);
+        }
+    }
+}
+
+// Scores of all query vectors with the first `count` keys of a tile, as dot products: float
+// [vectors, keys].
 template <class Shape, int tiles, int keys, int width>
 __device__ __forceinline__ void multiply_keys(
-    float* scores, const uint8_t* queries, const uint8_t* key_rows, int warp, int lane
+    float* scores, const uint8_t* queries, const uint8_t* key_rows, int count, int warp, int lane
 ) {
     constexpr int kStride = Shape::kScoreStride;
     constexpr int kBlocks = tiles * (keys / 8);  // of 16 vectors and 8 keys
 #pragma unroll 1
     for (int block = warp; block < kBlocks; block += kWideWarps) {
         const int tile = block / (keys / 8), eight = block % (keys / 8);
+        if (eight * 8 >= count) continue;
         const uint8_t* a_at = queries + (tile * 16 + lane % 16) * Shape::kStride + lane / 16 * 16;
         const uint8_t* b_at = key_rows + (eight * 8 + lane % 8) * Shape::kStride + lane / 8 * 16;
         float even[4] = {}, odd[4] = {};
@@ -174,13 +232,15 @@ struct WideSoftmax {
     }
 };
 
-// sums = sums * factors + weights * values, for this warp's 64 elements of every vector.
+// sums = sums * factors + weights * values, for this warp's 64 elements of every vector and the
+// first `count` keys of a tile.
 template <class Shape, int tiles, int keys>
 __device__ __forceinline__ void add_values(
     float (&sums)[tiles][8][4], const float* factors, const uint8_t* weights,
-    const uint8_t* value_rows, int warp, int lane
+    const uint8_t* value_rows, int count, int warp, int lane
 ) {
     constexpr int kStride = Shape::kWeightStride, kRowStride = Shape::kStride;
+    constexpr int kStepKeys = step_keys(keys);
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
         const float low = factors[t * 16 + lane / 4], high = factors[t * 16 + 8 + lane / 4];
@@ -191,21 +251,25 @@ __device__ __forceinline__ void add_values(
         }
     }
     const uint8_t* v_at = value_rows + lane % 16 * kRowStride + lane / 16 * 16 + warp * kUnit * 2;
+    const uint8_t* w_at = weights + lane % 16 * kStride + lane / 16 * 16;
+#pragma unroll 1
+    for (int first = 0; first < count; first += kStepKeys) {
 #pragma unroll
-    for (int k = 0; k < keys / 16; ++k) {
-        uint32_t a[tiles][4];
-#pragma unroll
-        for (int t = 0; t < tiles; ++t) {
-            load_matrices(a[t], weights + (t * 16 + lane % 16) * kStride + lane / 16 * 16 + 32 * k);
-        }
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            uint32_t b[4];
-            load_transposed(b, v_at + k * 16 * kRowStride + 32 * n);
+        for (int k = 0; k < kStepKeys; k += 16) {
+            uint32_t a[tiles][4];
 #pragma unroll
             for (int t = 0; t < tiles; ++t) {
-                multiply(sums[t][2 * n], a[t], b[0], b[1]);
-                multiply(sums[t][2 * n + 1], a[t], b[2], b[3]);
+                load_matrices(a[t], w_at + t * 16 * kStride + 2 * (first + k));
+            }
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                uint32_t b[4];
+                load_transposed(b, v_at + (first + k) * kRowStride + 32 * n);
+#pragma unroll
+                for (int t = 0; t < tiles; ++t) {
+                    multiply(sums[t][2 * n], a[t], b[0], b[1]);
+                    multiply(sums[t][2 * n + 1], a[t], b[2], b[3]);
+                }
             }
         }
     }
@@ -291,26 +355,24 @@ __device__ __forceinline__ void add_parts(
     }
 }
 
-// Copies the queries of a block to shared memory as float16.
+// Copies the queries of a block to shared memory as float16. The caller waits for asynchronous
+// copies.
 template <int key_type, int vectors, int width>
 __device__ __forceinline__ void copy_wide_queries(
     uint8_t* to, const AttentionParams& params, const WideWork& work, int kv_head, int warp,
     int lane
 ) {
-    constexpr int kStride = 2 * width + 16, kParts = width / 8;
+    constexpr int kStride = 2 * width + 16;
     const auto* q = static_cast<const uint8_t*>(params.q);
     const bool is_aligned = (reinterpret_cast<uintptr_t>(q) | params.q_stride * 2) % 16 == 0;
     if (!is_codes(key_type) && params.dtype == kF16 && params.d == width && is_aligned) {
-#pragma unroll 5
-        for (int i = threadIdx.x; i < vectors * kParts; i += kWideThreads) {
-            const int v = i / kParts, element = i % kParts * 8;
-            uint4 eight = make_uint4(0, 0, 0, 0);
-            if (v < work.vectors) {
-                const int64_t at = vector_offset(params, work, kv_head, v, params.q_stride);
-                eight = *reinterpret_cast<const uint4*>(q + (at + element) * 2);
-            }
-            *reinterpret_cast<uint4*>(to + v * kStride + element * 2) = eight;
+#pragma unroll 1
+        for (int v = warp; v < vectors; v += kWideWarps) {
+            const bool exists = v < work.vectors;
+            const int64_t at = vector_offset(params, work, kv_head, v, params.q_stride);
+            copy_half_row<width>(to + v * kStride, q + at * 2, exists ? width : 0, lane);
         }
+        commit_copies();
         return;
     }
     for (int v = warp; v < vectors; v += kWideWarps) {
@@ -347,16 +409,23 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const AttentionPa
     float* totals = factors + kVectors;
     const int32_t* pages =
         params.page_table + static_cast<int64_t>(blockIdx.z) * params.table_stride;
-    const auto copy_tile = [&](int first_key, int end_key) {
+    const auto copy_tile = [&](int first_key, int end_key, int count) {
         copy_wide_tile<key_type, keys, width, tiles == 1>(
-            key_rows, params, params.key_cache, pages, kv_head, first_key, work.begin_key, end_key
+            key_rows, params, params.key_cache, pages, kv_head, first_key, work.begin_key, end_key,
+            count
         );
         if constexpr (!Shape::kIsShared) {
             copy_wide_tile<value_type, keys, width, tiles == 1>(
                 value_rows, params, params.value_cache, pages, kv_head, first_key, work.begin_key,
-                end_key
+                end_key, count
             );
         }
+    };
+    // Keys of a tile that are multiplied: those that any vector sees, and up to a whole step.
+    const auto count_keys = [&](int first_key) {
+        constexpr int kStepKeys = step_keys(keys);
+        const int seen = min(keys, work.end_key - first_key);
+        return (seen + kStepKeys - 1) / kStepKeys * kStepKeys;
     };
     const auto copy_rows = [&](int first_key, int begin_key, int end_key) {
         copy_wide_rows<key_type, width>(
@@ -373,10 +442,10 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const AttentionPa
     const int first_key = work.begin * keys, end_key = min(work.end_key, first_key + keys);
     const bool is_early =
         work.past > max(first_key, work.begin_key) && end_key - work.past <= kMostLateRows;
-    if (is_early) copy_tile(first_key, min(work.end_key, work.past));
+    if (is_early) copy_tile(first_key, min(work.end_key, work.past), count_keys(first_key));
     const int vector = threadIdx.x / Shape::kThreadsPerVector;
     const int part = threadIdx.x % Shape::kThreadsPerVector;
-    const int position = work.past + (work.first_vector + vector) / params.group;
+    const int position = work.past + WidePlace(params, work, vector).row;
     const bool has_vector = vector < kVectors;
     WideSoftmax<Shape, keys> softmax;
     float sums[tiles][8][4] = {};
@@ -386,17 +455,18 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const AttentionPa
     if (is_early) copy_rows(first_key, max(first_key, work.past), end_key);
 #pragma unroll 1
     for (int tile = work.begin; tile < work.end; ++tile) {
-        if (tile > work.begin || !is_early) copy_tile(tile * keys, work.end_key);
+        const int count = count_keys(tile * keys);
+        if (tile > work.begin || !is_early) copy_tile(tile * keys, work.end_key, count);
         wait_copies<0>();
         __syncthreads();
-        multiply_keys<Shape, tiles, keys, width>(scores, queries, key_rows, warp, lane);
+        multiply_keys<Shape, tiles, keys, width>(scores, queries, key_rows, count, warp, lane);
         __syncthreads();
         if (has_vector) {
             softmax.update(params, scores, weights, factors, tile * keys, position, vector, part);
         }
         __syncthreads();
-        add_values<Shape, tiles, keys>(sums, factors, weights, value_rows, warp, lane);
-        __syncthreads();
+        add_values<Shape, tiles, keys>(sums, factors, weights, value_rows, count, warp, lane);
+        if (tile + 1 < work.end) __syncthreads();
     }
     const float total = softmax.total();
     const bool is_split = work.splits > 1;
@@ -412,6 +482,12 @@ __global__ void __launch_bounds__(kWideThreads, 1) wide_kernel(const AttentionPa
         }
     }
     __syncthreads();
+    if constexpr (!is_codes(value_type)) {
+        if (!is_split) {
+            store_sums<tiles>(params, work, kv_head, sums, totals, warp, lane);
+            return;
+        }
+    }
     auto* results = reinterpret_cast<float*>(key_rows);  // of 16 vectors
     const auto store_results = [&](int first) {
         __syncthreads();

@@ -10,6 +10,9 @@ constexpr int kWideWarps = 8;
 constexpr int kWideThreads = kWideWarps * kWarp;
 static_assert(kWideHead / kWideWarps == kUnit, "a warp holds one unit of every result");
 
+// Keys of a tile that are multiplied with values in one step. Steps that no vector sees are left out.
+__host__ __device__ constexpr int step_keys(int keys) { return keys < 32 ? keys : 32; }
+
 // `width`: elements of a key in shared memory. If it is kSharedRow, keys are values too, and there
 // is one tile of both. `threads`: that compute the softmax of a vector. 0: as many as there are.
 template <int tiles, int keys, int width, int threads>
@@ -102,19 +105,35 @@ __device__ __forceinline__ uint4 eight_halves(const WideRaw& raw) {
     }
 }
 
-// All threads copy `keys` rows from `first_key` on, as float16 rows. Rows outside of
-// [begin_key, end_key) and elements past d become zeros. `has_room`: for more loads in flight, so
-// that a tile takes fewer rounds of them. Float16 is copied asynchronously: the caller waits.
+// A warp starts to copy a row of float16 numbers. Those from `elements` on become zeros.
+template <int width>
+__device__ __forceinline__ void copy_half_row(
+    uint8_t* to, const uint8_t* from, int elements, int lane
+) {
+#pragma unroll
+    for (int part = lane; part < width / 8; part += kWarp) {
+        if (part * 8 < elements) {
+            copy_async_16(to + 16 * part, from + 16 * part);
+        } else {
+            *reinterpret_cast<uint4*>(to + 16 * part) = make_uint4(0, 0, 0, 0);
+        }
+    }
+}
+
+// All threads copy `count` of the tile's `keys` rows from `first_key` on, as float16 rows. Rows
+// outside of [begin_key, end_key) and elements past d become zeros. `count` is a multiple of a step's
+// keys. `has_room`: for more loads in flight, so that a tile takes fewer rounds of them. Float16 is
+// copied asynchronously: the caller waits.
 template <int type, int keys, int width, bool has_room>
 __device__ __forceinline__ void copy_wide_tile(
     uint8_t* to, const AttentionParams& params, const uint8_t* cache, const int32_t* pages,
-    int kv_head, int first_key, int begin_key, int end_key
+    int kv_head, int first_key, int begin_key, int end_key, int count
 ) {
     constexpr int kParts = width / 8;
     constexpr bool has_many = has_room && width == kSharedRow && keys % 32 == 0;
     constexpr int kBatch = has_many ? 9 : width == kSharedRow ? 3 : 4;  // in flight per thread
     constexpr int kStride = 2 * width + 16;
-    static_assert(keys * kParts % (kWideThreads * kBatch) == 0);
+    static_assert(step_keys(keys) * kParts % (kWideThreads * kBatch) == 0, "whole rounds");
     const int first_seen = max(first_key, begin_key);
     const int64_t first_row = cache_row(params, pages, kv_head, first_seen);
     const bool is_one_page = 1 << params.page_bits >= keys;
@@ -123,30 +142,31 @@ __device__ __forceinline__ void copy_wide_tile(
             is_one_page ? first_row + (key - first_seen) : cache_row(params, pages, kv_head, key);
         return cache + row * row_bytes(type, params.d);
     };
+    if constexpr (type == kF16) {
+        const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 #pragma unroll 1
-    for (int first = 0; first < keys * kParts; first += kWideThreads * kBatch) {
-        WideRaw raw[kBatch];
-        bool seen[kBatch];
+        for (int row = warp; row < count; row += kWideWarps) {
+            const int key = first_key + row;
+            const bool seen = key >= begin_key && key < end_key;
+            const uint8_t* from = row_at(seen ? key : first_seen);
+            copy_half_row<width>(to + row * kStride, from, seen ? params.d : 0, lane);
+        }
+        commit_copies();
+    } else {
+#pragma unroll 1
+        for (int first = 0; first < count * kParts; first += kWideThreads * kBatch) {
+            WideRaw raw[kBatch];
+            bool seen[kBatch];
 #pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-            const int i = first + j * kWideThreads + static_cast<int>(threadIdx.x);
-            const int key = first_key + i / kParts, element = i % kParts * 8;
-            seen[j] = key >= begin_key && key < end_key && element < params.d;
-            if constexpr (type == kF16) {
-                auto* at = to + i / kParts * kStride + element * 2;
-                if (seen[j]) {
-                    copy_async_16(at, row_at(key) + element * 2);
-                } else {
-                    *reinterpret_cast<uint4*>(at) = make_uint4(0, 0, 0, 0);
-                }
-            } else {
+            for (int j = 0; j < kBatch; ++j) {
+                const int i = first + j * kWideThreads + static_cast<int>(threadIdx.x);
+                const int key = first_key + i / kParts, element = i % kParts * 8;
+                seen[j] = key >= begin_key && key < end_key && element < params.d;
                 // Others load what is there: no load waits for a branch of its own.
                 const int there = min(max(key, begin_key), end_key - 1);
                 const int own = element < params.d ? element : 0;
                 raw[j] = load_eight<type>(row_at(there), own, params.d);
             }
-        }
-        if constexpr (type != kF16) {
 #pragma unroll
             for (int j = 0; j < kBatch; ++j) {
                 const int i = first + j * kWideThreads + static_cast<int>(threadIdx.x);
@@ -155,7 +175,6 @@ __device__ __forceinline__ void copy_wide_tile(
             }
         }
     }
-    commit_copies();
 }
 
 // The same for the few rows [begin_key, end_key) of the tile alone: the others stay as they are.
@@ -165,15 +184,24 @@ __device__ __forceinline__ void copy_wide_rows(
     int kv_head, int first_key, int begin_key, int end_key
 ) {
     constexpr int kParts = width / 8, kStride = 2 * width + 16;
+    const auto row_at = [&](int key) {
+        return cache + cache_row(params, pages, kv_head, key) * row_bytes(type, params.d);
+    };
+    if constexpr (type == kF16) {
+        const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (end_key - begin_key) * kParts; i += kWideThreads) {
-        const int key = begin_key + i / kParts, element = i % kParts * 8;
-        if (element >= params.d) continue;
-        const int64_t row = cache_row(params, pages, kv_head, key);
-        const WideRaw raw =
-            load_eight<type>(cache + row * row_bytes(type, params.d), element, params.d);
-        *reinterpret_cast<uint4*>(to + (key - first_key) * kStride + element * 2) =
-            eight_halves<type>(raw);
+        for (int key = begin_key + warp; key < end_key; key += kWideWarps) {
+            copy_half_row<width>(to + (key - first_key) * kStride, row_at(key), params.d, lane);
+        }
+        commit_copies();
+    } else {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < (end_key - begin_key) * kParts; i += kWideThreads) {
+            const int key = begin_key + i / kParts, element = i % kParts * 8;
+            if (element >= params.d) continue;
+            *reinterpret_cast<uint4*>(to + (key - first_key) * kStride + element * 2) =
+                eight_halves<type>(load_eight<type>(row_at(key), element, params.d));
+        }
     }
 }
 
