@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from exl_core.ops.masks import pack, unpack
+from exl_core.ops.open import get_table
 from exl_core.sampling.chain import steps_for
 from exl_core.sampling.edits import Edits
 from exl_core.sampling.history import History
 from exl_core.sampling.params import SamplerParams, TokenBias
 from exl_core.sampling.penalties import Allow, Ban, Bias, Dry, Mask, Penalties, edited
+from exl_core.sampling.sampler import Sampler
 from support.profiles import examples
 
 VOCAB = 32
@@ -89,6 +91,20 @@ def test_frequency_penalty_counts_occurrences_and_repetition_does_not() -> None:
     assert Penalties((1, 1, 1), frequency=0.5)(logits).tolist() == [4, 2.5, 4]
     both = Penalties((1, 1), repetition=2.0, presence=1.0, frequency=0.25)
     assert both(logits).tolist() == [4, 0.5, 4]
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty"])
+@pytest.mark.parametrize("banned", [frozenset(), frozenset({4})], ids=["alone", "and bans"])
+def test_penalties_may_be_integers(name: str, banned: frozenset[int]) -> None:
+    logits, ops = random_logits(3), get_table("cpu", threads=1)
+    given = [SamplerParams.from_mapping({name: value, "seed": 1}) for value in (2, 2.0)]
+
+    integer, floating = (
+        Sampler(params, ops).sample(logits, [1, 2, 2], banned=banned, num_top=VOCAB)
+        for params in given
+    )
+
+    assert integer == floating
 
 
 def test_bans_biases_and_allowed_tokens_ignore_ids_outside() -> None:

@@ -162,8 +162,9 @@ def uniform_penalty_edits(distinct: Ids, rule: Penalties, vocab_size: int) -> Lo
     ids = torch.from_numpy(distinct)
     if len(distinct) > 0 and int(distinct.max()) >= vocab_size:
         ids = ids[ids < vocab_size]
-    shape = (len(ids),)
-    return LogitEdits(ids, torch.full(shape, rule.repetition), torch.full(shape, -rule.presence))
+    # Settings may be integers, from which `torch.full` would make a tensor of integers.
+    factors = torch.full((len(ids),), float(rule.repetition))
+    return LogitEdits(ids, factors, torch.full((len(ids),), -float(rule.presence)))
 
 
 def dry_edits(history: Ids, rule: Dry, vocab_size: int) -> LogitEdits:
