@@ -175,6 +175,15 @@ def test_changed_settings_reach_a_running_job(parts: tuple[Any, Any, Any]) -> No
     assert sequence.input_ids.torch().tolist() == tokenizer.encode("x").tolist()
 
 
+def test_an_empty_list_of_filters_is_none(parts: tuple[Any, Any, Any]) -> None:
+    from exllamav2.generator import ExLlamaV2DynamicGenerator
+
+    generator = ExLlamaV2DynamicGenerator(*parts)
+    settings = Settings.greedy()
+    texts = generator.generate(["a", "b"], 3, gen_settings=settings, filters=[], embeddings=[])
+    assert texts == generator.generate(["a", "b"], 3, gen_settings=settings)
+
+
 def test_a_full_context_is_no_end_of_the_stream(parts: tuple[Any, Any, Any]) -> None:
     from exllamav2.generator import ExLlamaV2StreamingGenerator
 

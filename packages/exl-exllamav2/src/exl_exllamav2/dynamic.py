@@ -301,8 +301,9 @@ class ExLlamaV2DynamicGenerator:
         """
         is_list = isinstance(prompt, list)
         prompts = prompt if is_list else [prompt]
-        each_filters = _per_prompt(filters, len(prompts), is_list=is_list)
-        each_embeddings = _per_prompt(embeddings, len(prompts), is_list=is_list)
+        # An empty list means none, for a list of prompts too.
+        each_filters = _per_prompt(filters or None, len(prompts), is_list=is_list)
+        each_embeddings = _per_prompt(embeddings or None, len(prompts), is_list=is_list)
         is_each = isinstance(gen_settings, list)
         settings = _per_prompt(gen_settings, len(prompts), is_list=is_each)
         common = {
