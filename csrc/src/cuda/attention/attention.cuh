@@ -289,6 +289,21 @@ __device__ __forceinline__ void convert_tile(
     }
 }
 
+// True in all threads of the block that arrives last. Partial results that were written before are
+// visible to it.
+__device__ __forceinline__ bool is_last_block(unsigned* counter, int count) {
+    __shared__ bool is_last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        is_last = atomicAdd(counter, 1u) == static_cast<unsigned>(count - 1);
+        if (is_last) *counter = 0;
+    }
+    __syncthreads();
+    __threadfence();
+    return is_last;
+}
+
 #endif  // __CUDACC__
 
 }  // namespace exl::cuda

@@ -275,21 +275,6 @@ __device__ __forceinline__ void add_values(
     }
 }
 
-// True in all threads of the block that arrives last. Partial results that were written before are
-// visible to it.
-__device__ __forceinline__ bool is_last_block(unsigned* counter, int count) {
-    __shared__ bool is_last;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        is_last = atomicAdd(counter, 1u) == static_cast<unsigned>(count - 1);
-        if (is_last) *counter = 0;
-    }
-    __syncthreads();
-    __threadfence();
-    return is_last;
-}
-
 // Adds `count` partial results of the `vectors` vectors from `first` on. They start at `from` and are
 // `step` floats apart: sums [block_vectors, kWideHead], then a peak and a weight of each vector.
 // Without `stats`, sums are divided by their weight. Otherwise that receives peaks and weights. `to`
