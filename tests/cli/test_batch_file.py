@@ -113,6 +113,15 @@ def test_a_stopped_run_continues(generate: Command, tmp_path: Path) -> None:
     assert part.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.parametrize("text", ["no line end", '{"index": 0, "key": "0", "text": "'])
+def test_a_file_with_other_contents_stays(generate: Command, tmp_path: Path, text: str) -> None:
+    file, out = prompts(tmp_path / "p", 8), tmp_path / "out"
+    out.write_text(text, encoding="utf-8")
+    line = generate("--batch-file", file, "--output", out, "-q", *GREEDY).error_line(2)
+    assert line.startswith(f"{out}, line 1: the file holds other records")
+    assert out.read_text(encoding="utf-8") == text
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -35,6 +35,11 @@ class BatchLine:
     id: str | int | None = None
     limit: int | None = None
 
+    @property
+    def place(self) -> dict[str, object]:
+        """The first fields of its record."""
+        return {"index": self.index, "key": self.key}
+
 
 def read_batch(path: Path, job: PromptJob) -> list[BatchLine]:
     """All prompts of the file. Empty lines are skipped."""
@@ -124,17 +129,28 @@ def count_done(path: Path, lines: Sequence[BatchLine]) -> tuple[int, int]:
     done = size = 0
     with open_regular(path, RequestError) as file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            if number > len(lines) or _key_of(line) != lines[number - 1].key:
+            is_whole = line.endswith(b"\n")
+            is_own = number <= len(lines) and (
+                _key_of(line) == lines[number - 1].key
+                if is_whole
+                else _begins_record(line, lines[number - 1])
+            )
+            if not is_own:
                 raise RequestError(
                     "the file holds other records than this batch would write",
                     where=f"{path}, line {number}",
                     expected="an unfinished output of the same prompts and options",
                     next_step="Choose another --output, or delete the file.",
                 )
-            done, size = number, size + len(line)
+            if is_whole:
+                done, size = number, size + len(line)
     return done, size
+
+
+def _begins_record(text: bytes, line: BatchLine) -> bool:
+    """Whether `text` may be the cut-off record of this line."""
+    start = json.dumps(line.place).removesuffix("}").encode()
+    return text[: len(start)] == start[: len(text)]
 
 
 def _key_of(line: bytes) -> object:

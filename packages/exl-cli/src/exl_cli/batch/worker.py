@@ -114,5 +114,4 @@ def _failed(line: BatchLine, error: BaseException) -> Record:
 
 
 def _named(line: BatchLine) -> Record:
-    named: Record = {"index": line.index, "key": line.key}
-    return named if line.id is None else {**named, "id": line.id}
+    return line.place if line.id is None else {**line.place, "id": line.id}
