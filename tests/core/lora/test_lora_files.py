@@ -118,7 +118,6 @@ def test_zero_biases_are_ignored(model: Transformer, tmp_path: Path) -> None:
     [
         ({"peft_type": "IA3"}, "not a LoRA adapter .*got IA3"),
         ({"peft_type": None}, "not a LoRA adapter"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out is not supported"),
         ({"use_dora": True}, "use_dora is not supported"),
         ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication is not supported"),
         ({"init_lora_weights": "pissa_niter_16"}, "changed copy of its model"),

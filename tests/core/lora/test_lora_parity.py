@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from support.tiny_models import (
     tiny_ernie,
     tiny_gemma3,
     tiny_gemma4,
+    tiny_gpt2,
     tiny_granite,
     tiny_hunyuan,
     tiny_llama,
@@ -138,6 +140,27 @@ def test_adapters_of_some_linears_match(
     pairs = random_pairs(model, linears)
     adapter = load_adapter(write_adapter(tmp_path, stored(pairs)), ours)
     assert_close(logits_of(ours, AdapterUse(adapter)), expected_logits(merged(model, (pairs, 1))))
+
+
+def test_adapters_of_gpt2_match(tmp_path: Path) -> None:
+    """PEFT writes `fan_in_fan_out` for them, because GPT-2 stores weights as [in, out]."""
+    model = tiny_gpt2()
+    names = [n for n, _ in model.named_modules() if n.endswith(("c_attn", "c_proj", "c_fc"))]
+    generator = torch.Generator().manual_seed(6)
+    reference, pairs = copy.deepcopy(model), {}
+    with torch.no_grad():
+        for name in names:
+            weight = reference.get_submodule(name).weight  # [in, out]
+            a = torch.randn(4, weight.shape[0], generator=generator) / weight.shape[0] ** 0.5
+            b = torch.randn(weight.shape[1], 4, generator=generator) / 4
+            weight += (b @ a).T
+            pairs[name] = a, b
+    ours = load_model(str(save(model, tmp_path / "model"))).model
+    folder = write_adapter(tmp_path / "adapter", stored(pairs), fan_in_fan_out=True)
+
+    logits = logits_of(ours, AdapterUse(load_adapter(folder, ours)))
+
+    assert_close(logits, expected_logits(reference))
 
 
 def test_adapters_of_fused_projections_match(

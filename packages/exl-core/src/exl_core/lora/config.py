@@ -1,6 +1,8 @@
 """`adapter_config.json` of a PEFT adapter: ranks, scales, and unsupported kinds of adapters.
 
-A setting that would change the result and is not implemented is refused by name. Knows no tensors.
+A setting that would change the result and is not implemented is refused by name. `fan_in_fan_out`
+changes nothing: it describes how the model stores its own weights (GPT-2), and A and B have the
+same shapes as for other models. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ CONFIG_NAME = "adapter_config.json"
 
 # Settings under which an adapter is not W + scale * B A, with their meaning for the error message.
 _OTHER_KINDS = {
-    "fan_in_fan_out": "weights stored the other way round",
     "use_dora": "DoRA, which also scales every output",
     "use_qalora": "QA-LoRA, which pools its inputs",
     "use_bdlora": "block-diagonal LoRA",
