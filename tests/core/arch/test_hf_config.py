@@ -31,6 +31,13 @@ def test_generation_config_adds_eos_ids_once(tmp_path: Path) -> None:
     assert read_hf_config(tmp_path).eos_ids == (2, 5, 7)
 
 
+def test_minus_one_stands_for_no_token(tmp_path: Path) -> None:
+    write(tmp_path, LLAMA, bos_token_id=-1, eos_token_id=[2, -1], pad_token_id=-1)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": -1}')
+    config = read_hf_config(tmp_path)
+    assert (config.bos_id, config.eos_ids, config.pad_id) == (None, (2,), None)
+
+
 def test_gemma3_old_and_new_keys_give_the_same_configuration(tmp_path: Path) -> None:
     scaling = {"rope_type": "linear", "factor": 8.0}
     old = write(
@@ -152,6 +159,7 @@ BROKEN = {
     "nan": ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
     "no-architecture": ({"architectures": []}, "architectures"),
     "heads": ({"num_key_value_heads": 3}, "shared out evenly"),
+    "eos-negative": ({"eos_token_id": -2}, "eos_token_id"),
     "eos-outside": ({"eos_token_id": 100}, "outside the vocabulary"),
     "odd-head": ({"head_dim": 15}, "even number"),
     "ntk-of-two": (

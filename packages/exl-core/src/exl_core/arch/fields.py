@@ -111,14 +111,15 @@ class Fields:
         return Fields(value, f"{self.where}: {key}")
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """Ids from a single id, a list of ids, or a missing key (no ids)."""
+        """Ids from a single id, a list of ids, or a missing key (no ids). Some files write -1 for
+        none."""
         value = self.values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if len(ids) > MAX_CONTROL_IDS:
             raise self._error(key, f"at most {MAX_CONTROL_IDS} token ids", f"{len(ids)} of them")
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= -1 for i in ids):
             raise self._error(key, "a token id or a list of them", value)
-        return tuple(ids)
+        return tuple(i for i in ids if i != -1)
 
     def first_token_id(self, key: str) -> int | None:
         ids = self.token_ids(key)
