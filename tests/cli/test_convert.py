@@ -281,11 +281,12 @@ def test_several_problems_print_several_lines(convert: Command, tmp_path: Path) 
         (("--device", "tpu"), 2, "tpu"),
         (("--model", "other"), 2, "two models"),
         (("--bits", "nan"), 2, "--bits"),
+        (("--seed", 2**64), 2, "--seed is out of range"),
         (("-o", "."), 2, "-o is not a name"),
         (("-o", "new/.."), 2, "-o is not a name"),
     ],
 )
-def test_bad_options(args: tuple[str, ...], code: int, expected: str, convert: Command) -> None:
+def test_bad_options(args: tuple[object, ...], code: int, expected: str, convert: Command) -> None:
     assert expected in convert(*args).error_line(code)
 
 

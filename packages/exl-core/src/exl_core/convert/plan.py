@@ -245,13 +245,17 @@ class MatrixReport:
         return asdict(self)
 
 
+MAX_SEED = 2**62
+"""The seed of a row is this one and the row's number, which must be below 2**63."""
+
+
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
     """Options of all stages. `fast` shortens all steps that only improve the result.
 
     device       computing device: `cpu`, `cuda`, `cuda:1`
     head_bits    one of `Target.head_choices`
-    seed         seed of all random choices
+    seed         seed of all random choices, at most MAX_SEED
     codebook     of the trellis codes of EXL3
     """
 
@@ -261,6 +265,10 @@ class ConvertOptions:
     fast: bool = False
     format: Format = "exl2"
     codebook: Codebook = "mul1"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed <= MAX_SEED:
+            raise RequestError("--seed is out of range", expected=f"0 to {MAX_SEED}", got=self.seed)
 
 
 HEAD_LAYOUTS = {
