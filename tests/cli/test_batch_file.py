@@ -94,6 +94,10 @@ def test_a_prompt_that_cannot_be_answered_has_a_record(generate: Command, tmp_pa
     assert "text" in first
     assert "text" in last
 
+    again = generate("--batch-file", file, "--output", out, "--json", *GREEDY)
+    assert again.code == 1, "a prompt still has no reply"
+    assert json.loads(again.out)["failed"] == 1
+
 
 def test_a_stopped_run_continues(generate: Command, tmp_path: Path) -> None:
     file, whole, part = prompts(tmp_path / "p", 8), tmp_path / "whole", tmp_path / "part"

@@ -132,10 +132,10 @@ class BatchOptions:
 
         assert self.batch_file is not None
         lines = read_batch(self.batch_file, job)
-        started, failed, tokens = time.perf_counter(), 0, 0
+        started, tokens = time.perf_counter(), 0
         with ExitStack() as stack:
             records = stack.enter_context(_records(self.output, lines))
-            earlier = records.done
+            earlier, failed = records.earlier.done, records.earlier.failed
             progress = stack.enter_context(stages_progress(is_quiet=is_quiet))
             interrupt = stack.enter_context(Interrupt())
             for index, record in self._answers(job, lines[earlier:], interrupt, is_quiet=is_quiet):
@@ -197,12 +197,13 @@ class BatchOptions:
 @contextmanager
 def _records(path: Path | None, lines: Sequence[BatchLine]) -> Iterator[RecordFile]:
     """The output, after the records that it has already."""
-    from exl_cli.batch.prompt_file import RecordFile, count_done
+    from exl_cli.batch.prompt_file import Earlier, RecordFile, read_earlier
 
     if path is None:
-        yield RecordFile(output.write_text, 0)
+        yield RecordFile(output.write_text, Earlier())
         return
-    done, size = count_done(path, lines)
+    earlier = read_earlier(path, lines)
+    size = earlier.size_bytes
     with naming_disk_failures(path):
         file: BinaryIO = path.open("r+b" if size or path.exists() else "xb")
     try:
@@ -215,7 +216,7 @@ def _records(path: Path | None, lines: Sequence[BatchLine]) -> Iterator[RecordFi
                 file.write(encode_text(text))
                 file.flush()
 
-        yield RecordFile(write_text, done)
+        yield RecordFile(write_text, earlier)
     finally:
         # Each write is flushed at once. What is left in the buffer belongs to a write that failed,
         # whose error has been raised.

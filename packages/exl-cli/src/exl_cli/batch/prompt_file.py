@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from exl_cli.batch.job import Messages, PromptJob
 from exl_cli.prompts import check_encodable
@@ -102,12 +103,21 @@ def _messages(fields: Mapping[str, object], where: str) -> Messages:
     return messages
 
 
-class RecordFile:
-    """Output of a batch, one JSON object per line. `done` records exist already; `write` takes the
-    others in any order, and passes each to `write_text` after all before it."""
+class Earlier(NamedTuple):
+    """Records that an output has already: their number, those with `error`, and all their bytes."""
 
-    def __init__(self, write_text: Callable[[str], None], done: int) -> None:
-        self.done = done
+    done: int = 0
+    failed: int = 0
+    size_bytes: int = 0
+
+
+class RecordFile:
+    """Output of a batch, one JSON object per line. `write` takes the records that are not there
+    yet in any order, and passes each to `write_text` after all before it."""
+
+    def __init__(self, write_text: Callable[[str], None], earlier: Earlier) -> None:
+        self.earlier = earlier
+        self.done = earlier.done
         self._write_text = write_text
         self._waiting: dict[int, Mapping[str, object]] = {}
 
@@ -119,19 +129,20 @@ class RecordFile:
             self.done += 1
 
 
-def count_done(path: Path, lines: Sequence[BatchLine]) -> tuple[int, int]:
-    """Records of an earlier run of the same job, and the bytes that they take.
+def read_earlier(path: Path, lines: Sequence[BatchLine]) -> Earlier:
+    """Records of an earlier run of the same job.
 
     A line that was cut off at the end is not counted. RequestError if the file has other contents.
     """
     if not is_present(path, RequestError):
-        return 0, 0
-    done = size = 0
+        return Earlier()
+    done = failed = size = 0
     with open_regular(path, RequestError) as file:
         for number, line in enumerate(file, start=1):
             is_whole = line.endswith(b"\n")
+            record = _record(line)
             is_own = number <= len(lines) and (
-                _key_of(line) == lines[number - 1].key
+                record.get("key") == lines[number - 1].key
                 if is_whole
                 else _begins_record(line, lines[number - 1])
             )
@@ -143,8 +154,8 @@ def count_done(path: Path, lines: Sequence[BatchLine]) -> tuple[int, int]:
                     next_step="Choose another --output, or delete the file.",
                 )
             if is_whole:
-                done, size = number, size + len(line)
-    return done, size
+                done, failed, size = number, failed + ("error" in record), size + len(line)
+    return Earlier(done, failed, size)
 
 
 def _begins_record(text: bytes, line: BatchLine) -> bool:
@@ -153,9 +164,10 @@ def _begins_record(text: bytes, line: BatchLine) -> bool:
     return text[: len(start)] == start[: len(text)]
 
 
-def _key_of(line: bytes) -> object:
+def _record(line: bytes) -> dict[str, object]:
+    """The object in a line; {} if it has none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
-        return None
-    return record.get("key") if isinstance(record, dict) else None
+        return {}
+    return record if isinstance(record, dict) else {}
