@@ -38,6 +38,12 @@ def test_a_repository_of_safetensors_becomes_a_folder_without_pickles_and_code(h
     assert resolve_model("owner/name") == folder
 
 
+def test_the_second_copy_of_mistral_is_not_fetched(hub: Hub) -> None:
+    hub.add("owner/name", EXL2 | {"consolidated.safetensors": b"c" * 9000})
+    folder = download(HubName("owner/name"))
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "output.safetensors"]
+
+
 @pytest.mark.parametrize(
     ("tag", "file"),
     [

@@ -27,6 +27,8 @@ _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.IG
 _GGUF = ".gguf"
 # Files beside the weights of a GGUF model: vision projectors and importance matrices.
 _NO_MODEL = re.compile(r"(^|/)(mmproj|imatrix)[-._]|imatrix\.gguf$", re.IGNORECASE)
+# Mistral's second copy of the weights, under names of its own.
+_OWN_NAMES = "consolidated"
 # Side files of safetensors: never pickles, never code.
 _SIDE_FILE = re.compile(r"[^/]+\.(json|jinja)|tokenizer\.model")
 
@@ -111,6 +113,8 @@ def model_file_sets(files: Iterable[str]) -> list[ModelFileSet]:
     names = sorted(files)
     found = []
     weights = [name for name in names if "/" not in name and name.endswith(".safetensors")]
+    usual = [name for name in weights if not name.startswith(_OWN_NAMES)]
+    weights = usual or weights
     if weights and "config.json" in names:
         found.append(ModelFileSet(None, (*weights, *filter(_SIDE_FILE.fullmatch, names))))
     present = set(names)
