@@ -133,6 +133,12 @@ def test_bad_constraint_is_a_one_line_error(
     assert not [word for word in words if word not in line], line
 
 
+@pytest.mark.parametrize("option", ["--grammar", "--json-schema"])
+def test_an_empty_constraint_is_named(exl: Command, tiny_llama_dir: Path, option: str) -> None:
+    line = exl("generate", "-m", tiny_llama_dir, "-p", "x", option, "").error_line(2)
+    assert line == f"{option} is empty. Name a file, or leave the option out."
+
+
 @pytest.mark.parametrize(
     "pattern",
     ["(", "[z-a]", "a{3,1}", "a{9000000}", "(?=a)b", "[0-9&&[a-z]]", "a\udcff"],

@@ -231,16 +231,22 @@ def constraints_of(
 def _grammar_text(given: str) -> str:
     """The grammar in a file, or `given` itself if it has a rule."""
     is_inline = _RULE.match(given) is not None
-    return given if is_inline else read_text_file(Path(given), CONFIG_LIMIT_BYTES)
+    return given if is_inline else _file_text("--grammar", given)
 
 
 def _schema_text(given: str) -> str:
     """The schema in a file, or `given` itself if it is an object."""
     is_inline = given.lstrip().startswith("{")
-    text = given if is_inline else read_text_file(Path(given), CONFIG_LIMIT_BYTES)
+    text = given if is_inline else _file_text("--json-schema", given)
     where = "--json-schema" if is_inline else given
     try:
         json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestError("the JSON schema is not JSON", where=where, got=str(error)) from error
     return text
+
+
+def _file_text(option: str, given: str) -> str:
+    if not given:  # as a path, it would be the current directory
+        raise RequestError(f"{option} is empty", next_step="Name a file, or leave the option out.")
+    return read_text_file(Path(given), CONFIG_LIMIT_BYTES)
