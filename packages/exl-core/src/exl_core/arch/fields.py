@@ -117,9 +117,10 @@ class Fields:
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if len(ids) > MAX_CONTROL_IDS:
             raise self._error(key, f"at most {MAX_CONTROL_IDS} token ids", f"{len(ids)} of them")
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= -1 for i in ids):
+        known = [i for i in ids if isinstance(i, int) and not isinstance(i, bool) and i >= -1]
+        if len(known) < len(ids):
             raise self._error(key, "a token id or a list of them", value)
-        return tuple(i for i in ids if i != -1)
+        return tuple(i for i in known if i != -1)
 
     def first_token_id(self, key: str) -> int | None:
         ids = self.token_ids(key)
