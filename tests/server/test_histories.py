@@ -73,6 +73,13 @@ ROME = {"name": "weather", "arguments": '{"city": "Rome"}'}
             {"role": "assistant", "content": None, "function_call": ROME},
             "[assistant]<weather Rome>",
         ),
+        (  # nulls for absent values, as typed languages write them
+            {
+                **{"role": "assistant", "content": None, "name": None, "reasoning": None},
+                "tool_calls": [{"id": None, "type": None, "index": None, "function": ROME}],
+            },
+            "[assistant]<weather Rome>",
+        ),
         ({"role": "function", "name": "weather", "content": "sunny"}, "[tool]sunny"),
         ({"role": "assistant", "content": "a", "reasoning": "r"}, "[assistant](r)a"),
         ({"role": "assistant", "content": "a", "thinking": "r"}, "[assistant](r)a"),
@@ -91,6 +98,15 @@ ROME = {"name": "weather", "arguments": '{"city": "Rome"}'}
 )
 def test_history_of_clients_is_understood(one: Running, message: Any, shown: str) -> None:
     assert prompt_of(one, [message, HI]) == (f"{shown}[user]hi[reply]", "")
+
+
+def test_nulls_inside_of_a_body_are_absent(one: Running) -> None:
+    options = {"include_usage": None, "continuous_usage_stats": None}
+    assert prompt_of(one, [HI], stream_options=options) == ("[user]hi[reply]", "")
+    nulls = dict.fromkeys(("tools", "tool_choice", "system", "stop_sequences", "thinking"))
+    assert one.post("/v1/messages", {"messages": [HI], **nulls}).status_code == 200
+    item = {"type": None, "id": None, "status": None, **HI}
+    assert one.post("/v1/responses", {"input": [item], "tools": None}).status_code == 200
 
 
 def test_settings_of_reasoning_reach_the_template(one: Running) -> None:

@@ -41,7 +41,7 @@ def page_fields(names: Sequence[str]) -> Json:
 
 def chat_body(body: Mapping[str, Any]) -> ChatBody:
     """The chat request that a request of Anthropic's clients stands for."""
-    left = dict(body)
+    left = {name: value for name, value in body.items() if value is not None}
     for name in _REFUSED:
         if left.pop(name, None):
             raise ApiError(400, f"{name}: not supported", param=name, code="unsupported_parameter")

@@ -51,8 +51,7 @@ class EmbeddingsBody(Body):
 
 
 def embeddings_body(body: Mapping[str, Any]) -> EmbeddingsBody:
-    left = {name: value for name, value in body.items() if value is not None}
-    return parsed(EmbeddingsBody, left)
+    return parsed(EmbeddingsBody, body)
 
 
 class TextVector:

@@ -114,7 +114,7 @@ def _message(item: object, where: str) -> Json:
     """The message of one input item."""
     if not isinstance(item, dict):
         raise ApiError(400, f"{where}: an object is expected", param="input")
-    kind = item.get("type", "message")
+    kind = item.get("type") or "message"
     if kind == "message":
         return {"role": item.get("role"), "content": item.get("content")}
     if kind == "reasoning":

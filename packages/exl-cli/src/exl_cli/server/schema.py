@@ -29,6 +29,15 @@ class Body(BaseModel):
     inert: ClassVar[frozenset[str]] = frozenset()
     """Names of known fields that have no effect here."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: object) -> object:
+        """Null counts as absent: clients of typed languages send it for each field without a
+        value."""
+        if not isinstance(body, Mapping):
+            return body
+        return {name: value for name, value in body.items() if value is not None}
+
     def unknown_fields(self, prefix: str = "") -> Iterator[str]:
         """Names of the fields that this server does not know, with their path."""
         for name, value in (self.model_extra or {}).items():
@@ -86,10 +95,7 @@ class GenerationBody(Body):
         if not isinstance(body, Mapping):
             return body
         settings, others = read_settings(cls.table, body)
-        return {
-            **{name: value for name, value in others.items() if value is not None},
-            "exl.settings": settings,
-        }
+        return {**others, "exl.settings": settings}
 
 
 class CompletionBody(GenerationBody):
