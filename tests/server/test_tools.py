@@ -495,3 +495,14 @@ def test_arguments_are_an_object_whatever_the_model_wrote(
     text: str, expected: dict[str, Any]
 ) -> None:
     assert arguments_object(text) == expected
+
+
+def test_names_of_tools_may_be_as_long_as_in_anthropics_api() -> None:
+    name = "mcp__" + "a" * 123
+    said = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
+    with running(scripted_runtime(reply_with(said), template=HERMES)) as one:
+        body = {"messages": ASK, "max_tokens": 300, "tools": [{"name": name, "input_schema": {}}]}
+        (call,) = one.post("/v1/messages", body).json()["content"]
+        assert call["name"] == name
+        body["tools"] = [{"name": name + "a", "input_schema": {}}]
+        assert one.post("/v1/messages", body).status_code == 400
