@@ -21,6 +21,21 @@ def one() -> Iterator[Running]:
     ("path", "body", "expected"),
     [
         ("/tokenize", {"prompt": "ab<eos>"}, {"tokens": [97, 98, EOS_ID], "count": 3}),
+        (
+            "/tokenize",
+            {"content": "aé<eos>", "with_pieces": True},
+            {
+                "tokens": [
+                    {"id": 97, "piece": "a"},
+                    {"id": 195, "piece": [195]},
+                    {"id": 169, "piece": [169]},
+                    {"id": EOS_ID, "piece": "<eos>"},
+                ],
+                "count": 4,
+            },
+        ),
+        ("/tokenize", {"content": "<eos>", "parse_special": False}, {"tokens": list(b"<eos>")}),
+        ("/tokenize", {"prompt": "ab", "return_token_strs": True}, {"token_strs": ["a", "b"]}),
         ("/detokenize", {"tokens": [BOS_ID, 195, 169]}, {"prompt": "<bos>é", "content": "<bos>é"}),
         ("/v1/token/encode", {"text": "ab"}, {"tokens": [BOS_ID, 97, 98], "length": 3}),
         ("/v1/token/encode", {"text": "<bos>a"}, {"tokens": [BOS_ID, 97], "length": 2}),
@@ -36,7 +51,12 @@ def one() -> Iterator[Running]:
 def test_texts_and_tokens(one: Running, path: str, body: Any, expected: dict[str, Any]) -> None:
     answer = one.post(path, body).json()
     assert {name: answer[name] for name in expected} == expected
-    assert set(answer) - set(expected) <= {"max_model_len"}
+    assert set(answer) - set(expected) <= {"max_model_len", "tokens", "count"}
+
+
+def test_a_body_without_text_is_refused_by_the_name_of_the_field(one: Running) -> None:
+    refused = error_of(one.post("/tokenize", {"messages": []}), 400)
+    assert refused["message"] == "prompt, or content as in llama.cpp, is missing"
 
 
 @pytest.mark.parametrize("path", ["/detokenize", "/v1/token/decode"])

@@ -297,19 +297,24 @@ class Choice:
 
 
 def as_prompt(
-    tokenizer: Tokenizer, given: str | list[int], *, add_bos: bool | None, max_tokens: int
+    tokenizer: Tokenizer,
+    given: str | list[int],
+    *,
+    add_bos: bool | None,
+    max_tokens: int,
+    allow_special: bool = True,
 ) -> Prompt:
     """Tokenize a prompt. Token ids stay unchanged.
 
-    A text may spell out special tokens. BOS is added if the tokenizer adds one by default and the
-    text does not begin with it. More than `max_tokens` tokens, not counting an added BOS, raise
-    ContextLengthError.
+    A text may spell out special tokens, if `allow_special`. BOS is added if the tokenizer adds one
+    by default and the text does not begin with it. More than `max_tokens` tokens, not counting an
+    added BOS, raise ContextLengthError.
     """
     if not isinstance(given, str):
         if len(given) > max_tokens:
             raise ContextLengthError(len(given), max_tokens)
         return Prompt(given, tokenizer.decode(given, skip_special=False))
-    ids = tokenizer.encode(given, allow_special=True, add_bos=False, max_tokens=max_tokens)
+    ids = tokenizer.encode(given, allow_special=allow_special, add_bos=False, max_tokens=max_tokens)
     wants_bos = tokenizer.adds_bos if add_bos is None else add_bos
     bos = tokenizer.bos_id
     if not wants_bos or bos is None or ids[:1] == [bos]:

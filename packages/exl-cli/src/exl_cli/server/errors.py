@@ -177,6 +177,8 @@ def refusal(problems: Sequence[Any]) -> ApiError:
     if kind == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
         return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
+    if not path and kind == "value_error":  # a rule of the whole body
+        return ApiError(400, str(first["ctx"]["error"]), code="missing_required_parameter")
     if not path:
         return ApiError(400, "the body is not a JSON object", code="invalid_json")
     same = [one for one in problems if one["loc"][1:2] == path[:1]]

@@ -223,14 +223,20 @@ class ChatBody(GenerationBody):
 
 
 class TokenizeBody(Body):
-    """vLLM's `prompt`, with BOS by default, or llama.cpp's `content`, without."""
+    """vLLM's `prompt`, with BOS by default, or llama.cpp's `content`, without.
 
-    inert = frozenset({"with_pieces", "parse_special", "return_token_strs"})
+    parse_special      text that spells a special token becomes that token
+    with_pieces        each token is an object with its text, as in llama.cpp
+    return_token_strs  the tokens as the vocabulary spells them, as in vLLM
+    """
 
     prompt: str | None = None
     content: str | None = None
     add_special_tokens: bool | None = None
     add_special: bool | None = None
+    parse_special: bool = True
+    with_pieces: bool = False
+    return_token_strs: bool = False
     model: str | None = None
 
     @model_validator(mode="after")

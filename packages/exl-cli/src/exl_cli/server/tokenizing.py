@@ -31,7 +31,7 @@ def _add_vllm(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize", tags=["tokenizer"])
     async def tokenize(body: TokenizeBody) -> Response:
-        """Token ids of a text. Text that spells a special token becomes that token."""
+        """Token ids of a text."""
         async with host.use(body.model) as resident:
             tokenizer = resident.runtime.loaded.tokenizer
             add_bos = None if body.adds_special else False
@@ -39,11 +39,21 @@ def _add_vllm(app: FastAPI, service: Service) -> None:
             longest = resident.runtime.ctx_size
             most = max(longest, MAX_TOKENS)
             prompt = await service.in_thread(
-                lambda: as_prompt(tokenizer, text, add_bos=add_bos, max_tokens=most),
+                lambda: as_prompt(
+                    tokenizer,
+                    text,
+                    add_bos=add_bos,
+                    max_tokens=most,
+                    allow_special=body.parse_special,
+                ),
                 len(text),
             )
             ids = prompt.token_ids
-        return json_reply({"tokens": ids, "count": len(ids), "max_model_len": longest})
+        tokens = [_with_piece(tokenizer, one) for one in ids] if body.with_pieces else ids
+        found: dict[str, object] = {"tokens": tokens, "count": len(ids), "max_model_len": longest}
+        if body.return_token_strs:
+            found["token_strs"] = [tokenizer.raw_token(one) for one in ids]
+        return json_reply(found)
 
     @app.post("/detokenize", tags=["tokenizer"])
     async def detokenize(body: DetokenizeBody) -> Response:
@@ -102,6 +112,15 @@ def _add_tabby(app: FastAPI, service: Service) -> None:
             skip = not body.decode_special_tokens
             text = await _text_of(service, tokenizer, body.tokens, skip_special=skip)
         return json_reply({"text": text})
+
+
+def _with_piece(tokenizer: Tokenizer, token_id: int) -> dict[str, object]:
+    """A token with its text, by llama.cpp's API. Bytes that are no text are a list of numbers."""
+    data = tokenizer.token_bytes(token_id, skip_special=False)
+    try:
+        return {"id": token_id, "piece": data.decode()}
+    except UnicodeDecodeError:
+        return {"id": token_id, "piece": list(data)}
 
 
 async def _text_of(
