@@ -156,3 +156,16 @@ def test_a_prompt_format_replaces_the_template() -> None:
         assert "### Instruction:\nhi" in seen[0] and "### Response:" in seen[0]
         tool = {"type": "function", "function": {"name": "f"}}
         error_of(one.post(CHAT, {"messages": HI, "tools": [tool]}), 400)
+
+
+def test_the_stop_text_of_a_prompt_format_is_the_end_of_a_turn() -> None:
+    runtime = scripted_runtime(reply_with("Yes.\n### Instruction:\nno"), template=None)
+    host = ModelHost(runtime, prompting=Prompting(prompt_format=find_format("alpaca")))
+    with running(host) as one:
+        body = {"messages": HI, "max_tokens": 50}
+        answer = one.post("/v1/messages", body).json()
+        assert answer["content"][0]["text"] == "Yes.\n"
+        assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
+        asked = one.post("/v1/messages", {**body, "stop_sequences": ["s."]}).json()
+        assert (asked["stop_reason"], asked["stop_sequence"]) == ("stop_sequence", "s.")
+        assert '"stop_reason":"end_turn"' in one.post("/v1/messages", {**body, "stream": True}).text

@@ -188,10 +188,18 @@ class Messages(OneReplyChat):
                 {"type": "tool_use", "id": call.call_id, "name": call.name, "input": inputs}
             )
         usage = usage_of(end)
-        return {**self.message(usage), "content": blocks, **stop_of(choice, end)}
+        return {**self.message(usage), "content": blocks, **self.stop_of(choice, end)}
 
     async def stream(self, stack: AsyncExitStack) -> MessageEvents:
         return MessageEvents(self, await self.start(stack))
+
+    def stop_of(self, choice: Choice, end: FinishEvent) -> Json:
+        """Reason of the end. A text of the prompt format that ends a reply is the end of a turn,
+        not a stop sequence of the request."""
+        reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(str(choice.finish_reason))
+        sequence = end.stopped_by if end.stopped_by in self._body.settings.stop else None
+        found = reason or ("end_turn" if sequence is None else "stop_sequence")
+        return {"stop_reason": found, "stop_sequence": sequence}
 
     def message(self, usage: Json) -> Json:
         return {
@@ -235,7 +243,7 @@ class MessageEvents:
         if not self._num_blocks:
             yield from self._begin("text", {"text": ""})
         yield from self._close()
-        stop = stop_of(self._choice, end)
+        stop = self._work.stop_of(self._choice, end)
         yield {"type": "message_delta", "delta": stop, "usage": usage_of(end)}
         yield {"type": "message_stop"}
 
@@ -285,10 +293,3 @@ def usage_of(end: FinishEvent) -> Json:
         "cache_creation_input_tokens": 0,
         "output_tokens": end.completion_tokens,
     }
-
-
-def stop_of(choice: Choice, end: FinishEvent) -> Json:
-    reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(str(choice.finish_reason))
-    sequence = end.stopped_by if isinstance(end.stopped_by, str) else None
-    found = reason or ("end_turn" if sequence is None else "stop_sequence")
-    return {"stop_reason": found, "stop_sequence": sequence}
