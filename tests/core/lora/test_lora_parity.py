@@ -153,7 +153,7 @@ def test_adapters_of_gpt2_match(tmp_path: Path) -> None:
             weight = reference.get_parameter(f"{name}.weight")  # [in, out]
             a = torch.randn(4, weight.shape[0], generator=generator) / weight.shape[0] ** 0.5
             b = torch.randn(weight.shape[1], 4, generator=generator) / 4
-            weight += (b @ a).T
+            weight.add_((b @ a).T)
             pairs[name] = a, b
     ours = load_model(str(save(model, tmp_path / "model"))).model
     folder = write_adapter(tmp_path / "adapter", stored(pairs), fan_in_fan_out=True)
