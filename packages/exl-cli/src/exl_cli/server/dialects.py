@@ -16,7 +16,7 @@ from fastapi import Body, FastAPI, Request, Response
 
 from exl_cli.server import anthropic, llama_cpp, ollama, responses
 from exl_cli.server.conversation import chat_prompt, num_chars
-from exl_cli.server.embeddings import Embeddings, RerankBody, embeddings_body, rerank
+from exl_cli.server.embeddings import Embeddings, EmbeddingsBody, RerankBody, rerank
 from exl_cli.server.engine_request import refusing_long_prompts
 from exl_cli.server.errors import ApiError, json_reply
 from exl_cli.server.models import ModelFacts, Resident, about
@@ -144,7 +144,7 @@ async def _embedded(
     shape: Callable[[dict[str, Any]], object],
 ) -> Response:
     """Vectors in the form of one API. A client that leaves ends the work."""
-    made = embeddings_body(body)
+    made = parsed(EmbeddingsBody, body)
     service.accept(made, record_of(request.scope))
     try:
         found = await unless_gone(request, Embeddings(service, made).whole())

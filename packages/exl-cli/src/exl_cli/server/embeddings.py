@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import uuid
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Annotated, Any, Literal
 
@@ -23,7 +22,7 @@ from exl_cli.server.engine_request import refusing_long_prompts
 from exl_cli.server.errors import ApiError
 from exl_cli.server.models import Resident
 from exl_cli.server.pooling import Pooling
-from exl_cli.server.schema import MAX_PROMPTS, Body, Texts, TokenIds, parsed
+from exl_cli.server.schema import MAX_PROMPTS, Body, Texts, TokenIds
 from exl_cli.server.service import Service
 from exl_core.model.context import Context
 from exl_core.model.observe import StateRecorder
@@ -48,10 +47,6 @@ class EmbeddingsBody(Body):
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-
-
-def embeddings_body(body: Mapping[str, Any]) -> EmbeddingsBody:
-    return parsed(EmbeddingsBody, body)
 
 
 class TextVector:

@@ -33,26 +33,10 @@ def _add_vllm(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeBody) -> Response:
         """Token ids of a text."""
         async with host.use(body.model) as resident:
-            tokenizer = resident.runtime.loaded.tokenizer
-            add_bos = None if body.adds_special else False
-            text = body.text or ""
-            longest = resident.runtime.ctx_size
-            most = max(longest, MAX_TOKENS)
-            prompt = await service.in_thread(
-                lambda: as_prompt(
-                    tokenizer,
-                    text,
-                    add_bos=add_bos,
-                    max_tokens=most,
-                    allow_special=body.parse_special,
-                ),
-                len(text),
+            tokenizer, longest = resident.runtime.loaded.tokenizer, resident.runtime.ctx_size
+            found = await service.in_thread(
+                lambda: _tokenized(tokenizer, body, longest), len(body.text or "")
             )
-            ids = prompt.token_ids
-        tokens = [_with_piece(tokenizer, one) for one in ids] if body.with_pieces else ids
-        found: dict[str, object] = {"tokens": tokens, "count": len(ids), "max_model_len": longest}
-        if body.return_token_strs:
-            found["token_strs"] = [tokenizer.raw_token(one) for one in ids]
         return json_reply(found)
 
     @app.post("/detokenize", tags=["tokenizer"])
@@ -112,6 +96,23 @@ def _add_tabby(app: FastAPI, service: Service) -> None:
             skip = not body.decode_special_tokens
             text = await _text_of(service, tokenizer, body.tokens, skip_special=skip)
         return json_reply({"text": text})
+
+
+def _tokenized(tokenizer: Tokenizer, body: TokenizeBody, longest: int) -> dict[str, object]:
+    """Reply to /tokenize. `longest`: the context, in tokens."""
+    prompt = as_prompt(
+        tokenizer,
+        body.text or "",
+        add_bos=None if body.adds_special else False,
+        max_tokens=max(longest, MAX_TOKENS),
+        allow_special=body.parse_special,
+    )
+    ids = prompt.token_ids
+    tokens = [_with_piece(tokenizer, one) for one in ids] if body.with_pieces else ids
+    found: dict[str, object] = {"tokens": tokens, "count": len(ids), "max_model_len": longest}
+    if body.return_token_strs:
+        found["token_strs"] = [tokenizer.raw_token(one) for one in ids]
+    return found
 
 
 def _with_piece(tokenizer: Tokenizer, token_id: int) -> dict[str, object]:
