@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from exl_core.ops.backends.cuda import matmul
-from exl_core.ops.backends.cuda.library import Gpu
+from exl_core.ops.backends.cuda.experts import CudaExperts, Places
+from exl_core.ops.backends.cuda.library import Gpu, Slab
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear, plan_tiles
 from exl_core.ops.backends.cuda.recurrent import CudaRecurrentOps
 from exl_core.ops.backends.cuda.trellis import DECODE_ROWS, Trellis
@@ -159,3 +160,42 @@ def test_more_sequences_do_not_add_up_workspaces() -> None:
         ops.state_scan(xbc, torch.zeros(len(xbc), 2), scan, states, rows)
         needed = SLOT_BYTES * (len(xbc) // 64 + seqs)
     assert gpu.held_bytes <= 4 * needed
+
+
+def experts_of(rows: int, order: tuple[int, ...], group: int = 128) -> CudaExperts:
+    """Gate and up [rows, 64] of four experts, in one allocation in this order."""
+    gpu = GpuOnCpu()
+    layout = GroupedLayout(
+        64, rows, (GroupRun(4, rows // group, group),), None, torch.float16, "middle"
+    )
+    alone = CudaQuantLinear(layout, gpu)
+    memory = Slab(gpu, [alone.size_bytes] * 8)
+    placed = dict(
+        zip(order, (CudaQuantLinear(layout, gpu, memory=memory) for _ in order), strict=True)
+    )
+    return CudaExperts.of([(placed[2 * i], placed[2 * i + 1]) for i in range(4)], gpu)
+
+
+def test_experts_at_equal_distances_have_places() -> None:
+    experts = experts_of(256, (0, 1, 2, 3, 4, 5, 6, 7))
+    first, second = (w.matrix for w in cast(Any, experts.matrices[0]))
+    size = second.tiles - first.tiles
+    assert experts.places == (Places(first.tiles, 2 * size, size, first.panel_bytes), None)
+    by_part = experts_of(256, (0, 2, 4, 6, 1, 3, 5, 7)).places[0]
+    assert by_part is not None
+    assert by_part[1:3] == (size, 4 * size)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 3, 2, 4, 5, 6, 7), (0, 1, 2, 3, 6, 7, 4, 5)])
+def test_experts_in_disorder_have_no_places(order: tuple[int, ...]) -> None:
+    assert experts_of(256, order).places == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("group", "is_regular"), [(128, True), (32, True), (64, True), (96, False), (192, False)]
+)
+def test_loads_of_one_kind_have_four_blocks_each(group: int, *, is_regular: bool) -> None:
+    """Kernels compute the place of such a load."""
+    experts = experts_of(384, (0, 1, 2, 3, 4, 5, 6, 7), group)
+    assert (experts.only != 0) == is_regular
+    assert not is_regular or experts.num_loads == 3

@@ -53,6 +53,21 @@ def test_kernels_of_one_kind_have_the_bits_of_the_general_one(
     assert torch.equal(table.add_experts_(x.clone(), layer), table.add_experts_(x.clone(), other))
 
 
+@pytest.mark.parametrize("form", ONE_KIND)
+def test_addresses_are_computed_or_read(
+    gpu_table: OpTable, rng: torch.Generator, *, form: str
+) -> None:
+    """Experts lie side by side, so that kernels compute where they are; otherwise they read it."""
+    experts = Experts(gpu_table, rng, ONE_KIND[form], 9)
+    found = cast(CudaExperts, experts.gate_up), cast(CudaExperts, experts.down)
+    assert all(one.places[0] is not None for one in found)
+    gate_up, down = (replace(one, places=(None, None)) for one in found)
+    read = replace(experts.mlp(), gate_up=gate_up, down=down)
+    x, routed = normal(rng, 1, experts.d), choice(rng, 1, 9, 4)
+    got = gpu_table.expert_mlp(x, routed, experts.mlp())
+    assert torch.equal(got, gpu_table.expert_mlp(x, routed, read))
+
+
 SLICED = {
     "four-slices": sizes([Shape(((4, 2, 128),), 0)], [Shape(((4, 11, 128),), 0)]),
     "eight-slices": sizes([Shape(((4, 2, 128),), 0)], [Shape(((4, 35, 128),), 0)]),

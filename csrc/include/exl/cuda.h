@@ -34,7 +34,7 @@ extern "C" {
 #endif
 
 #define EXL_CUDA_API __attribute__((visibility("default")))
-#define EXL_CUDA_ABI 21
+#define EXL_CUDA_ABI 22
 
 EXL_CUDA_API int exl_cuda_abi(void);
 EXL_CUDA_API const char* exl_cuda_error_name(int code);

@@ -313,6 +313,15 @@ class ExpertInputs(Structure):
     )
 
 
+class ExpertPlaces(Structure):
+    _fields_ = (
+        ("tiles", c_void_p),
+        ("expert_bytes", c_int64),
+        ("part_bytes", c_int64),
+        ("panel_bytes", c_int64),
+    )
+
+
 class ExpertLinear(Structure):
     _fields_ = (
         ("matrices", c_void_p),
@@ -339,6 +348,9 @@ class ExpertLinear(Structure):
         ("source", c_int32),
         ("is_early", c_int32),
         ("only", c_uint32),
+        ("has_bias", c_int32),
+        ("places", ExpertPlaces * 2),
+        ("shared_from", c_int32),
         ("reserved", c_int32),
     )
 

@@ -138,6 +138,15 @@ typedef struct {
 } ExlExpertInputs;
 EXL_CUDA_API int exl_cuda_expert_inputs(const ExlExpertInputs* args, void* stream);
 
+// Tiles of successive experts at equal distances: those of a part of the i-th expert are at
+// tiles + i * expert_bytes + part * part_bytes.
+typedef struct {
+    const uint8_t* tiles;  // null: only the table of matrices says where they are
+    int64_t expert_bytes;
+    int64_t part_bytes;
+    int64_t panel_bytes;
+} ExlExpertPlaces;
+
 // y[pair] = x[pair] @ matrix of its expert (+ bias), or an activation of one or two such products.
 //   store      y [pairs, n] float32
 //   gated      y [pairs, n] float16 = act(gate) * up, in the order of the rows of `next`
@@ -173,8 +182,14 @@ typedef struct {
     // weights are loaded before the previous kernel has ended.
     int32_t is_early;
     // bits | values << 8 | (kind >> 16) << 16 | k_tile_blocks << 24, where these are the same for all
-    // loads of all matrices; otherwise 0. exl_cuda_expert_row has smaller code for some of them.
+    // loads of all matrices, and loads of four blocks follow each other (the last one may have
+    // fewer); otherwise 0. exl_cuda_expert_row has smaller code for some of them, which reads no
+    // table of loads.
     uint32_t only;
+    int32_t has_bias;  // whether a matrix has one
+    // With `only`: of the experts before number `shared_from`, and of the others.
+    ExlExpertPlaces places[2];
+    int32_t shared_from;
     int32_t reserved;
 } ExlExpertLinear;
 EXL_CUDA_API int exl_cuda_expert_linear(const ExlExpertLinear* args, void* stream);
@@ -209,8 +224,8 @@ EXL_CUDA_API int exl_cuda_expert_gather(
 // not. The experts are `ids` [top_k], at most EXL_CUDA_MAX_ROW_EXPERTS, with `weights`; with `route`
 // not null they are chosen from its logits instead, and top_k is its number of slots. Without `first`,
 // an earlier kernel than the previous one wrote the ids, weights or logits. `counters`, of
-// (top_k + 1) * EXL_CUDA_ROW_COUNTER_BYTES bytes, are zero, and left zero. Items and pairs are not
-// needed.
+// (top_k + 1) * EXL_CUDA_ROW_COUNTER_BYTES bytes at a multiple of 8, are zero, and left zero. Items
+// and pairs are not needed.
 EXL_CUDA_API int exl_cuda_expert_row(
     const ExlExpertLinear* first, const ExlExpertLinear* down, const ExlRoute* route,
     const int32_t* ids, const float* weights, int32_t top_k, uint32_t* counters, void* stream

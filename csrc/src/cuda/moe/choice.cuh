@@ -1,8 +1,8 @@
 // Choice of the experts of one row from the logits of all experts, by one warp.
 //
 // Used by the router (route.cu), and by the products of one row (one_row.cu): each of their thread
-// blocks chooses for itself, so that nothing waits for one block that chooses for all.
-// Mapping    A lane has four adjacent experts of every 128, and keeps the best one that is left. Each
+// blocks for gate and up chooses for itself, so that it does not wait for another one.
+// Mapping    A lane has four adjacent experts of every 128, and keeps the best two that are left. Each
 //            round takes the best one of all lanes.
 // Accuracy   float32 sums, in an order that depends on the number of experts alone. Scores by expf.
 // Floor      Latency. A launch executes this once, and finds none of the code in the instruction
@@ -113,7 +113,7 @@ __device__ __forceinline__ void score(
         for (int i = 0; i < 4; ++i) largest = fmaxf(largest, four[i]);
     });
     if (args.scores == EXL_SCORES_SOFTMAX) {
-        largest = warp_max(largest);
+        largest = score_of(warp_max(key_of(largest)));
         float sum = 0.0f;
         for_each_four(experts, scratch, lane, [&](int, float (&four)[4]) {
 #pragma unroll
@@ -203,14 +203,19 @@ __device__ __forceinline__ void choose_experts(
 ) {
     score(args, logits, scratch, lane);
     if (args.kept_groups < args.groups) keep_best_groups(args, scratch, lane);
-    Best own;
+    Best own, second;
+    const auto take = [&](uint32_t key, uint32_t at) {
+        const bool is_best = key > own.key;
+        const Best worse = is_best ? own : Best{key, at};
+        second = is_best || key > second.key ? worse : second;
+        own = is_best ? Best{key, at} : own;
+    };
     const auto find = [&] {
-        own = {};
+        own = second = {};
 #pragma unroll 1
         for (int i = 4 * lane; i < args.experts; i += Scratch::kStep) {
             const uint4 four = *reinterpret_cast<const uint4*>(scratch.keys + i);
-            own.take(four.x, i), own.take(four.y, i + 1);
-            own.take(four.z, i + 2), own.take(four.w, i + 3);
+            take(four.x, i), take(four.y, i + 1), take(four.z, i + 2), take(four.w, i + 3);
         }
     };
     find();
@@ -219,11 +224,13 @@ __device__ __forceinline__ void choose_experts(
     for (int slot = 0; slot < count; ++slot) {
         const uint32_t key = warp_max(own.key);
         const uint32_t expert = warp_min(own.key == key ? own.place : 0xffffffffu);
-        sum += scratch.scores[expert];
+        if (weights != nullptr) sum += scratch.scores[expert];
         if (lane == 0) ids[slot] = static_cast<int32_t>(expert);
         if (own.place == expert) {
             scratch.keys[expert] = 0;
-            find();
+            own = second;
+            second = {};
+            if (own.key == 0) find();
         }
     }
     __syncwarp();

@@ -31,14 +31,14 @@ __device__ __forceinline__ void multiply_item(
     const ExlExpertLinear& call = args.call;
     const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
     const WarpWork work = WarpWork::of(args, blockIdx.x, warp);
-    const ExlExpertMatrix w = matrix_of(call, item.expert, work.part);
+    const ExlExpertMatrix w = matrix_of<Shape>(call, item.expert, work.part);
     const int first = work.first(w), last = work.panel * 32 < call.n ? work.last(w) : first;
     Ring ring(
         shared + warp * args.num_stages * args.stage_bytes, barriers + warp, args.num_stages,
         args.stage_bytes, lane
     );
     const uint8_t* const bytes = w.tiles + work.panel * w.panel_bytes;
-    if constexpr (!Shape::kIsDense) fill_ring(args, w, ring, bytes, first, last);
+    if constexpr (!Shape::kIsDense) fill_ring<Shape>(args, w, ring, bytes, first, last);
     const LaneRows<Shape> rows(call, item, call.x[work.part], lane);
     if (call.is_early) wait_for_inputs();
     PanelSums<Shape> total = {};

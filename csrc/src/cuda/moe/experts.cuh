@@ -36,6 +36,13 @@ constexpr uint32_t only_loads(int bits, int values, int kind, int k_tile_blocks)
     return bits | values << 8 | kind << 16 | k_tile_blocks << 24;
 }
 
+// Bytes of the scales and offsets of a k-tile with factors of some kind.
+__host__ __device__ constexpr int header_bytes_of(int kind) {
+    const int scale_bytes = kind & 8 ? 4 : 2, offsets = kind & 7;
+    const int offset_bytes = offsets == EXL_OFFSET_ZEROS ? 1 : scale_bytes;
+    return 32 * (scale_bytes + (offsets == EXL_OFFSET_MIDDLE ? 0 : offset_bytes));
+}
+
 // RowShape of the products with matrices that store their weights as `source` says. With `only` not 0,
 // all loads have that in common, and there is no code for others.
 template <int num_row_tiles, bool is_one_row, int source, uint32_t only = 0>
@@ -68,13 +75,55 @@ struct WarpWork {
     }
 };
 
-// Matrix of a part of an expert.
+// Matrix of a part of an expert. With one kind of loads, only tiles, panel_bytes and num_loads are
+// set, and nothing is read from memory if the experts are at equal distances: such a read would wait
+// behind the weights in flight.
+template <class Shape>
 __device__ __forceinline__ ExlExpertMatrix matrix_of(
     const ExlExpertLinear& call, int expert, int part
 ) {
-    ExlExpertMatrix w = call.matrices[static_cast<int64_t>(expert) * call.parts + part];
+    const ExlExpertMatrix* const entry =
+        call.matrices + static_cast<int64_t>(expert) * call.parts + part;
+    if constexpr (Shape::kOnly != 0) {
+        const bool is_shared = expert >= call.shared_from;
+        const ExlExpertPlaces& places = call.places[is_shared];
+        ExlExpertMatrix w = {};
+        w.num_loads = call.num_loads;
+        if (places.tiles == nullptr) {
+            w.tiles = entry->tiles, w.panel_bytes = entry->panel_bytes;
+        } else {
+            const int number = is_shared ? expert - call.shared_from : expert;
+            w.tiles = places.tiles + number * places.expert_bytes + part * places.part_bytes;
+            w.panel_bytes = places.panel_bytes;
+        }
+        return w;
+    }
+    ExlExpertMatrix w = *entry;
     if (call.loads != nullptr) w.loads = call.loads, w.num_loads = call.num_loads;
     return w;
+}
+
+// Load of a column panel. With one kind of loads, they follow each other.
+template <class Shape>
+__device__ __forceinline__ Load load_of(
+    const ExlExpertLinear& call, const ExlExpertMatrix& w, int index
+) {
+    if constexpr (Shape::kOnly != 0) {
+        // With k-tiles of one block, the last load may have fewer blocks than the others, or be the
+        // only one.
+        constexpr int kBlockBytes =
+            header_bytes_of(Shape::kOnly >> 16 & 15) + 128 * (Shape::kOnly & 255);
+        const int first = kStageBlocks * index;
+        int blocks = kStageBlocks, bytes = call.load_bytes;
+        if ((Shape::kOnly >> 24) == 1 && call.k / 32 - first < kStageBlocks) {
+            blocks = call.k / 32 - first, bytes = kBlockBytes * blocks;
+        }
+        return {
+            static_cast<uint32_t>(EXL_CUDA_PANEL_HEAD + index * call.load_bytes),
+            static_cast<uint32_t>(first | bytes << 16), static_cast<uint32_t>(blocks << 24)
+        };
+    }
+    return Load::at(w.loads, index);
 }
 
 // ---- products ----------------------------------------------------------------------------------
@@ -176,9 +225,9 @@ __host__ __device__ constexpr bool has_whole_loads(int form, int kind) {
 template <int kForm, int kKind, int kTileBlocks, class Shape, class Rows>
 __device__ __forceinline__ void add_whole_load(
     PanelSums<Shape>& total, LoadInputs<Shape>& inputs, const Load& own, const Load& next,
-    int header_bytes, const uint8_t* bytes, const Rows& rows, int lane
+    const uint8_t* bytes, const Rows& rows, int lane
 ) {
-    constexpr int kBlockBytes = 128 * width_of(kForm);
+    constexpr int kBlockBytes = 128 * width_of(kForm), kHeaderBytes = header_bytes_of(kKind);
     const int last = kTileBlocks == 1 ? own.blocks() - 1 : kStageBlocks - 1;
     InputFragments<Shape::kRowTiles> local[kStageBlocks];
     if constexpr (!Shape::kPrefetchesInputs) {
@@ -190,7 +239,7 @@ __device__ __forceinline__ void add_whole_load(
 #pragma unroll
     for (int first = 0; first < kStageBlocks; first += kTileBlocks) {
         const uint8_t* const k_tile =
-            bytes + (kTileBlocks == 1 ? min(first, last) * (header_bytes + kBlockBytes) : 0);
+            bytes + (kTileBlocks == 1 ? min(first, last) * (kHeaderBytes + kBlockBytes) : 0);
         KTileFactors factors;
         load_factors_of<kKind>(factors, k_tile, middle_of(kForm), first <= last, lane);
         KTileSums<Shape> sums;
@@ -200,7 +249,7 @@ __device__ __forceinline__ void add_whole_load(
             auto& x =
                 Shape::kPrefetchesInputs ? inputs[Shape::kPrefetchesInputs ? i : 0] : local[i];
             BlockCodes<kForm> codes;
-            codes.load(k_tile + header_bytes + j * kBlockBytes, lane);
+            codes.load(k_tile + kHeaderBytes + j * kBlockBytes, lane);
             if (j == 0) {
                 sums.template add<true>(codes, x);
             } else {
@@ -241,6 +290,7 @@ __device__ __forceinline__ void add_small_load(
 
 // Starts the copies of the first loads of a column panel, whose bytes start at `panel`. All stages
 // are free.
+template <class Shape>
 __device__ __forceinline__ void fill_ring(
     const ExpertArgs& args, const ExlExpertMatrix& w, Ring& ring, const uint8_t* panel, int first,
     int last
@@ -249,13 +299,13 @@ __device__ __forceinline__ void fill_ring(
 #if __CUDA_ARCH__ >= 900
     const int n = threadIdx.x % kWarp;  // each lane starts one copy
     if (n < count) {
-        const Load load = Load::at(w.loads, first + n);
+        const Load load = load_of<Shape>(args.call, w, first + n);
         ring.issue_alone(ring.stage_after(n), panel + load.offset, load.bytes());
     }
     __syncwarp();
 #else
     for (int n = 0; n < count; ++n) {
-        const Load load = Load::at(w.loads, first + n);
+        const Load load = load_of<Shape>(args.call, w, first + n);
         ring.issue(ring.stage_after(n), panel + load.offset, load.bytes());
     }
 #endif
@@ -269,7 +319,7 @@ __device__ __forceinline__ void add_any_load(
 ) {
     const auto add_whole = [&](auto kind, auto k_tile_blocks) {
         add_whole_load<kForm, decltype(kind)::value, decltype(k_tile_blocks)::value, Shape>(
-            total, inputs, own, next, w.header_bytes, bytes, rows, lane
+            total, inputs, own, next, bytes, rows, lane
         );
     };
     // Returns whether the load has factors of this kind, and is added.
@@ -307,7 +357,7 @@ __device__ __forceinline__ void sum_loads(
     const int values = w.kind >> 14 & 3;
     const bool is_small = Shape::kHasSmall && has_small_groups(w.kind >> 16 & 7);
     if (first >= last) return;
-    Load own = Load::at(w.loads, first);
+    Load own = load_of<Shape>(args.call, w, first);
     LoadInputs<Shape> inputs = {};
     if constexpr (Shape::kPrefetchesInputs) {
 #pragma unroll
@@ -318,7 +368,7 @@ __device__ __forceinline__ void sum_loads(
 #pragma unroll 1
     for (int i = first; i < last; ++i) {
         Load next = {};
-        if (i + 1 < last) next = Load::at(w.loads, i + 1);
+        if (i + 1 < last) next = load_of<Shape>(args.call, w, i + 1);
         if (i == first) prepare();
         ring.wait();
         const auto add = [&](auto form) {
@@ -337,7 +387,7 @@ __device__ __forceinline__ void sum_loads(
             constexpr int kForm = form_of(Shape::kOnly & 255, Shape::kOnly >> 8 & 3);
             constexpr int kKind = Shape::kOnly >> 16 & 15, kTileBlocks = Shape::kOnly >> 24;
             add_whole_load<kForm, kKind, kTileBlocks, Shape>(
-                total, inputs, own, next, w.header_bytes, ring.data(), rows, lane
+                total, inputs, own, next, ring.data(), rows, lane
             );
         } else {
             switch (is_small ? small_form(own.bits()) : form_of(own.bits(), values)) {
@@ -357,7 +407,7 @@ __device__ __forceinline__ void sum_loads(
         }
         __syncwarp();
         if (i + args.num_stages < end) {
-            const Load load = Load::at(w.loads, i + args.num_stages);
+            const Load load = load_of<Shape>(args.call, w, i + args.num_stages);
             ring.issue(ring.stage(), panel + load.offset, load.bytes());
         }
         ring.advance();
@@ -485,8 +535,8 @@ struct TileOutputs {
     __device__ __forceinline__ TileOutputs(const ExpertArgs& args, const ExlExpertItem& item) {
         const ExlExpertLinear& call = args.call;
         const ExlExpertMatrix* own = call.matrices + static_cast<int64_t>(item.expert) * call.parts;
-        bias = own->bias;
-        up_bias = args.is_gated() ? own[1].bias : nullptr;
+        bias = call.has_bias ? own->bias : nullptr;
+        up_bias = call.has_bias && args.is_gated() ? own[1].bias : nullptr;
         places = call.next == nullptr ? nullptr : call.next[item.expert].inverse_permutation;
     }
 };

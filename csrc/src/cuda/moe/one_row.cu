@@ -5,20 +5,23 @@
 //            compute gate and up: each takes a pair and a tile of column panels, as `experts.cu`. The
 //            last ones compute down: a cluster takes a column panel of all pairs, and its warps take
 //            slices of pairs, successive ones if there are more slices than warps. The cluster's first
-//            block adds up the weighted outputs, in the order of the slots. In every block the first
-//            warp chooses the experts again.
+//            block adds up the weighted outputs, in the order of the slots. In every block of gate
+//            and up the first warp chooses the experts again, as far as its own. The first block of
+//            the last slot chooses all of them and publishes them to the blocks of down, which may
+//            begin late (row_counters.cuh).
 // Accuracy   The sums of `experts.cu` and of exl_cuda_expert_sum, in the same order: the same bits.
 // Order      The blocks of down start the copies of their weights. A warp then waits until a counter
 //            says that all tiles of gate and up of its pair are stored. Blocks start in the order of
 //            their numbers, so that all blocks that are waited for have started before.
 // Overlap    Registers and shared memory are limited so that three thread blocks fit on a
 //            multiprocessor: those of down copy while those of gate and up multiply.
-// Floor      The bytes of top_k experts, at memory bandwidth. Latency dominates: the logits, the
-//            table of matrices, and the first loads are read one after another.
+// Floor      The bytes of top_k experts, at memory bandwidth. Latency dominates: a chain of the
+//            choice, the first loads, the tiles' counters and the inputs of down.
 #include "cuda/common/hopper.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/moe/choice.cuh"
 #include "cuda/moe/experts.cuh"
+#include "cuda/moe/row_counters.cuh"
 
 namespace exl::cuda {
 
@@ -33,9 +36,6 @@ constexpr int kThirdOfShared = 75 << 10;
 // of weights in flight in registers; with three thread blocks there would be room for two.
 constexpr int blocks_per_multiprocessor(int source) { return source == EXL_EXPERTS_CODES ? 3 : 2; }
 
-// Counters that many warps read at the same time are in different slices of the L2 cache.
-constexpr int kCounterStep = EXL_CUDA_ROW_COUNTER_BYTES / sizeof(uint32_t);
-
 extern __shared__ __align__(128) uint8_t shared[];
 
 // The products of a launch. Blocks 0 .. num_tiles * top_k - 1 of the grid, which `first_blocks` rounds
@@ -44,9 +44,7 @@ struct RowArgs {
     ExpertArgs parts[2];  // gate and up; down
     const int32_t* ids;
     const float* weights;
-    // Stored tiles of each pair, and panels of down that have seen all of them, kCounterStep numbers
-    // apart; null: no block waits.
-    uint32_t* counters;
+    uint32_t* counters;  // of RowCounters; null: no block waits
     int32_t top_k;
     int32_t num_tiles;  // of a pair
     int32_t first_blocks;
@@ -161,11 +159,14 @@ struct Blocks {
     int first, end;
 };
 
-template <bool is_dense>
-__device__ __forceinline__ Blocks blocks_of(const ExlExpertMatrix& w, int first, int last) {
-    if (is_dense || first >= last) return {first, last};
-    const Load last_one = Load::at(w.loads, last - 1);
-    return {Load::at(w.loads, first).first_block(), last_one.first_block() + last_one.blocks()};
+template <class Shape>
+__device__ __forceinline__ Blocks blocks_of(
+    const ExlExpertLinear& call, const ExlExpertMatrix& w, int first, int last
+) {
+    if (Shape::kIsDense || first >= last) return {first, last};
+    const Load last_one = load_of<Shape>(call, w, last - 1);
+    const Load first_one = load_of<Shape>(call, w, first);
+    return {first_one.first_block(), last_one.first_block() + last_one.blocks()};
 }
 
 // Copies those blocks of a row to shared memory, by one warp. The previous kernel or other thread
@@ -186,41 +187,9 @@ __device__ __forceinline__ void copy_inputs(
 struct Unit {
     int pair;
     WarpWork work;
-    ExlExpertMatrix w;
-    int first, last;  // loads
+    ExlExpertMatrix w;  // `tiles` are those of the panel, except of a dense matrix
+    int first, last;    // loads
 };
-
-// Counts a stored tile of a pair.
-__device__ __forceinline__ void add_stored_tile(uint32_t* counters, int pair) {
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counters + pair * kCounterStep)
-                 : "memory");
-}
-// Waits until `count` tiles of a pair are stored. For one warp.
-__device__ __forceinline__ void wait_for_tiles(
-    const uint32_t* counters, int pair, uint32_t count, int lane
-) {
-    if (lane == 0) {
-        uint32_t stored;
-        do {
-            asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
-                         : "=r"(stored)
-                         : "l"(counters + pair * kCounterStep)
-                         : "memory");
-        } while (stored != count);
-        // Not a read that acquires in the loop: each of them would invalidate the L1 cache.
-        asm volatile("fence.acq_rel.gpu;" ::: "memory");
-    }
-    __syncwarp();
-}
-// Called by one thread for each of `panels` panels that need not wait any more. The last one resets
-// the counters.
-__device__ __forceinline__ void end_waiting(uint32_t* counters, uint32_t panels, int top_k) {
-    if (atomicInc(counters + top_k * kCounterStep, panels - 1) != panels - 1) return;
-#pragma unroll 1
-    for (int pair = 0; pair < top_k; ++pair) counters[pair * kCounterStep] = 0;
-}
 
 // Adds the slices and the bias of each pair, with all warps. The sums replace those of the first
 // slice.
@@ -274,12 +243,20 @@ __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(source)) r
     const bool has_tile = is_down || tile_pair < args.top_k;
     const int num_units = is_down ? args.top_k * pair_units : has_tile ? kWarps : 0;
     const int first_unit = is_down ? cluster.rank * kWarps + warp : warp;
+    const RowCounters counters(args.counters);
+    const bool is_published = args.counters != nullptr && route.logits != nullptr;
     cluster.wait_for_start();
     if (!args.is_early) wait_for_inputs();
     let_next_begin();
-    if (warp == 0) {
-        const int count = is_down ? args.top_k : min(tile_pair + 1, args.top_k);
-        experts.load(route, args.ids, args.weights, count, is_down, lane);
+    if (warp == 0 && is_down && is_published) {
+        counters.read_published(experts.ids, experts.weights, args.top_k, lane);
+    } else if (warp == 0) {
+        const bool publishes = is_published && block == (route.top_k - 1) * args.num_tiles;
+        const bool needs_all = is_down || publishes;
+        const int count = needs_all ? args.top_k : min(tile_pair + 1, args.top_k);
+        experts.load(route, args.ids, args.weights, count, needs_all, lane);
+        __syncwarp();
+        if (publishes) counters.publish(experts.ids, experts.weights, args.top_k, lane);
     } else if (!is_down && has_tile) {
         const int64_t row = static_cast<int64_t>(tile_pair / call.pairs_per_row) * call.x_stride;
         copy_row<X>(rows, call.x[0], row, call.k);
@@ -293,12 +270,12 @@ __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(source)) r
             unit.work = {0, tile, number % pair_units, pair_units};
         }
         const int expert = static_cast<int>(uniform(experts.ids[unit.pair]));
-        unit.w = matrix_of(call, expert, unit.work.part);
+        unit.w = matrix_of<Shape>(call, expert, unit.work.part);
         unit.first = unit.work.first(unit.w);
         unit.last = unit.work.panel * 32 < call.n ? unit.work.last(unit.w) : unit.first;
-        const uint8_t* const bytes = unit.w.tiles + unit.work.panel * unit.w.panel_bytes;
         if constexpr (!Shape::kIsDense) {
-            fill_ring(own, unit.w, ring, bytes, unit.first, unit.last);
+            unit.w.tiles += unit.work.panel * unit.w.panel_bytes;
+            fill_ring<Shape>(own, unit.w, ring, unit.w.tiles, unit.first, unit.last);
         }
         return unit;
     };
@@ -312,9 +289,12 @@ __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(source)) r
     const ExlExpertItem item = {has_tile ? experts.ids[tile_pair] : 0, tile_pair, 1, 0};
     const TileOutputs outputs(own, item);
     for (int pair = warp; adds_up && pair < args.top_k; pair += kWarps) {
-        const float* const bias = matrix_of(call, experts.ids[pair], 0).bias;
-        const bool has_bias = bias != nullptr && column < call.n;
-        sums[args.top_k * slices + pair].columns[lane] = has_bias ? bias[column] : 0.0f;
+        float bias = 0.0f;
+        if (call.has_bias && column < call.n) {
+            const float* const from = call.matrices[experts.ids[pair]].bias;
+            if (from != nullptr) bias = from[column];
+        }
+        sums[args.top_k * slices + pair].columns[lane] = bias;
     }
     if (args.is_early) wait_for_inputs();
     float before = 0.0f;
@@ -326,14 +306,14 @@ __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(source)) r
         __half* inputs = rows + (has_two ? unit.work.part * call.k : 0);
         if (is_down) {
             inputs = rows + warp * own.warp_inputs;
-            blocks = blocks_of<Shape::kIsDense>(unit.w, unit.first, unit.last);
+            blocks = blocks_of<Shape>(call, unit.w, unit.first, unit.last);
         }
         bool is_prepared = !is_down;
         const auto prepare = [&] {
             if (is_prepared) return;
             is_prepared = true;
             if (args.counters != nullptr) {
-                wait_for_tiles(args.counters, unit.pair, args.num_tiles, lane);
+                counters.wait_for_tiles(unit.pair, args.num_tiles, lane);
             }
             const int64_t row = static_cast<int64_t>(unit.pair / call.pairs_per_row);
             const auto* const x = static_cast<const __half*>(call.x[0]);
@@ -351,9 +331,8 @@ __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(source)) r
                     total, own, unit.w, unit.work.panel, first, last, x, lane, prepare
                 );
             } else {
-                const uint8_t* const bytes = unit.w.tiles + unit.work.panel * unit.w.panel_bytes;
                 sum_loads<Shape>(
-                    total, own, unit.w, ring, bytes, first, last, unit.last, x, lane, prepare
+                    total, own, unit.w, ring, unit.w.tiles, first, last, unit.last, x, lane, prepare
                 );
             }
             first = last;
@@ -368,7 +347,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(source)) r
         cluster.sync();
         if (cluster.rank != 0) return;
         if (args.counters != nullptr && threadIdx.x == kThreads - 1) {
-            end_waiting(args.counters, (gridDim.x - args.first_blocks) / cluster.size, args.top_k);
+            counters.end((gridDim.x - args.first_blocks) / cluster.size, args.top_k);
         }
         add_pairs(sums, args.top_k, slices, warp, lane);
         __syncthreads();
@@ -380,7 +359,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_multiprocessor(source)) r
     __syncthreads();
     if (!has_tile) return;
     store_tile(own, item, outputs, tile, sums->columns, 32);
-    if (args.counters != nullptr) add_stored_tile(args.counters, tile_pair);
+    if (args.counters != nullptr) counters.add_stored_tile(tile_pair);
 }
 
 // ---- host --------------------------------------------------------------------------------------
@@ -414,6 +393,11 @@ uint32_t common_loads(const RowArgs& args, bool has_first, bool has_down) {
     return has_first ? first : down;
 }
 
+// Whether as many loads of four blocks as the call has are the rows of a matrix.
+bool has_four_blocks(const ExlExpertLinear& call) {
+    return call.num_loads == ceil_div(call.k / 32, kStageBlocks);
+}
+
 // The most loads that a warp copies one after the other.
 int max_warp_loads(const ExpertArgs& args, int unit_slices) {
     return static_cast<int>(
@@ -441,6 +425,7 @@ bool is_valid(const ExlExpertLinear& call, bool is_down) {
     return has_epilogue && call.parts == (is_gated ? 2 : 1) && call.n >= 1 && call.num_loads >= 1 &&
            call.load_bytes >= 16 && call.pairs_per_row >= 1 && call.x_stride % 8 == 0 &&
            call.k >= 32 && call.k % 32 == 0 && call.pairs == nullptr &&
+           (call.only == 0 || has_four_blocks(call)) &&
            (call.x_dtype == kF16 || (!is_down && call.x_dtype == kF32));
 }
 
@@ -452,22 +437,19 @@ int common_source(const ExlExpertLinear* first, const ExlExpertLinear* down) {
     return std::max(first->source, down->source);
 }
 
-// Thread blocks of a cluster. With enough of them, each warp has one unit of down, so that all weights
-// are copied at once; but all thread blocks have to fit on the device together.
-int cluster_blocks(
-    const RowArgs& args, bool has_first, bool has_down, int source, const DeviceInfo& info
-) {
+// Thread blocks of a cluster. With enough of them, each warp has fewer units of down or a smaller one,
+// which then take less time. The blocks of down have to fit on the device together: those of gate and
+// up have ended when the last ones of down begin.
+int cluster_blocks(const RowArgs& args, bool has_down, int source, const DeviceInfo& info) {
     if (!has_down) return kClusterBlocks;
-    const ExpertArgs &first = args.parts[0], &down = args.parts[1];
+    const ExpertArgs& down = args.parts[1];
     const int64_t wanted = ceil_div(args.top_k * (kWarps >> down.unit_bits), kWarps);
-    int64_t blocks = ceil_div(down.call.n, 32) * wanted;
-    if (has_first) {
-        const int64_t tiles = ceil_div(ceil_div(first.call.n, 32), 1 << first.part_bits());
-        blocks += tiles * args.top_k + wanted;
-    }
-    const bool fits = blocks <= blocks_per_multiprocessor(source) * info.multiprocessors;
-    const bool is_cluster = wanted > kClusterBlocks && wanted <= kMaxClusterBlocks;
-    return is_cluster && fits ? static_cast<int>(wanted) : kClusterBlocks;
+    const int64_t panels = ceil_div(down.call.n, 32);
+    const int64_t places = blocks_per_multiprocessor(source) * info.multiprocessors;
+    const bool fits = kMaxClusterBlocks * panels <= places;
+    return fits && wanted > kClusterBlocks
+               ? static_cast<int>(std::min<int64_t>(wanted, kMaxClusterBlocks))
+               : kClusterBlocks;
 }
 
 // Numbers of a row that a warp of down needs for its unit.
@@ -496,8 +478,7 @@ cudaError_t launch_row(
     const DeviceInfo& info, void* stream
 ) {
     const int most = std::min(kMaxSharedBytes, info.shared_per_block), top_k = args.top_k;
-    const int cluster =
-        info.capability == 90 ? cluster_blocks(args, has_first, has_down, source, info) : 1;
+    const int cluster = info.capability == 90 ? cluster_blocks(args, has_down, source, info) : 1;
     int row_bytes = 0, num_sums = kWarps, blocks = 0;
     if (has_first) {
         const ExlExpertLinear& call = args.parts[0].call;

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -69,6 +69,15 @@ Source = Literal["codes", "small_groups", "dense"]
 Part = CudaLinear | CudaQuantLinear
 
 
+class Places(NamedTuple):
+    """`ExlExpertPlaces`."""
+
+    tiles: int
+    expert_bytes: int
+    part_bytes: int
+    panel_bytes: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaExperts:
     """PackedExperts that the kernels index by expert.
@@ -89,22 +98,28 @@ class CudaExperts:
     has_one_order: bool  # the parts of each expert have the same order of rows
     is_plain: bool  # that order is the order of the features, and no row is padding
     has_inverses: bool  # no row of any matrix is padding
+    has_bias: bool  # of any matrix
 
     halves: CudaExperts | None = None  # gate and up, if these are the halves of one matrix
-    is_joined: bool = False  # the last ones are parts of a shared expert
+    shared: int = 0  # of these experts, the last ones, that are parts of a shared one
     only: int = 0  # what all loads of all matrices have in common (ExlExpertLinear.only)
+    places: tuple[Places | None, Places | None] = (None, None)  # of the experts, and of shared ones
 
     @classmethod
-    def of(cls, experts: Sequence[tuple[Part, ...]], gpu: Gpu) -> CudaExperts:
-        whole = cls._with_parts(experts, gpu, divided_by=1)
+    def of(cls, experts: Sequence[tuple[Part, ...]], gpu: Gpu, *, shared: int = 0) -> CudaExperts:
+        quantized = [w for parts in experts for w in parts if isinstance(w, CudaQuantLinear)]
+        if not shared and _only(quantized):
+            CudaQuantLinear.move_together(quantized)
+        whole = cls._with_parts(experts, gpu, divided_by=1, shared=shared)
         step = 1 if whole.source == "dense" else PANEL_COLUMNS
         if whole.parts > 1 or whole.columns % (2 * step) != 0:
             return whole
-        return replace(whole, halves=cls._with_parts(experts, gpu, divided_by=2))
+        halves = cls._with_parts(experts, gpu, divided_by=2, shared=shared)
+        return replace(whole, halves=halves)
 
     @classmethod
     def _with_parts(
-        cls, experts: Sequence[tuple[Part, ...]], gpu: Gpu, *, divided_by: int
+        cls, experts: Sequence[tuple[Part, ...]], gpu: Gpu, *, divided_by: int, shared: int
     ) -> CudaExperts:
         """The columns of each matrix are divided into as many parts."""
         each = [w for parts in experts for w in parts]
@@ -145,7 +160,13 @@ class CudaExperts:
             has_inverses=all(
                 isinstance(w, CudaLinear) or w.inverse_permutation is not None for w in each
             ),
+            has_bias=any(w.bias is not None for w in each),
+            shared=shared,
             only=_only(each),
+            places=(
+                _places(table[: len(experts) - shared]),
+                _places(table[len(experts) - shared :]),
+            ),
         )
 
     @property
@@ -221,9 +242,28 @@ def _only(matrices: Sequence[Part]) -> int:
 def _only_of(plan_key: tuple[Any, ...], kind: int) -> int:
     loads = loads_of(plan_key)
     bits, blocks = (np.unique(loads[name]) for name in ("bits", "k_tile_blocks"))
-    if len(bits) > 1 or len(blocks) > 1:
+    numbers = np.arange(len(loads))
+    are_in_order = (loads["first_block"] == K_TILE_BLOCKS * numbers).all() and (
+        loads["offset"] == cuda.PANEL_HEAD + numbers * int(loads["bytes"][0])
+    ).all()
+    if len(bits) > 1 or len(blocks) > 1 or not are_in_order:
         return 0
     return int(bits[0]) | (kind >> 14 & 3) << 8 | kind >> 16 << 16 | int(blocks[0]) << 24
+
+
+def _places(table: NDArray[np.void]) -> Places | None:
+    """Places of the tiles of experts, if they are at equal distances.
+
+    table   ExlExpertMatrix [experts, parts]
+    """
+    if not len(table):
+        return None
+    tiles, panel_bytes = table["tiles"].astype(np.int64), np.unique(table["panel_bytes"])
+    by_expert, by_part = (np.unique(np.diff(tiles, axis=axis)) for axis in (0, 1))
+    if max(len(by_expert), len(by_part), len(panel_bytes)) > 1:
+        return None
+    expert_bytes, part_bytes = (int(step[0]) if len(step) else 0 for step in (by_expert, by_part))
+    return Places(int(tiles[0, 0]), expert_bytes, part_bytes, int(panel_bytes[0]))
 
 
 def _kind(w: CudaQuantLinear) -> int:

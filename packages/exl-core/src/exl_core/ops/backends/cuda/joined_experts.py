@@ -9,7 +9,6 @@ loads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -46,12 +45,12 @@ def join(
         every = grouped([*old.matrices, *each])
         if len(each) < count or every is None:
             return None
-        new = CudaExperts.of(every, gpu)
+        new = CudaExperts.of(every, gpu, shared=count)
         if old.halves is None and _common(new) != _common(old):
             return None
         if old.halves is not None and new.halves is None:
             return None
-        joined.append(replace(new, is_joined=True))
+        joined.append(new)
     return joined[0], joined[1], count
 
 

@@ -218,7 +218,7 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         return (
             routed.ids.numel() >= MANY_ROWS * gate_up.num_experts
             and not gpu.is_invariant
-            and not down.is_joined  # its kernel takes whole matrices
+            and not down.shared  # its kernel takes whole matrices
             and torch.cuda.get_device_capability(gpu.device)[0] == 9
             and gate_up.k_tiles is not None
             and gate_up.has_common_order
@@ -460,7 +460,12 @@ def _product(experts: CudaExperts, x: _Inputs, y: Tensor) -> cuda.ExpertLinear:
         x_dtype=TYPES[first.dtype],
         source=cuda.EXPERT_SOURCES[experts.source],
         only=experts.only,
+        has_bias=experts.has_bias,
+        shared_from=experts.num_experts - experts.shared,
     )
+    for i, places in enumerate(experts.places):
+        if places is not None:
+            args.places[i] = cuda.ExpertPlaces(*places)
     args.x[0], args.x[1] = first.data_ptr(), x.forms[-1].data_ptr()
     return args
 

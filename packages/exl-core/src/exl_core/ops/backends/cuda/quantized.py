@@ -301,6 +301,23 @@ class CudaQuantLinear(LayoutSizes[GroupedLayout]):
         found.matrix.tiles, found.matrix.n = found._tiles.data_ptr(), columns
         return found
 
+    @staticmethod
+    def move_together(matrices: Sequence[CudaQuantLinear]) -> None:
+        """Moves codes of equal sizes to one allocation, in this order, so that kernels compute
+        their addresses. Without memory for a copy they stay where they are."""
+        first, device = matrices[0], matrices[0]._gpu.device
+        if len({one._tiles.nbytes for one in matrices}) > 1 or not first._tiles.is_cuda:
+            return
+        torch.cuda.synchronize(device)  # streams of other threads fill them
+        try:
+            memory = torch.cat([one._tiles for one in matrices]).view(len(matrices), -1)
+        except torch.cuda.OutOfMemoryError:
+            return
+        # Those streams may get the freed memory at once.
+        torch.cuda.current_stream(device).synchronize()
+        for one, tiles in zip(matrices, memory, strict=True):
+            one._tiles, one.matrix.tiles = tiles, tiles.data_ptr()
+
     def fill(self, first_column: int, columns: GroupedColumns) -> None:
         """Repacks columns from first_column on. The operands may be on the CPU or the GPU."""
         is_words = columns.packing in ("words", "bytes")
