@@ -175,6 +175,20 @@ def test_changed_settings_reach_a_running_job(parts: tuple[Any, Any, Any]) -> No
     assert sequence.input_ids.torch().tolist() == tokenizer.encode("x").tolist()
 
 
+def test_a_call_that_raises_leaves_no_results(parts: tuple[Any, Any, Any]) -> None:
+    from exllamav2.generator import ExLlamaV2DynamicGenerator
+
+    def hook(_: Any) -> None:
+        raise KeyError("hook")
+
+    generator = ExLlamaV2DynamicGenerator(*parts)
+    bad, good = Settings.greedy(post_sampling_hooks=[hook]), Settings.greedy()
+    with pytest.raises(ValueError, match="a hook failed"):
+        generator.generate(["a", "b"], 1, gen_settings=[bad, good])
+    assert generator.num_remaining_jobs() == 0
+    assert generator.iterate() == []
+
+
 def test_an_empty_list_of_filters_is_none(parts: tuple[Any, Any, Any]) -> None:
     from exllamav2.generator import ExLlamaV2DynamicGenerator
 

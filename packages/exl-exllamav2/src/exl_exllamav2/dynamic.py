@@ -165,7 +165,8 @@ class ExLlamaV2DynamicGenerator:
         return job.serial_number
 
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:
-        """Drop a job without a final result. No effect on one that has ended."""
+        """Drop a job without a final result, and its results that were not returned."""
+        self._waiting_results = [one for one in self._waiting_results if one["job"] is not job]
         if self._jobs.get(job.request_id) is not job:
             return
         del self._jobs[job.request_id]
@@ -175,6 +176,7 @@ class ExLlamaV2DynamicGenerator:
     def clear_queue(self) -> None:
         for job in list(self._jobs.values()):
             self.cancel(job)
+        self._waiting_results = []
 
     def iterate(self) -> list[Result]:
         """Run one step for all jobs; returns their results. A failed job's error is raised."""
