@@ -393,7 +393,7 @@ uint32_t common_loads(const RowArgs& args, bool has_first, bool has_down) {
     return has_first ? first : down;
 }
 
-// Whether as many loads of four blocks as the call has are the rows of a matrix.
+// Whether the loads of a matrix cover its rows with four blocks each; the last one may have fewer.
 bool has_four_blocks(const ExlExpertLinear& call) {
     return call.num_loads == ceil_div(call.k / 32, kStageBlocks);
 }
