@@ -113,7 +113,7 @@ __device__ __forceinline__ void score(
         for (int i = 0; i < 4; ++i) largest = fmaxf(largest, four[i]);
     });
     if (args.scores == EXL_SCORES_SOFTMAX) {
-        largest = score_of(warp_max(key_of(largest)));
+        largest = score_of(warp_max(key_of(largest)));  // one instruction instead of ten
         float sum = 0.0f;
         for_each_four(experts, scratch, lane, [&](int, float (&four)[4]) {
 #pragma unroll

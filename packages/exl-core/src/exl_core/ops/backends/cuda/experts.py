@@ -107,9 +107,6 @@ class CudaExperts:
 
     @classmethod
     def of(cls, experts: Sequence[tuple[Part, ...]], gpu: Gpu, *, shared: int = 0) -> CudaExperts:
-        quantized = [w for parts in experts for w in parts if isinstance(w, CudaQuantLinear)]
-        if not shared and _only(quantized):
-            CudaQuantLinear.move_together(quantized)
         whole = cls._with_parts(experts, gpu, divided_by=1, shared=shared)
         step = 1 if whole.source == "dense" else PANEL_COLUMNS
         if whole.parts > 1 or whole.columns % (2 * step) != 0:
@@ -223,6 +220,13 @@ def grouped(experts: Sequence[tuple[object, ...]]) -> list[tuple[Part, ...]] | N
     fits = fits and all(isinstance(w, CudaLinear) == is_dense for w in each)
     has_blocks = not is_dense or each[0].in_features % BLOCK_ROWS == 0
     return found if fits and has_blocks else None
+
+
+def move_together(experts: Sequence[tuple[Part, ...]]) -> None:
+    """Moves the matrices side by side, if kernels then compute where they are (`Places`)."""
+    quantized = [w for parts in experts for w in parts if isinstance(w, CudaQuantLinear)]
+    if _only(quantized):
+        CudaQuantLinear.move_together(quantized)
 
 
 def _source(matrices: Sequence[Part]) -> Source:

@@ -18,7 +18,7 @@ from torch import Tensor
 from exl_core.ops.backends.composed import ComposedExpertOps
 from exl_core.ops.backends.cuda import trellis_experts
 from exl_core.ops.backends.cuda.elementwise import CudaElementwiseOps
-from exl_core.ops.backends.cuda.experts import CudaExperts, grouped
+from exl_core.ops.backends.cuda.experts import CudaExperts, grouped, move_together
 from exl_core.ops.backends.cuda.joined_experts import Pair, join
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.linear import CudaLinearOps
@@ -65,6 +65,7 @@ class CudaMoeOps(CudaLinearOps, CudaElementwiseOps):
         parts = [parts_of(one) for one in experts]
         indexed = grouped(parts)
         if indexed is not None:
+            move_together(indexed)
             return CudaExperts.of(indexed, self._gpu)
         trellis = CudaTrellisExperts.of(parts, self._gpu)
         return stacked if trellis is None else trellis
