@@ -38,7 +38,7 @@ from exl_kernels.cuda_trellis import (
     TrellisPrepare,
 )
 
-ABI = 21
+ABI = 22
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
 OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2, "small_middle": 3, "small_minimums": 4}
