@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from exl_core.cache.format import PAGE_SIZE
 from exl_core.engine.engine import Engine
 from exl_core.engine.events import FailEvent, FinishEvent, FinishReason
 from exl_core.engine.request import Report, Request
@@ -48,6 +49,29 @@ def test_async_steps_run_the_same_passes() -> None:
     assert run_one(with_async, request) == run_one(plain, request)
     assert passes_of(with_async) == passes_of(plain)
     assert runner.launched == 19  # every pass but the prompt's
+
+
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_a_launched_pass_may_begin_a_page(is_hybrid: bool) -> None:
+    """Unless a snapshot of the state is copied at the border first."""
+    plain, with_async, runner = both(cache_tokens=4 * PAGE_SIZE, is_hybrid=is_hybrid)
+    length = 2 * PAGE_SIZE + 9
+    request = ask(max_tokens=length, sampler=SEEDED, stop_ids=frozenset())
+    assert run_one(with_async, request) == run_one(plain, request)
+    assert runner.launched == length - 1 - 2 * is_hybrid
+    assert with_async.pool.num_available == with_async.pool.num_pages
+
+
+def test_a_launched_pass_takes_no_page_that_another_sequence_needs() -> None:
+    """Two sequences reach the border in one pass, and one page is left."""
+    plain, with_async, runner = both(cache_tokens=3 * PAGE_SIZE, max_batch=2)
+    requests = [
+        ask([65 + i] * (PAGE_SIZE - 9), sampler=SamplerParams(seed=i), max_tokens=40)
+        for i in range(2)
+    ]
+    assert ends(with_async, requests) == ends(plain, requests)
+    assert plain.scheduler.num_requeued == with_async.scheduler.num_requeued == 1
+    assert runner.launched > 15, "none while a sequence waits"
 
 
 def test_valid_rows_of_a_launched_pass_are_used_after_others_end() -> None:

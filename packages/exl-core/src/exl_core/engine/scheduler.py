@@ -294,8 +294,9 @@ class Scheduler:
         """Segments of the pass after this one, with token 0 in place of the sampled tokens.
 
         None if that pass depends on more than the sampled tokens: a sequence may start or is about
-        to end, needs a new page, or its token may be changed by guidance or a hook. Snapshots at
-        page borders are therefore copied before a later pass changes the state.
+        to end, its token may be changed by guidance or a hook, or there is no page for it. A
+        recurrent state that needs a new page waits, too: at page borders a snapshot is copied
+        before a later pass changes the state.
         """
         members = sum(len(sequence.members) for sequence in self.running)
         if len(plan.sequences) != members or (self.waiting and members < self.max_batch):
@@ -309,10 +310,14 @@ class Scheduler:
                 or now.logit_rows is not LogitRows.LAST
                 or now.past_len + rows != past_len
                 or past_len + 1 >= sequence.max_len
-                or past_len >= len(now.page_ids) * self.page_size
             ):
                 return None
-            segments.append(replace(now, token_ids=(0,), past_len=past_len))
+            page_ids = now.page_ids
+            if past_len >= len(page_ids) * self.page_size:
+                if self.memory.states is not None or not self.reserve(sequence, 1):
+                    return None
+                page_ids = tuple(sequence.page_ids)
+            segments.append(replace(now, token_ids=(0,), past_len=past_len, page_ids=page_ids))
         return segments
 
     def launched(self, plan: BatchPlan) -> None:
