@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 from exl_core.parallel.plan import parse_exchange
@@ -28,7 +29,9 @@ def main() -> int:
     parser.add_argument("model", metavar="MODEL", type=Path)
     parser.add_argument("--ranks", default="2", help="numbers of ranks, or nothing")
     parser.add_argument("--exchange", default="nccl,auto", help="kinds of exchange")
-    parser.add_argument("--split", default="", help="numbers of GPUs that share the layers")
+    parser.add_argument(
+        "--split", default="", help="numbers of GPUs that share the layers, or layers: 2,17+15"
+    )
     parser.add_argument("--batch", default="1,8,32")
     parser.add_argument("--prefill", default="2048", help="lengths of prompts, or nothing")
     parser.add_argument("--decode", type=int, default=64, help="steps of decode")
@@ -40,13 +43,15 @@ def main() -> int:
     layers, load_s = one.config.num_layers, one.load_s
     base = figures(one, args)
     report("one GPU", base, base, load_s=load_s)
-    for count in map(int, filter(None, args.split.split(","))):
-        bounds = [round(layers * stage / count) for stage in range(count + 1)]
-        sizes = (bounds[stage + 1] - bounds[stage] for stage in range(count))
+    for wanted in filter(None, args.split.split(",")):
+        sizes = [int(size) for size in wanted.split("+")]
+        if len(sizes) == 1:
+            bounds = [round(layers * stage / sizes[0]) for stage in range(sizes[0] + 1)]
+            sizes = [end - first for first, end in pairwise(bounds)]
         split = ",".join(f"cuda:{stage}={size}" for stage, size in enumerate(sizes))
         loaded = load_model(args.model, split=split)
         load_s = loaded.load_s
-        report(f"{count} GPUs, layers", figures(loaded, args), base, load_s=load_s)
+        report(f"layers {sizes}", figures(loaded, args), base, load_s=load_s)
     for count in map(int, filter(None, args.ranks.split(","))):
         for kind in args.exchange.split(","):
             exchange = parse_exchange(kind)

@@ -149,7 +149,7 @@ def test_passes_are_captured_and_do_not_run_ahead(pair: Pair) -> None:
     (graphs,) = runner._graphs
     assert graphs is not None
     assert len(graphs._graphs) == 1
-    assert runner.next_ids([Segment((6,), 1, (0,), LogitRows.LAST)]) is None
+    assert runner.next_pass([Segment((6,), 1, (0,), LogitRows.LAST)]) is None
     link = pair.divided.link
     assert (link is None) is pair.is_undivided
     print("link:", link)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from exl_core.ops.backends.cuda.library import Gpu
 from exl_core.ops.backends.cuda.sampling import Capacity, RowSampler, SampleBuffers
 from exl_core.ops.backends.cuda.table import CudaTable
-from exl_core.ops.sampling import LogitEdits, NextStep, RowSettings
+from exl_core.ops.sampling import LogitEdits, NextStep, PartLogits, RowSettings
 from exl_kernels import cuda
 from support.sampling_cases import CHAINS, assert_same, reference_samples, settings_of
 
@@ -40,6 +41,37 @@ def test_the_next_pass_is_launched_before_the_host_synchronizes(
     assert sampled == [one.token_id for one in reference_samples(logits, rows)]
     assert sampled[1] == -1
     assert [one.tolist() for one in launched] == [[-7, sampled[0], 0, *sampled[2:], -7]]
+
+
+@pytest.mark.parametrize("num_top", [0, cuda.MAX_TOP + 1])
+def test_a_part_does_not_wait_for_logits_that_are_computed_after_its_own(
+    num_top: int, rng: torch.Generator
+) -> None:
+    table = CudaTable(torch.device("cuda", 0), threads=1)
+    logits = torch.randn(7, 5003, generator=rng) * 3
+    rows = [RowSettings(i, uniform=0.1 * i, num_top=num_top) for i in range(7)]
+    wanted = [one.token_id for one in reference_samples(logits, rows)]
+    next_ids = torch.zeros(7, dtype=torch.int64, device="cuda")
+    passes = torch.cuda.current_stream()
+    parts: list[Any] = []
+    is_over = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    for own in torch.split(logits, 4):
+        parts.append(PartLogits(own.cuda(), torch.cuda.Stream()))  # type: ignore[no-untyped-call]
+        parts[-1].stream.wait_stream(passes)
+    # About half a second of other work on the stream of passes.
+    torch.cuda._sleep(1 << 30)  # type: ignore[no-untyped-call]
+    is_over.record(passes)
+    are_early: list[bool] = []
+
+    def launch() -> None:
+        torch.cuda.current_stream().synchronize()
+        are_early.append(not is_over.query())  # type: ignore[no-untyped-call]
+
+    steps = [NextStep(own, launch) for own in torch.split(next_ids, 4)]
+    local = [rows[:4], [replace(row, row=row.row - 4) for row in rows[4:]]]
+    sampled = table.sample_parts(parts, local, steps)
+    assert [one.token_id for one in sampled] == next_ids.tolist() == wanted
+    assert are_early == [True, True] or num_top
 
 
 def test_tokens_sampled_on_the_host_reach_the_next_pass() -> None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from exl_core.cache.format import KVFormat
-from exl_core.engine.engine import EngineOptions
+from exl_core.engine.engine import Engine, EngineOptions
+from exl_core.engine.events import FinishEvent
+from exl_core.engine.request import Report, Request
 from exl_core.engine.scheduler import Scheduler
 from exl_core.generate.dynamic import DynamicGenerator
 from exl_core.model import microbatch
 from exl_core.model.cuda_graphs import PASSES_BEFORE_CAPTURE
-from exl_core.model.runner import Runner, store_for
+from exl_core.model.runner import NextPart, Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
+from exl_core.ops.backends.cuda.table import CudaTable
+from exl_core.ops.sampling import PartLogits
 from exl_core.sampling.params import SamplerParams
 from exl_core.session.load import LoadedModel, load_model
 from support.quantized_models import SIZES, quantized_llama
@@ -42,6 +46,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def split_of(folder: Path, first: str) -> str:
     count = load_model(str(folder), device="cpu").config.num_layers
     return f"{first}=1,cuda:0={count - 1}"
+
+
+def on_two_stages(folder: Path, second: str, **options: Any) -> LoadedModel:
+    """The first layer on the first GPU, the others on `second`."""
+    if int(second[-1]) >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    last = load_model(str(folder), device="cpu").config.num_layers - 1
+    return load_model(str(folder), split=f"cuda:0=1,{second}={last}", **options)
 
 
 def run(loaded: LoadedModel) -> Tensor:
@@ -89,23 +101,20 @@ def test_a_model_that_the_gpu_cannot_hold_gets_layers_on_the_cpu(
 
 
 @pytest.mark.parametrize("second", ["cuda:0", "cuda:1"])
-@pytest.mark.parametrize("divided_from", [2, 128])
+@pytest.mark.parametrize(("divided_from", "least"), [(128, 8), (128, 2), (2, 2)])
 def test_passes_of_stages_begin_before_their_tokens_are_read(
-    folder: Path, second: str, divided_from: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, second: str, divided_from: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replies are those of passes that begin afterwards. A pass that is divided begins so, too: its
-    later part would make the host wait for the tokens."""
-    if int(second[-1]) >= torch.cuda.device_count():
-        pytest.skip("needs two GPUs")
+    """Replies are those of passes that begin afterwards, also if each pass has two parts."""
+    loaded = on_two_stages(folder, second)
     monkeypatch.setattr(microbatch, "MIN_SPLIT_SEQUENCES", divided_from)
-    last = load_model(str(folder), device="cpu").config.num_layers - 1
-    loaded = load_model(str(folder), split=f"cuda:0=1,{second}={last}")
+    monkeypatch.setattr(microbatch, "MIN_PART_SEQUENCES", least)
     begun: list[int] = []
     run_on = Runner.run_on
 
-    def counted(runner: Runner, segments: Sequence[Segment]) -> Tensor:
-        begun.append(len(segments))
-        return run_on(runner, segments)
+    def counted(runner: Runner, part: NextPart) -> PartLogits:
+        begun.append(len(part.segments))
+        return run_on(runner, part)
 
     monkeypatch.setattr(Runner, "run_on", counted)
     sampler = SamplerParams(temperature=0.8, top_k=20, seed=3)
@@ -123,7 +132,51 @@ def test_passes_of_stages_begin_before_their_tokens_are_read(
         assert replies is not None
         found.append(replies)
     assert found[0] == found[1]
-    assert set(begun) == (set() if divided_from == 2 else {5})
+    assert set(begun) == ({3, 2} if least == 2 else {5})
+
+
+@pytest.mark.parametrize("second", ["cuda:0", "cuda:1"])
+def test_jobs_in_parts_have_the_text_of_one_device(
+    folder: Path, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs that begin and end at different times, with penalties, which need the tokens before."""
+    monkeypatch.setattr(microbatch, "MIN_PART_SEQUENCES", 2)
+    divided: list[int] = []
+    sample_parts = CudaTable.sample_parts
+
+    def counted(*operands: Any) -> Any:
+        divided.append(len(operands[1]))
+        return sample_parts(*operands)
+
+    monkeypatch.setattr(CudaTable, "sample_parts", counted)
+    whole = load_model(str(folder), device="cuda:0", split="none", batch_invariant=True)
+    wanted = replies_of_jobs(whole)
+    assert not divided
+    found = replies_of_jobs(on_two_stages(folder, second, batch_invariant=True))
+    assert found == wanted
+    assert len(divided) > 100 and set(divided) == {2}
+
+
+def replies_of_jobs(loaded: LoadedModel) -> dict[str, tuple[int, ...]]:
+    engine = Engine(loaded.model, loaded.tokenizer, EngineOptions(8192, max_batch=12))
+    rng = random.Random(5)
+    replies: dict[str, tuple[int, ...]] = {}
+    for i in range(40):
+        prompt = "".join(rng.choices("abcdefgh ", k=rng.randrange(1, 300)))
+        request = Request(
+            tuple(loaded.tokenizer.encode(prompt)),
+            request_id=str(i),
+            sampler=SamplerParams(temperature=0.9, top_k=20, repetition_penalty=1.2, seed=i),
+            max_tokens=rng.randrange(1, 90),
+            report=Report(log_probs=2 if i % 7 == 0 else 0),
+        )
+        engine.submit(request)
+    while not engine.is_idle:
+        ends = (event for event in engine.step() if isinstance(event, FinishEvent))
+        replies |= {event.request_id: event.token_ids for event in ends}
+    assert not engine.pool.held_pages
+    assert len(replies) == 40
+    return replies
 
 
 @pytest.mark.parametrize("first", ["cpu", "cuda:0"])

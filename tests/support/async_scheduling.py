@@ -9,14 +9,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from exl_core.engine.async_step import AsyncStep
 from exl_core.engine.logits import PassLogits
 from exl_core.engine.plan import BatchPlan
 from exl_core.errors import OutOfMemoryError
-from exl_core.model.runner import Runner
+from exl_core.model.runner import NextPart, NextPass, Runner
 from exl_core.model.segment import LogitRows, Segment
+from exl_core.ops.sampling import PartLogits
 from support.scheduling import Memory, Simulation
 
 
@@ -36,10 +36,12 @@ class MemoryRunner:
         self.tokens: list[int] = []
         self.fails = False
 
-    def next_ids(self, segments: Sequence[Segment]) -> Tensor:
-        return torch.zeros(len(segments), dtype=torch.int64)
+    def next_pass(self, segments: Sequence[Segment]) -> NextPass:
+        token_ids = torch.zeros(len(segments), dtype=torch.int64)
+        return NextPass(token_ids, [NextPart(segments, token_ids)])
 
-    def run_on(self, segments: Sequence[Segment]) -> Tensor:
+    def run_on(self, part: NextPart) -> PartLogits:
+        segments = part.segments
         if self.fails:
             for one in segments:
                 if one.state_slot is not None:
@@ -50,7 +52,7 @@ class MemoryRunner:
             for one, token in zip(segments, self.tokens, strict=True)
         ]
         self.memory.run(BatchPlan(tuple(known), self.plan.sequences))
-        return torch.empty(len(segments), 1)
+        return PartLogits(torch.empty(len(segments), 1))
 
 
 class AsyncSimulation(Simulation):
@@ -76,7 +78,7 @@ class AsyncSimulation(Simulation):
     def next_tokens(self, plan: BatchPlan, random: Random) -> list[int] | None:
         if any(sequence.negative is not None for sequence in plan.sequences):
             return None  # a pair gets the same token
-        logits = PassLogits(torch.empty(0))
+        logits = PassLogits([PartLogits(torch.empty(0))])
         next_step = self.async_step.next_step(plan, logits) if plan.segments else None
         if next_step is None or random.random() < 0.05:
             return None  # without memory for the logits no pass is launched

@@ -12,19 +12,20 @@ from torch import Tensor
 
 from exl_core.engine.async_step import AsyncStep
 from exl_core.engine.engine import Engine
-from exl_core.model.runner import Runner
+from exl_core.model.runner import NextPart, NextPass, Runner
 from exl_core.model.segment import Segment
+from exl_core.ops.sampling import PartLogits
 
 
 class AsyncRunner(Runner):
-    """`launched`: number of passes launched early.
+    """`launched`: number of passes, or of their parts, launched early.
 
-    Each pass overwrites the logits of the previous one with NaN.
+    Each pass overwrites the logits of the previous one with NaN, unless passes have parts.
     """
 
     launched = 0
+    num_parts = 1
     has_graphs = True
-    _next_ids: Tensor
     _logits: Tensor | None = None
 
     @torch.inference_mode()
@@ -34,20 +35,23 @@ class AsyncRunner(Runner):
         self._logits = super().run(*operands, **rest)
         return self._logits
 
-    def next_ids(self, segments: Sequence[Segment]) -> Tensor:
-        self._next_ids = torch.zeros(len(segments), dtype=torch.int64)
-        return self._next_ids
+    def next_pass(self, segments: Sequence[Segment]) -> NextPass:
+        token_ids = torch.zeros(len(segments), dtype=torch.int64)
+        size = -(-len(segments) // self.num_parts)
+        parts = [segments[i : i + size] for i in range(0, len(segments), size)]
+        own = zip(parts, token_ids.split(size), strict=True)
+        return NextPass(token_ids, [NextPart(*one) for one in own])
 
-    def run_on(self, segments: Sequence[Segment]) -> Tensor:
+    def run_on(self, part: NextPart) -> PartLogits:
         self.launched += 1
-        ids = self._next_ids.tolist()
-        return self.run(
-            [replace(one, token_ids=(i,)) for one, i in zip(segments, ids, strict=True)]
-        )
+        ids = part.token_ids.tolist()
+        segments = [replace(one, token_ids=(i,)) for one, i in zip(part.segments, ids, strict=True)]
+        return PartLogits(self.run(segments) if self.num_parts == 1 else super().run(segments))
 
 
-def enable_async_steps(engine: Engine) -> AsyncRunner:
-    """Replace the engine's runner by one that launches passes early."""
+def enable_async_steps(engine: Engine, num_parts: int = 1) -> AsyncRunner:
+    """Replace the engine's runner by one that launches passes early, in up to `num_parts` parts."""
     runner = AsyncRunner(engine.model, engine.store)
+    runner.num_parts = num_parts
     engine._runner, engine._async_step = runner, AsyncStep(runner, engine.scheduler)
     return runner

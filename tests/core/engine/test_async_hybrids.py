@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -18,9 +18,9 @@ from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FailEvent, FinishEvent, FinishReason, TextEvent
 from exl_core.engine.request import Report, Request
 from exl_core.errors import OutOfMemoryError
-from exl_core.model.runner import Runner
-from exl_core.model.segment import Segment
+from exl_core.model.runner import NextPart, Runner
 from exl_core.ops.open import available_isas
+from exl_core.ops.sampling import PartLogits
 from exl_core.sampling.params import SamplerParams
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from support.async_steps import AsyncRunner, enable_async_steps
@@ -129,12 +129,12 @@ def test_replies_survive_launches_that_run_out_of_memory() -> None:
     states = with_async.store.states.layer(0).inputs
     working = runner.run_on
 
-    def run_on(segments: Sequence[Segment]) -> Tensor:
+    def run_on(part: NextPart) -> PartLogits:
         if len(runner.model.rows_of_pass) % 7 == 3:  # type: ignore[attr-defined]
             with torch.inference_mode():
-                states[[one.state_slot for one in segments]] = -1
+                states[[one.state_slot for one in part.segments]] = -1
             raise OutOfMemoryError("scripted")
-        return working(segments)
+        return working(part)
 
     runner.run_on = run_on  # type: ignore[method-assign]
     requests = [
@@ -297,9 +297,9 @@ def test_random_jobs_on_a_gpu_have_the_same_text(
     launches: list[int] = []
     run_on = Runner.run_on
 
-    def counted(runner: Runner, segments: Sequence[Segment]) -> Tensor:
-        launches.append(len(segments))
-        return run_on(runner, segments)
+    def counted(runner: Runner, part: NextPart) -> PartLogits:
+        launches.append(len(part.segments))
+        return run_on(runner, part)
 
     monkeypatch.setattr(Runner, "run_on", counted)
     runs = []
@@ -308,7 +308,7 @@ def test_random_jobs_on_a_gpu_have_the_same_text(
         jobs = Jobs(Engine(loaded.model, loaded.tokenizer, options), seed=tokens)
         with monkeypatch.context() as patch:
             if not has_async:
-                patch.setattr(Runner, "next_ids", lambda *_: None)
+                patch.setattr(Runner, "next_pass", lambda *_: None)
             jobs.run(rounds=3)
         assert bool(launches) == has_async
         runs.append(jobs)

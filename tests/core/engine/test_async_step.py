@@ -13,6 +13,8 @@ from exl_core.engine.events import FailEvent, FinishEvent, FinishReason
 from exl_core.engine.request import Report, Request
 from exl_core.engine.sequence import RequestSequence
 from exl_core.errors import OutOfMemoryError
+from exl_core.model.runner import NextPart
+from exl_core.ops.sampling import PartLogits, SamplingOps, sample_in_turn
 from exl_core.sampling.params import SamplerParams
 from support.async_steps import AsyncRunner, enable_async_steps
 from support.driving import ask, engine_for, run_all, run_one
@@ -227,3 +229,93 @@ def test_preemption_with_async_steps() -> None:
     assert ends(with_async, requests) == ends(plain, requests)
     assert with_async.scheduler.num_requeued > 0
     assert runner.launched > 100
+
+
+def sampled_parts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Receives the numbers of rows of each call of `sample_parts`."""
+    found: list[list[int]] = []
+
+    def counted(ops: SamplingOps, parts: Any, rows: Any, next_steps: Any) -> Any:
+        found.append([len(own) for own in rows])
+        return sample_in_turn(ops, parts, rows, next_steps)
+
+    monkeypatch.setattr(type(engine.model.ops), "sample_parts", counted)
+    return found
+
+
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_parts_of_a_pass_are_sampled_one_after_the_other(
+    num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, with_async = (engine_for(RULE, max_batch=8) for _ in range(2))
+    runner = enable_async_steps(with_async, num_parts)
+    sampled = sampled_parts(with_async, monkeypatch)
+    requests = [
+        ask(f"{i}?", sampler=SamplerParams(seed=i), max_tokens=30 + 7 * i, stop_ids=frozenset())
+        for i in range(7)
+    ]
+    assert ends(with_async, requests) == ends(plain, requests)
+    sizes = {2: [4, 3], 3: [3, 3, 1]}
+    assert sampled.count(sizes[num_parts]) > 25
+    assert [2, 1] in sampled or [1, 1, 1] in sampled, "others have ended"
+    assert runner.launched > 2 * len(sampled)
+
+
+@pytest.mark.parametrize("report", [Report(logits=True), Report(log_probs=3)])
+def test_logits_of_parts_are_read_row_by_row(report: Report) -> None:
+    plain, with_async = (engine_for(RULE, max_batch=8) for _ in range(2))
+    enable_async_steps(with_async, num_parts=2)
+    requests = [ask(f"{i}?", max_tokens=20, stop_ids=frozenset(), report=report) for i in range(5)]
+    found = []
+    for engine in (plain, with_async):
+        for request in requests:
+            engine.submit(request)
+        found.append([str(e) for e in run_all(engine) if not isinstance(e, FinishEvent)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_part_without_memory_is_computed_after_the_tokens_are_read(failing: int) -> None:
+    plain, with_async = (engine_for(RULE, max_batch=8) for _ in range(2))
+    runner = enable_async_steps(with_async, num_parts=2)
+    run_on, launches = runner.run_on, 0
+
+    def counted(part: NextPart) -> PartLogits:
+        nonlocal launches
+        launches += 1
+        if launches % 6 == failing:
+            raise OutOfMemoryError("scripted")
+        return run_on(part)
+
+    runner.run_on = counted  # type: ignore[method-assign]
+    requests = [
+        ask(f"{i}?", sampler=SamplerParams(seed=i), max_tokens=40, stop_ids=frozenset())
+        for i in range(6)
+    ]
+    assert ends(with_async, requests) == ends(plain, requests)
+    assert launches > 30
+
+
+def test_tokens_that_fail_after_a_launched_part_are_sampled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first part of the next pass has been launched when the second one fails."""
+    plain, with_async = (engine_for(RULE, max_batch=8) for _ in range(2))
+    enable_async_steps(with_async, num_parts=2)
+    calls = 0
+
+    def failing(ops: SamplingOps, parts: Any, rows: Any, next_steps: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 4 == 0:
+            sample_in_turn(ops, parts[:1], rows[:1], next_steps[:1])
+            raise RuntimeError("scripted")
+        return sample_in_turn(ops, parts, rows, next_steps)
+
+    monkeypatch.setattr(type(with_async.model.ops), "sample_parts", failing)
+    requests = [
+        ask(f"{i}?", sampler=SamplerParams(seed=i), max_tokens=40, stop_ids=frozenset())
+        for i in range(6)
+    ]
+    assert ends(with_async, requests) == ends(plain, requests)
+    assert calls > 8

@@ -156,7 +156,7 @@ class EngineMachine(RuleBasedStateMachine):
         pages=st.sampled_from([3, 3, 4, 5, 7]),
         max_batch=st.integers(2, 5),
         prefill_chunk=st.sampled_from([256, 61, 100, 2000]),
-        drafter=st.sampled_from(["async steps", *sorted(DRAFTERS)]),
+        drafter=st.sampled_from(["async steps", "async parts", *sorted(DRAFTERS)]),
         is_hybrid=st.booleans(),
     )
     def start(
@@ -174,8 +174,8 @@ class EngineMachine(RuleBasedStateMachine):
             drafter=self.drafter,
             clock=lambda: 0.0,
         )
-        if drafter == "async steps":
-            enable_async_steps(self.engine)
+        if drafter.startswith("async"):
+            enable_async_steps(self.engine, num_parts=2 if drafter == "async parts" else 1)
         self.live: dict[str, Seen] = {}
 
     @rule(requests=st.lists(arrivals(), min_size=1, max_size=3))

@@ -16,7 +16,12 @@ from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
 from exl_core.cache.page_pool import PageCopy
 from exl_core.formats.checkpoint import Checkpoint
 from exl_core.model.build import build_weights
-from exl_core.model.microbatch import MICROBATCH_ROWS, MIN_SPLIT_SEQUENCES, microbatches
+from exl_core.model.microbatch import (
+    MICROBATCH_ROWS,
+    MIN_SPLIT_SEQUENCES,
+    decode_parts,
+    microbatches,
+)
 from exl_core.model.runner import Runner, make_batch, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.stage import StageTable
@@ -171,6 +176,28 @@ def test_decode_is_divided_only_where_stages_are_gpus() -> None:
     assert [len(one) for one in microbatches(decode, 2, splits_decode=True)] == [half + 1, half]
     assert [len(one) for one in microbatches(decode, 2, splits_decode=False)] == [count]
     assert [len(one) for one in microbatches(decode[2:], 2, splits_decode=True)] == [count - 2]
+
+
+@pytest.mark.parametrize(
+    ("count", "stages", "sizes"),
+    [
+        (1, 2, [1]),
+        (15, 2, [15]),
+        (16, 2, [8, 8]),
+        (17, 4, [9, 8]),
+        (31, 4, [11, 11, 9]),
+        (32, 1, [32]),
+        (32, 4, [8] * 4),
+        (200, 2, [100, 100]),
+    ],
+)
+def test_parts_of_decode_have_eight_sequences(count: int, stages: int, sizes: list[int]) -> None:
+    decode = [Segment((i,), i, (i,), LogitRows.LAST) for i in range(count)]
+    parts = decode_parts(decode, stages)
+    assert [len(part) for part in parts] == sizes
+    assert [one for part in parts for one in part] == decode
+    prompt = Segment((1, 2), 0, (count,), LogitRows.LAST)
+    assert decode_parts([*decode, prompt], stages) == [(*decode, prompt)]
 
 
 def test_a_long_prompt_in_microbatches_gives_the_bits_of_its_chunks(tmp_path: Path) -> None:

@@ -7,19 +7,18 @@ rows of a step choose different experts, and has its own pages in a cache of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-
-from torch import Tensor
 
 from exl_core.cache.format import KVFormat, pages_for
 from exl_core.cache.page_pool import PageCopy
 from exl_core.cache.state import StateCopy
 from exl_core.engine.engine import PREFILL_CHUNK
-from exl_core.model.runner import Runner, store_for
+from exl_core.engine.logits import PassLogits
+from exl_core.model.runner import NextPart, Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
-from exl_core.ops.sampling import NextStep, RowSettings
+from exl_core.ops.sampling import NextStep, PartLogits, RowSettings
 
 PASS_ROWS = PREFILL_CHUNK["cpu"]
 """Prompt tokens per pass, equal to the engine's limit on a CPU."""
@@ -71,7 +70,7 @@ class Workload:
         self.pages = [tuple(range(owner * each, (owner + 1) * each)) for owner in range(batch)]
         self._runner = Runner(model, self.store)
         self._ops = model.ops
-        self._likeliest = [RowSettings(row, top_k=1) for row in range(batch)]
+        self._settings = [RowSettings(row, top_k=1) for row in range(batch)]
         self._vocab_size = config.vocab_size
         self._tokens = fixed_tokens(tokens, config.vocab_size)
         self._pass_rows = pass_rows
@@ -106,18 +105,17 @@ class Workload:
         """Runs `steps` decode steps. On a GPU, as in the engine, each is launched before the host
         has read the previous one's tokens (async steps)."""
         newest = list(newest)
-        logits = self._runner.run(self.decode_segments(newest, past_len))
+        parts = self._computed(newest, past_len)
         for place in range(past_len + 1, past_len + steps):
-            segments = self.decode_segments(newest, place)
-            token_ids = self._runner.next_ids(segments)
-            if token_ids is None:
-                newest = logits.argmax(-1).tolist()
-                logits = self._runner.run(self.decode_segments(newest, place))
+            next_pass = self._runner.next_pass(self.decode_segments(newest, place))
+            if next_pass is None:
+                newest = _likeliest(parts)
+                parts = self._computed(newest, place)
             else:
-                begin = partial(self._runner.run_on, segments)
-                newest, logits = self._draw(logits, token_ids, begin)
-        last: list[int] = logits.argmax(-1).tolist()
-        return last
+                begun: list[PartLogits] = []
+                newest = self._draw(parts, next_pass.step(partial(self._begin, begun)))
+                parts = begun
+        return _likeliest(parts)
 
     def check(self, rows: int, past_len: int) -> list[int]:
         """Verifies a draft: runs one token of the first sequence and `rows - 1` draft tokens, and
@@ -143,16 +141,22 @@ class Workload:
             newest = self._runner.run(segments).argmax(-1)
         newest.tolist()  # waits until the device has finished the last pass
 
-    def _draw(
-        self, logits: Tensor, token_ids: Tensor, begin: Callable[[], Tensor]
-    ) -> tuple[list[int], Tensor]:
-        """Samples the likeliest tokens and launches the next pass on them. Returns the tokens and
-        the logits of that pass."""
-        begun: list[Tensor] = []
-        next_step = NextStep(token_ids, lambda: begun.append(begin()))
-        sampled = self._ops.sample_rows(logits, self._likeliest, next_step)
-        return [one.token_id for one in sampled], begun[0]
+    def _computed(self, newest: Sequence[int], past_len: int) -> list[PartLogits]:
+        return [PartLogits(self._runner.run(self.decode_segments(newest, past_len)))]
+
+    def _begin(self, begun: list[PartLogits], part: NextPart) -> None:
+        begun.append(self._runner.run_on(part))
+
+    def _draw(self, parts: Sequence[PartLogits], next_step: NextStep) -> list[int]:
+        """Samples the likeliest tokens, with which the next pass begins."""
+        logits = PassLogits(parts)
+        sampled = logits.sample(self._ops, self._settings, self._vocab_size, next_step)
+        return [one.token_id for one in sampled]
 
     def _next(self, segments: Sequence[Segment]) -> list[int]:
         newest: list[int] = self._runner.run(segments).argmax(-1).tolist()
         return newest
+
+
+def _likeliest(parts: Sequence[PartLogits]) -> list[int]:
+    return [token_id for part in parts for token_id in part.logits.argmax(-1).tolist()]

@@ -14,26 +14,25 @@ restores an earlier snapshot. No state is copied for async scheduling (`cache/se
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from exl_core.engine.logits import PassLogits
 from exl_core.engine.plan import BatchPlan
 from exl_core.engine.scheduler import Scheduler
 from exl_core.engine.sequence import RequestSequence
 from exl_core.errors import OutOfMemoryError
-from exl_core.model.runner import Runner
+from exl_core.model.runner import NextPart, Runner
 from exl_core.model.segment import Segment
 from exl_core.ops.open import device_failures
-from exl_core.ops.sampling import NextStep
+from exl_core.ops.sampling import NextStep, PartLogits
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A launched pass: its logits, and the row of each sequence."""
+    """A launched pass: the logits of its parts, and the row of each sequence."""
 
-    logits: Tensor
+    parts: Sequence[PartLogits]
     rows: dict[RequestSequence, int]
     segments: list[Segment]
 
@@ -58,6 +57,7 @@ class AsyncStep:
         self._runner = runner
         self._scheduler = scheduler
         self._launched: _Launched | None = None
+        self._parts: list[PartLogits] = []  # of the pass that is being launched
         self._failure: BaseException | None = None
 
     def next_step(self, plan: BatchPlan, logits: PassLogits) -> NextStep | None:
@@ -66,29 +66,36 @@ class AsyncStep:
         None if the pass after `plan` cannot be laid out yet, or has no captured graph.
         """
         segments = self._scheduler.next_segments(plan) if self._runner.has_graphs else None
-        token_ids = None if segments is None else self._runner.next_ids(segments)
-        if segments is None or token_ids is None:
+        next_pass = None if segments is None else self._runner.next_pass(segments)
+        if segments is None or next_pass is None:
             return None
         try:
             with device_failures(self._runner.store.device, "keeping the logits of a pass"):
                 logits.keep()
         except OutOfMemoryError:
             return None  # the next pass then starts after the host has read the tokens
+        parts, is_lost = next_pass.parts, False
+        self._parts = []
 
-        def launch() -> None:
+        def launch(part: NextPart) -> None:
+            nonlocal is_lost
+            if is_lost:
+                return
             try:
-                computed = self._runner.run_on(segments)
+                self._parts.append(self._runner.run_on(part))
             except OutOfMemoryError:
+                is_lost = True
                 self._scheduler.lose_states(plan)  # the pass may have run in some layers
                 return  # as above
             except BaseException as error:
                 self._failure = error
                 raise
-            rows = {sequence: row for row, sequence in enumerate(plan.sequences)}
-            self._launched = _Launched(computed, rows, segments)
-            self._scheduler.launched(plan)
+            if len(self._parts) == len(parts):
+                rows = {sequence: row for row, sequence in enumerate(plan.sequences)}
+                self._launched = _Launched(self._parts, rows, segments)
+                self._scheduler.launched(plan)
 
-        return NextStep(token_ids, launch)
+        return next_pass.step(launch)
 
     def plan(self) -> BatchPlan | None:
         """Plan of the rows of the launched pass that are still valid; None if there is none."""
@@ -107,19 +114,21 @@ class AsyncStep:
 
         None if no pass was launched.
         """
-        launched, self._launched = self._launched, None
+        launched = self._launched
+        self._launched, self._parts = None, []
         if launched is None:
             return None
-        return PassLogits(launched.logits, [launched.rows[one] for one in plan.sequences])
+        return PassLogits(launched.parts, [launched.rows[one] for one in plan.sequences])
 
     def drop(self) -> None:
         """Discard the launched pass, if there is one. No sequence uses it."""
         self._launched = self._failure = None
+        self._parts = []
 
     def distrust(self, plan: BatchPlan) -> None:
         """Discard the pass that was launched behind `plan`, if there is one: its tokens may be
         other ones than those that are sampled next. Its changes to states are undone."""
-        if self._launched is not None:
+        if self._parts:
             self._scheduler.lose_states(plan)
         self.drop()
 

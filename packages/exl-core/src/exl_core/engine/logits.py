@@ -7,28 +7,38 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from exl_core.ops.sampling import NextStep, RowSettings, Sampled
+from exl_core.ops.sampling import NextStep, PartLogits, RowSettings, Sampled
 from exl_core.ops.table import OpTable
 
 
 class PassLogits:
     """Logits of the requested rows of a pass, in order."""
 
-    def __init__(self, computed: Tensor, rows: Sequence[int] | None = None) -> None:
-        """`computed`: [n, vocab_size], on the model's device. `rows`: indices of the rows in use;
+    def __init__(self, parts: Sequence[PartLogits], rows: Sequence[int] | None = None) -> None:
+        """`parts`: logits [n, vocab_size] on the model's device. If there are several, the next
+        pass does not overwrite them. `rows`: indices of the rows in use, in all parts together;
         None: all."""
-        self._computed = computed
+        self._parts = parts
         self._rows = rows
 
     @cached_property
     def _on_cpu(self) -> Tensor:
         return self._computed.cpu()  # all rows at once: if one is read, others usually are too
 
+    @property
+    def _computed(self) -> Tensor:
+        """Logits of all parts."""
+        if len(self._parts) > 1:
+            self._parts = [PartLogits(torch.cat([part.logits for part in self._parts]))]
+        return self._parts[0].logits
+
     def keep(self) -> None:
         """Copy the logits on the device, so that the next pass does not overwrite them."""
-        self._computed = self._computed.clone()
+        if len(self._parts) == 1:
+            self._parts = [PartLogits(self._computed.clone())]
 
     def read(self, number: int) -> Tensor:
         """One row, on the CPU."""
@@ -50,7 +60,28 @@ class PassLogits:
             return []
         if self._rows is not None:
             rows = [replace(row, row=self._rows[row.row]) for row in rows]
+        divided = () if next_step is None else self._divided(rows, next_step.parts)
+        if next_step is not None and divided:
+            parts = [part._replace(logits=part.logits[:, :vocab_size]) for part in self._parts]
+            return ops.sample_parts(parts, divided, next_step.parts)
         return ops.sample_rows(self._computed[:, :vocab_size], rows, next_step)
+
+    def _divided(
+        self, rows: Sequence[RowSettings], steps: Sequence[NextStep]
+    ) -> list[list[RowSettings]]:
+        """The rows of each part of these logits, numbered in the part. Empty unless each part of
+        the next pass continues one of these parts."""
+        if len(self._parts) < 2 or len(steps) != len(self._parts):
+            return []
+        found, start, first = [], 0, 0
+        for part, step in zip(self._parts, steps, strict=True):
+            own = rows[start : start + len(step.token_ids)]
+            end = first + len(part.logits)
+            if any(not first <= row.row < end for row in own):
+                return []
+            found.append([replace(row, row=row.row - first) for row in own])
+            start, first = start + len(own), end
+        return found if start == len(rows) else []
 
 
 class LogitRow(NamedTuple):

@@ -247,6 +247,11 @@ class CudaGraphs:
             return None
         return self._graphs[shape].inputs.batch.token_ids[: len(segments)]
 
+    def lacks(self, segments: Sequence[Segment]) -> bool:
+        """Whether these segments form a decode pass whose graph has not been captured yet."""
+        shape = shape_of(segments, self._pages, self._buckets)
+        return shape is not None and shape.is_decoding and shape not in self._graphs
+
     def run(
         self,
         segments: Sequence[Segment],

@@ -17,11 +17,14 @@ MICROBATCH_ROWS = 512
 for longer."""
 
 MIN_SPLIT_SEQUENCES = 128
-"""Fewest sequences in decode that are divided. Each microbatch reads all weights, each stage waits
-for half of a step with two of them, because all tokens are sampled after the last one, and the next
-step begins only when the host has read the tokens. So dividing pays only where the time of a pass
-grows with its rows: on two GPUs, 8 and 32 sequences decoded at 0.58 and 0.64 of the speed of one
-GPU when they were divided."""
+"""Fewest sequences in decode that are divided if the host reads all tokens before the next step.
+Each microbatch reads all weights, and with two of them each stage waits for half of a step. So
+dividing pays only where the time of a pass grows with its rows: on two GPUs, 8 and 32 sequences
+decoded at 0.58 and 0.64 of the speed of one GPU when they were divided."""
+
+MIN_PART_SEQUENCES = 8
+"""Fewest sequences in each part of a decode pass that is launched before the host has read the
+tokens. Fewer take a GPU about as long as 8."""
 
 
 def microbatches(
@@ -39,6 +42,15 @@ def microbatches(
     if is_decoding and splits_decode and rows >= MIN_SPLIT_SEQUENCES:
         return _by_rows(segments, -(-rows // num_stages))
     return [tuple(segments)]
+
+
+def decode_parts(segments: Sequence[Segment], num_stages: int) -> list[tuple[Segment, ...]]:
+    """Parts of a decode pass, each of which is sampled by itself, so that the first stage continues
+    with one part while later stages compute the others. Other passes are one part."""
+    count = min(num_stages, len(segments) // MIN_PART_SEQUENCES)
+    if count < 2 or any(len(one.token_ids) != 1 for one in segments):
+        return [tuple(segments)]
+    return _by_rows(segments, -(-len(segments) // count))
 
 
 def _by_rows(segments: Sequence[Segment], most: int) -> list[tuple[Segment, ...]]:

@@ -6,8 +6,10 @@ sampling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,10 +24,11 @@ from exl_core.errors import RequestError
 from exl_core.model.batch import AdapterRows, Batch, EmbeddedRows
 from exl_core.model.cuda_graphs import CudaGraphs
 from exl_core.model.embedded import EMBEDDED_FROM
-from exl_core.model.microbatch import microbatches
+from exl_core.model.microbatch import decode_parts, microbatches
 from exl_core.model.protocol import Model
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.ops.open import device_failures
+from exl_core.ops.sampling import NextStep, PartLogits
 
 
 def store_for(
@@ -142,6 +145,37 @@ def _take_embedded(segments: Sequence[Segment], ids: Tensor) -> EmbeddedRows:
     return EmbeddedRows(torch.cat(rows), torch.cat(vectors))
 
 
+class NextPart(NamedTuple):
+    """Sequences of a pass that run through the stages together, one token each.
+
+    `token_ids` [n] on the device that samples receive the tokens. `stream` is that of their logits
+    (`PartLogits`).
+    """
+
+    segments: Sequence[Segment]
+    token_ids: Tensor
+    stream: torch.cuda.Stream | None = None
+
+
+class NextPass(NamedTuple):
+    """A pass that can be launched before the host knows its tokens."""
+
+    token_ids: Tensor  # of all parts
+    parts: Sequence[NextPart]
+
+    def step(self, launch: Callable[[NextPart], None]) -> NextStep:
+        """Continuation of sampling that launches each part."""
+        steps = tuple(NextStep(part.token_ids, partial(launch, part)) for part in self.parts)
+        if len(steps) == 1:
+            return steps[0]
+
+        def launch_all() -> None:
+            for step in steps:
+                step.launch()
+
+        return NextStep(self.token_ids, launch_all, steps)
+
+
 class Runner:
     """A model together with the store that holds its pages."""
 
@@ -154,7 +188,11 @@ class Runner:
             else None
             for index, stage in enumerate(model.stages)
         )
-        self._sampled_ids: Tensor | None = None  # int64, on the device of the last stage
+        # Several stages: the sampled tokens, int64 on the device of the last stage, and a stream of
+        # that device for each part of a pass.
+        self._sampled_ids: Tensor | None = None
+        self._part_streams: list[torch.cuda.Stream] = []
+        self._pass_stream: torch.cuda.Stream | None = None  # of that device, for passes
 
     @torch.inference_mode()
     def run(
@@ -193,7 +231,16 @@ class Runner:
         return torch.cat([self._run_stages(part, None).clone() for part in parts])
 
     def _parts(self, segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
-        return microbatches(segments, len(self._graphs), splits_decode=self.has_graphs)
+        """Parts of a pass whose tokens the host knows."""
+        parts = microbatches(segments, len(self._graphs), splits_decode=self.has_graphs)
+        if len(parts) > 1 or not self.has_graphs:
+            return parts
+        # Later passes are launched in these parts (`next_pass`), which need their graphs.
+        later = decode_parts(segments, len(self._graphs))
+        are_missing = (
+            one is not None and one.lacks(part) for one in self._graphs for part in later
+        )
+        return later if any(are_missing) else parts
 
     def _run_stages(
         self, segments: Sequence[Segment], out: Tensor | None, *, has_tokens: bool = False
@@ -218,41 +265,63 @@ class Runner:
         requires."""
         return all(graphs is not None for graphs in self._graphs)
 
-    def next_ids(self, segments: Sequence[Segment]) -> Tensor | None:
-        """Tensor from which `run_on` reads the tokens of these segments: int64 [n] on the device
-        that samples. None if a graph is missing for such a pass, or the pass is divided: its later
-        microbatches would make the host wait for the tokens."""
-        if len(self._graphs) > 1 and len(self._parts(segments)) > 1:
-            return None
-        found: Tensor | None = None
-        for graphs in self._graphs:
-            found = None if graphs is None else graphs.next_ids(segments)
-            if found is None:
-                return None
+    def next_pass(self, segments: Sequence[Segment]) -> NextPass | None:
+        """The pass over these segments, of one token each, for `run_on`. None if a graph is missing
+        for it."""
         if len(self._graphs) == 1:
-            return found
+            graphs = self._graphs[0]
+            place = None if graphs is None else graphs.next_ids(segments)
+            return None if place is None else NextPass(place, [NextPart(segments, place)])
+        parts = decode_parts(segments, len(self._graphs))
+        if not all(self._are_captured(part) for part in parts):
+            return None
+        device = self.model.stages[-1].ops.device
         if self._sampled_ids is None or len(self._sampled_ids) < len(segments):
-            device = self.model.stages[-1].ops.device
             self._sampled_ids = torch.zeros(len(segments), dtype=torch.int64, device=device)
-        return self._sampled_ids[: len(segments)]
+        self._pass_stream = torch.cuda.current_stream(device)
+        while len(self._part_streams) < len(parts):
+            self._part_streams.append(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        token_ids = self._sampled_ids[: len(segments)]
+        own_ids = torch.split(token_ids, [len(part) for part in parts])
+        streams = [None] if len(parts) == 1 else self._part_streams[: len(parts)]
+        return NextPass(
+            token_ids, [NextPart(*one) for one in zip(parts, own_ids, streams, strict=True)]
+        )
+
+    def _are_captured(self, segments: Sequence[Segment]) -> bool:
+        return all(
+            graphs is not None and graphs.next_ids(segments) is not None for graphs in self._graphs
+        )
 
     @torch.inference_mode()
-    def run_on(self, segments: Sequence[Segment]) -> Tensor:
-        """Launches a pass over segments of one token each, whose token ids the host does not know.
+    def run_on(self, part: NextPart) -> PartLogits:
+        """Launches a part of the result of `next_pass`.
 
-        Work queued earlier on the device writes the ids to the tensor that `next_ids` returned. The
-        host does not synchronize, and the token ids in `segments` are ignored.
+        Work queued earlier on the current stream of the device that samples writes the tokens to
+        `part.token_ids`. The host does not synchronize, and the token ids in the segments are
+        ignored.
         """
-        with device_failures(self.store.device, f"a pass of {len(segments)} sequences"):
-            if len(self._graphs) > 1:
-                self._bring_ids(segments)
-            return self._run_stages(segments, None, has_tokens=True)
+        with device_failures(self.store.device, f"a pass of {len(part.segments)} sequences"):
+            if len(self._graphs) == 1:
+                return PartLogits(self._run_stages(part.segments, None, has_tokens=True))
+            assert self._pass_stream is not None, "next_pass made the part"
+            sampled_on = torch.cuda.current_stream(self._pass_stream.device)
+            ids = self.model.stages[0].receive(part.token_ids)
+            with torch.cuda.stream(self._pass_stream):
+                if ids is part.token_ids:  # stages of one device; other copies wait by themselves
+                    self._pass_stream.wait_stream(sampled_on)
+                self._place_ids(part.segments, ids)
+                logits = self._run_stages(part.segments, None, has_tokens=True)
+                if part.stream is not None:
+                    logits = logits.clone()  # the next part's replay overwrites them
+                    part.stream.wait_stream(self._pass_stream)
+            return PartLogits(logits, part.stream)
 
-    def _bring_ids(self, segments: Sequence[Segment]) -> None:
-        """Queues the copy of the sampled ids to the first of several stages, which has the
-        embedding and is the only one that reads tokens."""
+    def _place_ids(self, segments: Sequence[Segment], token_ids: Tensor) -> None:
+        """Copies the tokens to the first of several stages, which has the embedding and is the only
+        one that reads them."""
         first = self._graphs[0]
         target = None if first is None else first.next_ids(segments)
-        if self._sampled_ids is None or target is None:
-            raise AssertionError("run_on: next_ids has no place for the tokens of such a pass")
-        target.copy_(self._sampled_ids[: len(segments)], non_blocking=True)
+        if target is None:
+            raise AssertionError("run_on: the first stage has no graph of such a pass")
+        target.copy_(token_ids, non_blocking=True)

@@ -80,7 +80,7 @@ class Transformer:
             Stage(config, one.layers, one.ops)
             for one in split or (StageTable(range(config.num_layers), ops),)
         )
-        for before, stage in pairwise(self.stages):
+        for before, stage in pairwise((self.stages[-1], *self.stages)):
             devices = before.ops.device, stage.ops.device
             if all(device.type == "cuda" for device in devices) and devices[0] != devices[1]:
                 stage.copies_through_host = not peer_copies_work(*devices)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, inference_mode, tensor
+from torch.cuda import Stream
 
 
 class Sampled(NamedTuple):
@@ -26,16 +27,31 @@ class NextStep(NamedTuple):
     `sample_rows` writes the tokens to `token_ids` too, int64 [rows] on the table's device, 0 where
     there is none. Then it calls `launch`. On a GPU this happens before the host synchronizes with
     the sampling kernels.
+
+    `parts`: the same for each part of a pass that is divided, in order; otherwise empty. `launch`
+    launches all of them.
     """
 
     token_ids: Tensor
     launch: Callable[[], None]
+    parts: tuple[NextStep, ...] = ()
 
     def launch_after(self, sampled: Sequence[Sampled]) -> None:
         """Copies tokens that are already on the host, then calls `launch`."""
         with inference_mode():
             self.token_ids.copy_(tensor([max(one.token_id, 0) for one in sampled]))
         self.launch()
+
+
+class PartLogits(NamedTuple):
+    """Logits of some rows of a pass.
+
+    `stream`: GPU stream that follows these logits, but not the parts that are computed after them;
+    None for the stream that computes them.
+    """
+
+    logits: Tensor  # [n, vocab], strided rows on the device of the last layers
+    stream: Stream | None = None
 
 
 class LogitEdits(NamedTuple):
@@ -124,3 +140,28 @@ class SamplingOps(Protocol):
         that pass depends on nothing else.
         """
         ...
+
+    def sample_parts(
+        self,
+        parts: Sequence[PartLogits],
+        rows: Sequence[Sequence[RowSettings]],
+        next_steps: Sequence[NextStep],
+    ) -> list[Sampled]:
+        """`sample_rows` of the given rows of each part, which launches the part's next step.
+
+        On a GPU each part is sampled on its stream, and the host synchronizes once for all of them.
+        """
+        ...
+
+
+def sample_in_turn(
+    ops: SamplingOps,
+    parts: Sequence[PartLogits],
+    rows: Sequence[Sequence[RowSettings]],
+    next_steps: Sequence[NextStep],
+) -> list[Sampled]:
+    """`sample_parts` where the host waits for the tokens of each part."""
+    sampled: list[Sampled] = []
+    for part, own, next_step in zip(parts, rows, next_steps, strict=True):
+        sampled += ops.sample_rows(part.logits, own, next_step)
+    return sampled

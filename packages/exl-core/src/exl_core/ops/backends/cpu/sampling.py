@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cpu.library import exl_kernels
-from exl_core.ops.sampling import NextStep, RowSettings, Sampled, SampleSettings
+from exl_core.ops.sampling import (
+    NextStep,
+    PartLogits,
+    RowSettings,
+    Sampled,
+    SampleSettings,
+    sample_in_turn,
+)
 
 
 class CpuSamplingOps:
@@ -46,3 +53,11 @@ class CpuSamplingOps:
         if next_step is not None:
             next_step.launch_after(sampled)
         return sampled
+
+    def sample_parts(
+        self,
+        parts: Sequence[PartLogits],
+        rows: Sequence[Sequence[RowSettings]],
+        next_steps: Sequence[NextStep],
+    ) -> list[Sampled]:
+        return sample_in_turn(self, parts, rows, next_steps)

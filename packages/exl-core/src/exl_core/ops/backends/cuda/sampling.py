@@ -9,6 +9,7 @@ point.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,15 @@ from torch import Tensor
 
 from exl_core.ops.backends.cpu.sampling import CpuSamplingOps
 from exl_core.ops.backends.cuda.library import FIXED_ROWS, Gpu
-from exl_core.ops.sampling import NOTHING_SAMPLED, NextStep, RowSettings, Sampled, SampleSettings
+from exl_core.ops.sampling import (
+    NOTHING_SAMPLED,
+    NextStep,
+    PartLogits,
+    RowSettings,
+    Sampled,
+    SampleSettings,
+    sample_in_turn,
+)
 from exl_kernels import cuda
 
 _ROW = np.dtype(
@@ -208,7 +217,7 @@ class RowSampler:
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._buffers: SampleBuffers | None = None
+        self._buffers: dict[int, SampleBuffers] = {}  # of each part
         self._vocab_size = 0
         self._sampled_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -219,25 +228,42 @@ class RowSampler:
 
         Waits until the tokens are on the host, but not for the pass that `next_step` launches.
         """
-        if not rows:
-            return []
-        buffers = self._buffers_for(rows, logits.shape[1])
-        size_bytes = buffers.fill(rows)
-        next_ids = None if next_step is None else next_step.token_ids
-        buffers.enqueue(logits, len(rows), size_bytes, next_ids)
-        self._sampled_event.record(torch.cuda.current_stream(self._gpu.device))
-        if next_step is not None:
-            next_step.launch()
-        self._sampled_event.synchronize()
-        return buffers.read(rows)
+        return self.draw_parts([PartLogits(logits)], [rows], [next_step]) if rows else []
 
-    def _buffers_for(self, rows: Sequence[RowSettings], vocab_size: int) -> SampleBuffers:
-        needed = wanted_capacity(rows, vocab_size)
-        held = self._buffers
-        if held is None or self._vocab_size != vocab_size or not held.capacity.covers(needed):
+    def draw_parts(
+        self,
+        parts: Sequence[PartLogits],
+        rows: Sequence[Sequence[RowSettings]],
+        next_steps: Sequence[NextStep | None],
+    ) -> list[Sampled]:
+        """`draw` for each part, on its stream. The host waits once, for the last one's tokens."""
+        used: list[SampleBuffers] = []
+        for index, (part, own, step) in enumerate(zip(parts, rows, next_steps, strict=True)):
+            with nullcontext() if part.stream is None else torch.cuda.stream(part.stream):
+                stream = torch.cuda.current_stream(self._gpu.device)
+                buffers = self._buffers_for(index, own, part.logits.shape[1])
+                size_bytes = buffers.fill(own)
+                if used:
+                    stream.wait_event(self._sampled_event)  # the parts share the op's workspace
+                next_ids = None if step is None else step.token_ids
+                buffers.enqueue(part.logits, len(own), size_bytes, next_ids)
+                self._sampled_event.record(stream)
+                if step is not None:
+                    step.launch()
+            used.append(buffers)
+        self._sampled_event.synchronize()
+        found = (buffers.read(own) for buffers, own in zip(used, rows, strict=True))
+        return [one for sampled in found for one in sampled]
+
+    def _buffers_for(
+        self, index: int, rows: Sequence[RowSettings], vocab_size: int
+    ) -> SampleBuffers:
+        if self._vocab_size != vocab_size:
+            self._buffers, self._vocab_size = {}, vocab_size
+        needed, held = wanted_capacity(rows, vocab_size), self._buffers.get(index)
+        if held is None or not held.capacity.covers(needed):
             before = Capacity(0) if held is None else held.capacity
-            held = SampleBuffers(self._gpu, before.grown(needed), vocab_size)
-            self._buffers, self._vocab_size = held, vocab_size
+            held = self._buffers[index] = SampleBuffers(self._gpu, before.grown(needed), vocab_size)
         return held
 
 
@@ -277,6 +303,16 @@ class CudaSamplingOps:
         if next_step is not None:
             next_step.launch_after(all_drawn)
         return all_drawn
+
+    def sample_parts(
+        self,
+        parts: Sequence[PartLogits],
+        rows: Sequence[Sequence[RowSettings]],
+        next_steps: Sequence[NextStep],
+    ) -> list[Sampled]:
+        if any(settings.num_top > cuda.MAX_TOP for own in rows for settings in own):
+            return sample_in_turn(self, parts, rows, next_steps)
+        return self._row_sampler.draw_parts(parts, rows, next_steps)
 
 
 def _fixed_log_sum_exp(x: Tensor) -> Tensor:

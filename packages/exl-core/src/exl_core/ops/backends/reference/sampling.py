@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.checks import OpInputError, check, check_contiguous, check_range
-from exl_core.ops.sampling import NOTHING_SAMPLED, NextStep, RowSettings, Sampled, SampleSettings
+from exl_core.ops.sampling import (
+    NOTHING_SAMPLED,
+    NextStep,
+    PartLogits,
+    RowSettings,
+    Sampled,
+    SampleSettings,
+    sample_in_turn,
+)
 
 _NUCLEUS_FLOOR = 1e-6
 _WEIGHT_FLOOR = -87.33654  # below this x, e^x is not a normal float32 and counts as 0
@@ -79,6 +87,14 @@ class ReferenceSamplingOps:
         if next_step is not None:
             next_step.launch_after(sampled)
         return sampled
+
+    def sample_parts(
+        self,
+        parts: Sequence[PartLogits],
+        rows: Sequence[Sequence[RowSettings]],
+        next_steps: Sequence[NextStep],
+    ) -> list[Sampled]:
+        return sample_in_turn(self, parts, rows, next_steps)
 
 
 def _check(logits: Tensor, settings: SampleSettings) -> None:
