@@ -236,15 +236,13 @@ def test_keys_in_four_bits_are_smoothed_by_each_rank(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pair", "number"),
-    [(("gptq", 2), signal.SIGKILL), (("awq", 2), signal.SIGSTOP)],
-    indirect=["pair"],
+    ("name", "number"),
+    [("gptq", signal.SIGKILL), ("awq", signal.SIGSTOP)],
     ids=["killed", "stopped"],
-    scope="module",  # next to the other test of the same pair
 )
-def test_a_lost_rank_ends_a_running_pass(pair: Pair, number: signal.Signals) -> None:
-    """The GPU of rank 0 waits for the lost one's sums. The last test of its pair of ranks."""
-    loaded = pair.divided
+def test_a_lost_rank_ends_a_running_pass(name: str, number: signal.Signals, tmp_path: Path) -> None:
+    """The GPU of rank 0 waits for the lost one's sums."""
+    loaded = load_model(model_files(name, tmp_path / "model"), device="cuda", tensor_parallel=2)
     assert isinstance(loaded.model, LeadingTransformer)
     assert isinstance(loaded.model.followers, Followers)
     (process,) = loaded.model.followers.process_ids

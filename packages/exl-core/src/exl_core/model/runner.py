@@ -280,7 +280,7 @@ class Runner:
             self._sampled_ids = torch.zeros(len(segments), dtype=torch.int64, device=device)
         self._pass_stream = torch.cuda.current_stream(device)
         while len(self._part_streams) < len(parts):
-            self._part_streams.append(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+            self._part_streams.append(torch.cuda.Stream(device, priority=-2))  # type: ignore[no-untyped-call]
         token_ids = self._sampled_ids[: len(segments)]
         own_ids = torch.split(token_ids, [len(part) for part in parts])
         streams = [None] if len(parts) == 1 else self._part_streams[: len(parts)]
