@@ -100,7 +100,7 @@ class KVStore:
         self.bytes_per_token = kv_bytes_per_token(kv_shapes, kv_format) + self._final_bytes
         self.size_bytes = self.bytes_per_token * num_pages * PAGE_SIZE
         _check_fits(self, available_bytes)
-        self._grows = grows
+        self.grows = grows
         self._buffers: list[tuple[GrowingBuffer, int]] = []  # with the bytes of their pages
         self._layers = {
             layer: self._cache_layer(shape, where)
@@ -274,7 +274,7 @@ class KVStore:
 
     def _growing_memory(self, where: torch.device) -> Memory | None:
         """Memory of a GPU that grows; None where memory is taken at once, or by the machine."""
-        return driver_memory(where) if self._grows and where.type == "cuda" else None
+        return driver_memory(where) if self.grows and where.type == "cuda" else None
 
     def _check_pages(self, *page_ids: int) -> None:
         for page_id in page_ids:

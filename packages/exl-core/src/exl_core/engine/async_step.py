@@ -102,8 +102,10 @@ class AsyncStep:
         launched = self._launched
         if launched is None:
             return None
-        only = {sequence for sequence in launched.rows if launched.is_valid_for(sequence)}
-        plan = self._scheduler.plan(only=only)
+        rows = ((one, launched.segments[row]) for one, row in launched.rows.items())
+        plan = self._scheduler.launched_plan(
+            (one, segment) for one, segment in rows if launched.is_valid_for(one)
+        )
         if not plan.segments:
             self._launched = None
             return None
@@ -118,6 +120,8 @@ class AsyncStep:
         self._launched, self._parts = None, []
         if launched is None:
             return None
+        if len(plan.sequences) == len(launched.rows):
+            return PassLogits(launched.parts)  # all rows, in the same order
         return PassLogits(launched.parts, [launched.rows[one] for one in plan.sequences])
 
     def drop(self) -> None:

@@ -304,8 +304,9 @@ class ReplyState:
 
     def _next_allowed(self) -> _Allowed:
         """Limits on the next token. Called once per token: ids of `ban_next` count only once."""
-        banned = self._banned_next.union(self._tried.get(len(self.sequence.token_ids), ()))
-        self._banned_next = frozenset()
+        banned, self._banned_next = self._banned_next, frozenset()
+        if self._tried:
+            banned = banned.union(self._tried.get(len(self.sequence.token_ids), ()))
         if self._stop_ids is not self._request.stop_ids:
             self._stop_ids = self._request.stop_ids
             if self.filters is not None:

@@ -33,8 +33,7 @@ calls `advance`. `rewind` and `remove` follow; only for a sequence whose values 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 
 from exl_core.cache.format import PAGE_SIZE, pages_for
 from exl_core.cache.page_pool import PageCopy, PagePool
@@ -246,13 +245,10 @@ class Scheduler:
     def plan(
         self,
         drafts: Mapping[str, tuple[int, ...]] | None = None,
-        only: Collection[RequestSequence] | None = None,
     ) -> BatchPlan:
         """Plan the next pass. The plan is empty only if no sequence is live.
 
-        drafts  draft tokens by request id; each is cut to the room that `reserve` returned
-        only    plan these sequences only, whose pass was already launched; pending copies then wait
-                for the next plan
+        `drafts`: draft tokens by request id; each is cut to the room that `reserve` returned.
         """
         self._ensure_prepared()
         self._is_prepared = False
@@ -260,8 +256,6 @@ class Scheduler:
         prefilling: list[tuple[RequestSequence, Segment]] = []
         budget, score_budget = self.prefill_chunk, self.score_chunk
         for sequence in self.running:
-            if only is not None and sequence not in only:
-                continue
             members = sequence.members
             missing = [member.num_missing for member in members]
             if max(missing) > 1:
@@ -280,15 +274,28 @@ class Scheduler:
                 draft = drafts.get(sequence.request_id, ()) if drafts and len(members) == 1 else ()
                 decoding += [(member, self._segment(member, 1, draft)) for member in members]
         chosen = decoding + prefilling
-        if only is None and self.memory.states is not None:
+        if self.memory.states is not None:
             is_ahead = any(member.state.is_ahead for member, _ in chosen)
             assert not is_ahead, "a row of a launched pass is used, or its state is restored"
         return BatchPlan(
             segments=tuple(segment for _, segment in chosen),
             sequences=tuple(sequence for sequence, _ in chosen),
-            copies=self.pending_copies if only is None else (),
-            state_copies=tuple(self.memory.state_copies) if only is None else (),
+            copies=self.pending_copies,
+            state_copies=tuple(self.memory.state_copies),
         )
+
+    def launched_plan(self, rows: Iterable[tuple[RequestSequence, Segment]]) -> BatchPlan:
+        """The plan of a pass that was launched already, for the rows that are still of use.
+        Pending copies wait for the next plan."""
+        self._ensure_prepared()
+        self._is_prepared = False
+        used = tuple(rows)
+        segments = []
+        for one, segment in used:
+            # A page that became full may have been exchanged for one with the same contents.
+            page_ids = tuple(one.page_ids[: len(segment.page_ids)])
+            segments.append(segment.with_token(one.token_ids[-1], segment.past_len, page_ids))
+        return BatchPlan(tuple(segments), tuple(one for one, _ in used))
 
     def next_segments(self, plan: BatchPlan) -> list[Segment] | None:
         """Segments of the pass after this one, with token 0 in place of the sampled tokens.
@@ -317,7 +324,7 @@ class Scheduler:
                 if self.memory.states is not None or not self.reserve(sequence, 1):
                     return None
                 page_ids = tuple(sequence.page_ids)
-            segments.append(replace(now, token_ids=(0,), past_len=past_len, page_ids=page_ids))
+            segments.append(now.with_token(0, past_len, page_ids))
         return segments
 
     def launched(self, plan: BatchPlan) -> None:

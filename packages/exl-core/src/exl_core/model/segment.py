@@ -41,6 +41,11 @@ class Segment:
     embeddings: tuple[EmbeddedSpan, ...] = ()
     state_slot: int | None = None
 
+    def with_token(self, token_id: int, past_len: int, page_ids: tuple[int, ...]) -> Segment:
+        """Another token of the same sequence. `dataclasses.replace` takes several times as long."""
+        rest = self.adapters, self.embeddings, self.state_slot
+        return Segment((token_id,), past_len, page_ids, self.logit_rows, *rest)
+
     def last_written_page(self, page_size: int) -> int:
         """Largest number of the pages that this segment writes."""
         end = self.past_len + len(self.token_ids)

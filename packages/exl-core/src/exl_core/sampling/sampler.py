@@ -10,6 +10,7 @@ with the kernel's first cuts and the remaining steps in torch. If the kernel nee
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,9 @@ from exl_core.sampling.steps import (
     skewed_shares,
     softmax,
 )
+
+UNIFORM_BLOCK = 16
+"""Random numbers drawn at a time. The stream is that of single numbers, which cost more each."""
 
 
 class LogitsError(ExlError):
@@ -106,6 +110,7 @@ class Sampler:
             self._generator.seed()
         else:
             self._generator.manual_seed(params.seed)
+        self._uniforms: deque[float] = deque()  # drawn, but not used yet
         self._edits = Edits(params)
         self._is_common = is_common(params)
         self._length = 0
@@ -248,7 +253,7 @@ class Sampler:
         Mirostat goes on from its current cut, at the new rate, if its target stays the same.
         """
         other = Sampler(params, self._ops)
-        other._generator = self._generator
+        other._generator, other._uniforms = self._generator, self._uniforms
         other._length = self._length
         has_same_target = params.mirostat_tau == self.params.mirostat_tau
         if self._mirostat is not None and other._mirostat is not None and has_same_target:
@@ -377,7 +382,10 @@ class Sampler:
         return Sample(token_id, probability, top)
 
     def _uniform(self) -> float:
-        return float(torch.rand((), generator=self._generator, dtype=torch.float64))
+        if not self._uniforms:
+            drawn = torch.rand(UNIFORM_BLOCK, generator=self._generator, dtype=torch.float64)
+            self._uniforms += drawn.tolist()
+        return self._uniforms.popleft()
 
 
 def _sample_of(sampled: Sampled, want_probability: bool) -> Sample:
