@@ -56,7 +56,8 @@ def test_a_part_does_not_wait_for_logits_that_are_computed_after_its_own(
     parts: list[Any] = []
     is_over = torch.cuda.Event()  # type: ignore[no-untyped-call]
     for own in torch.split(logits, 4):
-        parts.append(PartLogits(own.cuda(), torch.cuda.Stream()))  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        parts.append(PartLogits(own.cuda(), stream, first_row=4 * len(parts)))
         parts[-1].stream.wait_stream(passes)
     # About half a second of other work on the stream of passes.
     torch.cuda._sleep(1 << 30)  # type: ignore[no-untyped-call]
@@ -68,8 +69,7 @@ def test_a_part_does_not_wait_for_logits_that_are_computed_after_its_own(
         are_early.append(not is_over.query())  # type: ignore[no-untyped-call]
 
     steps = [NextStep(own, launch) for own in torch.split(next_ids, 4)]
-    local = [rows[:4], [replace(row, row=row.row - 4) for row in rows[4:]]]
-    sampled = table.sample_parts(parts, local, steps)
+    sampled = table.sample_parts(parts, [rows[:4], rows[4:]], steps)
     assert [one.token_id for one in sampled] == next_ids.tolist() == wanted
     assert are_early == [True, True] or num_top
 

@@ -60,28 +60,37 @@ class PassLogits:
             return []
         if self._rows is not None:
             rows = [replace(row, row=self._rows[row.row]) for row in rows]
-        divided = () if next_step is None else self._divided(rows, next_step.parts)
-        if next_step is not None and divided:
-            parts = [part._replace(logits=part.logits[:, :vocab_size]) for part in self._parts]
-            return ops.sample_parts(parts, divided, next_step.parts)
+        if next_step is not None and len(self._parts) > 1:
+            parts = self._numbered(vocab_size)
+            divided = _divided(rows, parts, next_step.parts)
+            if divided:
+                return ops.sample_parts(parts, divided, next_step.parts)
         return ops.sample_rows(self._computed[:, :vocab_size], rows, next_step)
 
-    def _divided(
-        self, rows: Sequence[RowSettings], steps: Sequence[NextStep]
-    ) -> list[list[RowSettings]]:
-        """The rows of each part of these logits, numbered in the part. Empty unless each part of
-        the next pass continues one of these parts."""
-        if len(self._parts) < 2 or len(steps) != len(self._parts):
+    def _numbered(self, vocab_size: int) -> list[PartLogits]:
+        """The parts with the numbers of their first rows."""
+        found, first_row = [], 0
+        for part in self._parts:
+            found.append(PartLogits(part.logits[:, :vocab_size], part.stream, first_row))
+            first_row += len(part.logits)
+        return found
+
+
+def _divided(
+    rows: Sequence[RowSettings], parts: Sequence[PartLogits], next_steps: Sequence[NextStep]
+) -> list[Sequence[RowSettings]]:
+    """The rows of each part. Empty unless each part of the next pass continues one of `parts`."""
+    if len(next_steps) != len(parts):
+        return []
+    found, start = [], 0
+    for part, step in zip(parts, next_steps, strict=True):
+        own = rows[start : start + len(step.token_ids)]
+        end = part.first_row + len(part.logits)
+        if any(not part.first_row <= row.row < end for row in own):
             return []
-        found, start, first = [], 0, 0
-        for part, step in zip(self._parts, steps, strict=True):
-            own = rows[start : start + len(step.token_ids)]
-            end = first + len(part.logits)
-            if any(not first <= row.row < end for row in own):
-                return []
-            found.append([replace(row, row=row.row - first) for row in own])
-            start, first = start + len(own), end
-        return found if start == len(rows) else []
+        found.append(own)
+        start += len(own)
+    return found if start == len(rows) else []
 
 
 class LogitRow(NamedTuple):

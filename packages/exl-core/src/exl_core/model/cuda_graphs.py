@@ -17,8 +17,8 @@ from __future__ import annotations
 import gc
 import threading
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -79,8 +79,35 @@ class Shape:
         return self.rows == self.sequences
 
 
+HOST_BUFFERS = 4
+"""Pinned buffers of a graph's inputs, used in turn: passes that are launched before the GPU has
+read the inputs of earlier ones. Layers on several GPUs have up to one for each part of a pass."""
+
+
+class _HostBuffer:
+    """Pinned memory from which inputs are copied to the GPU."""
+
+    def __init__(self, size: int, fields: Callable[[Tensor], tuple[Tensor, ...]], *, is_gpu: bool):
+        self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=is_gpu)
+        self.fields = tuple(field.numpy() for field in fields(self.memory))
+        # Page ids that the last decode pass left in each row of the page table.
+        self.written_pages: list[tuple[int, ...]] = []
+        self._copied = torch.cuda.Event() if is_gpu else None  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Waits until the GPU has read the memory."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def copy_to(self, target: Tensor, start: int) -> None:
+        """Starts the copy of the memory from byte `start` on, without waiting for it."""
+        target.copy_(self.memory[start:], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(target.device))
+
+
 class GraphInputs:
-    """Input tensors of one bucket's graph, and the pinned host buffer that they are copied from."""
+    """Input tensors of one bucket's graph, and the host buffers that they are copied from."""
 
     def __init__(
         self,
@@ -99,10 +126,8 @@ class GraphInputs:
         sizes64 = (rows, rows, rows, shape.logits, 0 if spare_state is None else seqs)
         sizes32 = (seqs + 1, seqs, seqs * pages)
         size = 8 * sum(sizes64) + 4 * sum(sizes32)
-        is_gpu = device.type != "cpu"
-        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=is_gpu)
-        self._device = torch.zeros_like(self._host, device=device)
-        self._all_but_tokens = self._device[8 * rows :], self._host[8 * rows :]
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._all_but_tokens = self._device[8 * rows :]
 
         def fields(memory: Tensor) -> tuple[Tensor, ...]:
             first = memory[: 8 * sum(sizes64)].view(torch.int64).split_with_sizes(sizes64)
@@ -123,40 +148,45 @@ class GraphInputs:
             states=None if spare_state is None else states,
             is_fresh=shape.is_fresh,
         )
-        self._fields = tuple(field.numpy() for field in fields(self._host))
         self._spare, self._spare_state = spare_page, spare_state
-        # Page ids that the last decode pass left in each row of the page table.
-        self._written_pages: list[tuple[int, ...]] = []
+        self._buffers = deque(
+            _HostBuffer(size, fields, is_gpu=device.type != "cpu") for _ in range(HOST_BUFFERS)
+        )
         if shape.is_decoding:
-            self._fill_any(())
+            for buffer in self._buffers:
+                self._fill_any(buffer, ())
 
     def fill(self, segments: Sequence[Segment], *, has_tokens: bool = False) -> None:
-        """Fills the host buffer and starts its copy to the device, without waiting for the copy.
+        """Fills a host buffer and starts its copy to the device, without waiting for the copy.
 
-        The caller must have waited for the previous copy. With `has_tokens` the token ids are not
-        copied: the device has them, or earlier work on the stream writes them.
+        With `has_tokens` the token ids are not copied: the device has them, or earlier work on the
+        stream writes them.
         """
+        buffer = self._buffers[0]
+        self._buffers.rotate(-1)
+        buffer.wait()
         if self.shape.is_decoding:
-            self._fill_decoding(segments)
+            self._fill_decoding(buffer, segments)
         else:
-            self._fill_any(segments)
+            self._fill_any(buffer, segments)
         if self._spare_state is not None:
-            self._fill_states(segments, self._spare_state)
-        target, source = self._all_but_tokens if has_tokens else (self._device, self._host)
-        target.copy_(source, non_blocking=True)
+            self._fill_states(buffer, segments, self._spare_state)
+        target = self._all_but_tokens if has_tokens else self._device
+        buffer.copy_to(target, len(self._device) - len(target))
 
-    def _fill_states(self, segments: Sequence[Segment], spare: int) -> None:
-        states = self._fields[4]
+    @staticmethod
+    def _fill_states(buffer: _HostBuffer, segments: Sequence[Segment], spare: int) -> None:
+        states = buffer.fields[4]
         slots = [one.state_slot for one in segments]
         assert None not in slots, "the engine gives every sequence of such a model a slot"
         states[: len(segments)] = slots
         states[len(segments) :] = spare
 
-    def _fill_decoding(self, segments: Sequence[Segment]) -> None:
+    def _fill_decoding(self, buffer: _HostBuffer, segments: Sequence[Segment]) -> None:
         """One row per segment. Page tables are rewritten only where they differ from the previous
         pass, which mostly had the same sequences."""
-        token_ids, positions, slots, _, _, _, past_lens, table = self._fields
-        count, size, written = len(segments), self._page_size, self._written_pages
+        token_ids, positions, slots, _, _, _, past_lens, table = buffer.fields
+        count, size, written = len(segments), self._page_size, buffer.written_pages
         past = [one.past_len for one in segments]
         token_ids[:count] = [one.token_ids[0] for one in segments]
         positions[:count] = past_lens[:count] = past
@@ -174,8 +204,8 @@ class GraphInputs:
             if one.page_ids != written[i]:
                 table[i, : len(one.page_ids)] = written[i] = one.page_ids
 
-    def _fill_any(self, segments: Sequence[Segment]) -> None:
-        token_ids, positions, slots, logit_rows, _, row_starts, past_lens, table = self._fields
+    def _fill_any(self, buffer: _HostBuffer, segments: Sequence[Segment]) -> None:
+        token_ids, positions, slots, logit_rows, _, row_starts, past_lens, table = buffer.fields
         wants_all = self.shape.logits == self.shape.rows
         row = num_logits = 0
         for i, segment in enumerate(segments):
@@ -234,7 +264,6 @@ class CudaGraphs:
         self._has_fresh = store.kv_format is KVFormat.FP16 and not has_latent
         self._graphs: dict[Shape, Captured] = {}
         self._passes: Counter[Shape] = Counter()
-        self._inputs_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def next_ids(self, segments: Sequence[Segment]) -> Tensor | None:
         """Token input of the graph for these segments: int64 [n] on the device. None unless they
@@ -270,7 +299,9 @@ class CudaGraphs:
         shape = shape_of(segments, self._pages, self._buckets, has_fresh=self._has_fresh)
         if shape is None:
             return None
-        self._store.grow(1 + max(one.last_written_page(self._store.page_size) for one in segments))
+        if self._store.grows:
+            size = self._store.page_size
+            self._store.grow(1 + max(one.last_written_page(size) for one in segments))
         if shape not in self._graphs:
             self._passes[shape] += 1
             is_early = self._passes[shape] < PASSES_BEFORE_CAPTURE
@@ -295,11 +326,9 @@ class CudaGraphs:
         if shape not in self._graphs:
             self._graphs[shape] = self._capture(shape, segments, x)
         inputs, states, graph, result = self._graphs[shape]
-        self._inputs_copied.synchronize()  # the previous copy has finished reading the host buffer
         inputs.fill(segments, has_tokens=has_tokens)
-        self._inputs_copied.record(torch.cuda.current_stream(self._device))
         if states is not None and x is not None:
-            states[: len(x)].copy_(self._receive(x))
+            self._receive(x, states[: len(x)])
         with torch.cuda.device(self._device):
             graph.replay()
         return result
@@ -323,7 +352,7 @@ class CudaGraphs:
         states = None
         if x is not None:
             states = torch.zeros(shape.rows, x.shape[1], dtype=x.dtype, device=self._device)
-            states[: len(x)].copy_(self._receive(x))
+            self._receive(x, states[: len(x)])
         with torch.cuda.device(self._device):
             # Warm-up: kernels are loaded and workspaces allocated, which a capture does not allow.
             model.run_stage(self._stage, inputs.batch, store, states)

@@ -305,23 +305,24 @@ class Runner:
             if len(self._graphs) == 1:
                 return PartLogits(self._run_stages(part.segments, None, has_tokens=True))
             assert self._pass_stream is not None, "next_pass made the part"
-            sampled_on = torch.cuda.current_stream(self._pass_stream.device)
-            ids = self.model.stages[0].receive(part.token_ids)
+            self._bring_ids(part, self._pass_stream)
             with torch.cuda.stream(self._pass_stream):
-                if ids is part.token_ids:  # stages of one device; other copies wait by themselves
-                    self._pass_stream.wait_stream(sampled_on)
-                self._place_ids(part.segments, ids)
                 logits = self._run_stages(part.segments, None, has_tokens=True)
                 if part.stream is not None:
                     logits = logits.clone()  # the next part's replay overwrites them
                     part.stream.wait_stream(self._pass_stream)
             return PartLogits(logits, part.stream)
 
-    def _place_ids(self, segments: Sequence[Segment], token_ids: Tensor) -> None:
-        """Copies the tokens to the first of several stages, which has the embedding and is the only
-        one that reads them."""
-        first = self._graphs[0]
-        target = None if first is None else first.next_ids(segments)
+    def _bring_ids(self, part: NextPart, passes: torch.cuda.Stream) -> None:
+        """Queues the copy of the sampled tokens to the first of several stages, which has the
+        embedding and is the only one that reads them. `passes`: stream of the last stage."""
+        first, stage = self._graphs[0], self.model.stages[0]
+        target = None if first is None else first.next_ids(part.segments)
         if target is None:
             raise AssertionError("run_on: the first stage has no graph of such a pass")
-        target.copy_(token_ids, non_blocking=True)
+        if stage.ops.device != passes.device:
+            stage.receive(part.token_ids, target)  # after the work of both devices' streams
+            return
+        passes.wait_stream(torch.cuda.current_stream(passes.device))
+        with torch.cuda.stream(passes):
+            target.copy_(part.token_ids)

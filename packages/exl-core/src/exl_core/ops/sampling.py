@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, inference_mode, tensor
@@ -44,7 +44,7 @@ class NextStep(NamedTuple):
 
 
 class PartLogits(NamedTuple):
-    """Logits of some rows of a pass.
+    """Logits of some rows of a pass, from `first_row` on.
 
     `stream`: GPU stream that follows these logits, but not the parts that are computed after them;
     None for the stream that computes them.
@@ -52,6 +52,7 @@ class PartLogits(NamedTuple):
 
     logits: Tensor  # [n, vocab], strided rows on the device of the last layers
     stream: Stream | None = None
+    first_row: int = 0
 
 
 class LogitEdits(NamedTuple):
@@ -147,7 +148,8 @@ class SamplingOps(Protocol):
         rows: Sequence[Sequence[RowSettings]],
         next_steps: Sequence[NextStep],
     ) -> list[Sampled]:
-        """`sample_rows` of the given rows of each part, which launches the part's next step.
+        """`sample_rows` of the given rows of each part, which launches the part's next step. Rows
+        are numbered in the pass.
 
         On a GPU each part is sampled on its stream, and the host synchronizes once for all of them.
         """
@@ -163,5 +165,6 @@ def sample_in_turn(
     """`sample_parts` where the host waits for the tokens of each part."""
     sampled: list[Sampled] = []
     for part, own, next_step in zip(parts, rows, next_steps, strict=True):
-        sampled += ops.sample_rows(part.logits, own, next_step)
+        shifted = [replace(one, row=one.row - part.first_row) for one in own]
+        sampled += ops.sample_rows(part.logits, shifted, next_step)
     return sampled

@@ -140,8 +140,9 @@ class SampleBuffers:
             top_probabilities=self._top_probabilities.address,
         )
 
-    def fill(self, rows: Sequence[RowSettings]) -> int:
+    def fill(self, rows: Sequence[RowSettings], first_row: int = 0) -> int:
         """Writes the settings to host memory. Returns the number of bytes for `enqueue` to copy.
+        `first_row` is the number of the first row of logits.
 
         The caller makes sure that no earlier `enqueue` still reads this memory.
         """
@@ -159,7 +160,7 @@ class SampleBuffers:
                 self._masks.host[mask:words] = row.mask.numpy()[: words - mask].view(np.uint32)
             top_k = min(row.top_k, self._vocab_size)
             chain = row.top_p, row.min_p, row.uniform, row.temperature, top_k, row.num_top
-            packed.append((*chain, first_edit, edits, row.row, mask))
+            packed.append((*chain, first_edit, edits, row.row - first_row, mask))
         self._rows.host[: len(rows)] = packed
         return self._masks.end if words else self._edit_offsets.end if edits else self._rows.end
 
@@ -242,7 +243,7 @@ class RowSampler:
             with nullcontext() if part.stream is None else torch.cuda.stream(part.stream):
                 stream = torch.cuda.current_stream(self._gpu.device)
                 buffers = self._buffers_for(index, own, part.logits.shape[1])
-                size_bytes = buffers.fill(own)
+                size_bytes = buffers.fill(own, part.first_row)
                 if used:
                     stream.wait_event(self._sampled_event)  # the parts share the op's workspace
                 next_ids = None if step is None else step.token_ids
