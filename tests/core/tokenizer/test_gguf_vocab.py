@@ -325,6 +325,14 @@ def test_unusable_metadata_is_refused(fields: dict[str, object], message: str) -
     assert caught.value.where == "made.gguf"
 
 
+@pytest.mark.parametrize("fields", [bpe_fields, spm_fields])
+def test_a_padding_id_outside_the_vocabulary_is_ignored(fields: Callable[..., Any]) -> None:
+    size = len(fields()["tokenizer.ggml.tokens"])
+    for pad_id, expected in ((size - 1, size - 1), (size, None), (2**32 - 1, None), (-1, None)):
+        found = fields(padding_token_id=pad_id)
+        assert tokenizer_from_gguf_fields(found, "made.gguf").pad_id == expected
+
+
 def test_characters_merge_and_spaces_are_marked() -> None:
     """Gemma 4's kind: merges of characters, with tokens of bytes, line breaks apart."""
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]

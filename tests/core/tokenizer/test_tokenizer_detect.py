@@ -141,7 +141,7 @@ def test_token_names_have_precedence_over_config_ids(
         ({"config.json": {"eos_token_id": "2"}}, "'eos_token_id' is not a token id"),
         ({"config.json": {"eos_token_id": [2, True]}}, "'eos_token_id' is not a token id"),
         ({"config.json": {"eos_token_id": 10**6}}, "the EOS id is not an id of the tokenizer"),
-        ({"config.json": {"pad_token_id": 10**6}}, "the PAD id is not an id of the tokenizer"),
+        ({"config.json": {"bos_token_id": 10**6}}, "the BOS id is not an id of the tokenizer"),
         ({"generation_config.json": "{"}, "is not valid JSON"),
         ({"config.json": b"\xff"}, "is not valid JSON"),
         ({"tokenizer_config.json": [1]}, "holds no JSON object"),
@@ -160,6 +160,16 @@ def test_invalid_side_files_are_refused(
     folder = write_directory({"tokenizer.json": tokenizer_json, **files})
     with pytest.raises(TokenizerError, match=message):
         load_tokenizer(folder)
+
+
+def test_a_padding_id_outside_the_vocabulary_is_ignored(
+    write_directory: WriteDirectory, tokenizer_json: str
+) -> None:
+    folder = write_directory({"tokenizer.json": tokenizer_json})
+    size = load_tokenizer(folder).vocab_size
+    for pad_id, expected in ((size - 1, size - 1), (size, None), (10**6, None)):
+        write_directory({"config.json": {"pad_token_id": pad_id}})
+        assert load_tokenizer(folder).pad_id == expected
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(

@@ -158,7 +158,7 @@ def _roles(tokenizer: Tokenizer) -> dict[str, object]:
         "bos_token": control.bos_id,
         "eos_token": next(iter(control.eos_ids), None),
         "unk_token": control.unk_id,
-        "pad_token": control.pad_id,
+        "pad_token": tokenizer.pad_id,
     }
     texts = {
         role: tokenizer.token_bytes(number, skip_special=False).decode()

@@ -68,7 +68,10 @@ class Tokenizer(ABC):
 
     @property
     def pad_id(self) -> int | None:
-        return self.control.pad_id
+        """None also for an id outside the vocabulary. Published models have such ids, often the
+        size of the vocabulary, and no text needs PAD."""
+        pad_id = self.control.pad_id
+        return pad_id if pad_id is not None and 0 <= pad_id < self.vocab_size else None
 
     @property
     def adds_bos(self) -> bool:

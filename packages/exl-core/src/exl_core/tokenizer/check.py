@@ -22,8 +22,11 @@ def check_vocab(tokenizer: Tokenizer, vocab_size: int, where: object) -> None:
 
 
 def check_control_ids(control: ControlIds, vocab_size: int, where: str) -> None:
-    """Requires that the ids of the control tokens are ids of the tokenizer."""
-    roles = [("BOS", control.bos_id), ("UNK", control.unk_id), ("PAD", control.pad_id)]
+    """Requires that the ids of the control tokens are ids of the tokenizer.
+
+    PAD is not checked: `Tokenizer.pad_id` ignores an id outside the vocabulary.
+    """
+    roles = [("BOS", control.bos_id), ("UNK", control.unk_id)]
     roles += [("EOS", number) for number in control.eos_ids]
     for role, number in roles:
         if number is not None and not 0 <= number < vocab_size:
