@@ -264,6 +264,16 @@ def test_a_layer_for_multi_token_prediction_is_left_out_by_name(
     assert "the files have no layer for multi-token prediction" in line
 
 
+def test_calibration_rows_without_text_are_refused_without_naming_other_options(
+    convert: Command, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"body": "a text", "id": 1}\n')
+    line = convert("--calibration", rows).error_line(2)
+    assert "rows.jsonl, line 1: there is no column 'text' (got body, id)" in line
+    assert line.endswith("Rename the column that holds the text to 'text'.")
+
+
 def test_several_problems_print_several_lines(convert: Command, tmp_path: Path) -> None:
     done = convert("--head-bits", 7, "--shard-size", "1kB", "--measurement", tmp_path / "none")
     assert (done.code, done.out) == (2, "")

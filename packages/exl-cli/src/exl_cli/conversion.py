@@ -142,9 +142,9 @@ def calibration_text(spec: str) -> Text:
     path = Path(spec)
     looks_like_file = path.suffix in (".txt", ".jsonl", ".ndjson", ".parquet", ".md")
     if path.exists() or looks_like_file or path.is_absolute():
-        found = read_text(path)
+        found = read_text(path, column=None)
         return Text(found.documents, path.name)
-    return read_dataset(spec, split="train", rows=DATASET_ROWS)
+    return read_dataset(spec, split="train", column=None, rows=DATASET_ROWS)
 
 
 def _conversion(wish: Wish, text: Text | None) -> Conversion:

@@ -24,6 +24,9 @@ from exl_core.files import open_regular, read_text_file
 SEPARATOR = "\n\n"
 """Separator of documents that are joined into one text, as in papers that use WikiText."""
 
+TEXT_COLUMN = "text"
+"""Column of a row with its text, unless the caller names another one."""
+
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
 
@@ -79,10 +82,14 @@ def packaged_text() -> Text:
     return Text((data,), "declaration.txt of exl (public domain)")
 
 
-def read_text(path: Path, *, column: str = "text", rows: int | None = None) -> Text:
+def read_text(path: Path, *, column: str | None = TEXT_COLUMN, rows: int | None = None) -> Text:
     """Reads a file by its suffix: the first `rows` rows (None: all) of a JSONL or parquet file, or
     else a plain UTF-8 text. Empty rows are skipped. A malformed file is a RequestError that names
-    the position."""
+    the position.
+
+    `column` None: the column TEXT_COLUMN, for commands without an option --column. Errors then do
+    not advise that option.
+    """
     if path.suffix in PARQUET_SUFFIXES:
         open_regular(path, RequestError).close()
         found = _dataset_rows(column, path="parquet", data_files=str(path), split="train")
@@ -97,10 +104,14 @@ def read_text(path: Path, *, column: str = "text", rows: int | None = None) -> T
 
 
 def read_dataset(
-    name: str, *, split: str | None = None, column: str = "text", rows: int | None = None
+    name: str,
+    *,
+    split: str | None = None,
+    column: str | None = TEXT_COLUMN,
+    rows: int | None = None,
 ) -> Text:
     """Reads the first `rows` rows of a data set: a name of KNOWN_DATASETS, `owner/name` or
-    `owner/name:config`. ExlError if the hub cannot be reached."""
+    `owner/name:config`. `column` is that of `read_text`. ExlError if the hub cannot be reached."""
     path, _, config = name.partition(":")
     known = KNOWN_DATASETS.get(path, HubText(path, None, "test"))
     found = _dataset_rows(
@@ -117,7 +128,7 @@ def _text_of(found: Iterator[str], rows: int | None, where: object) -> Text:
     return Text(documents, str(where))
 
 
-def _jsonl_rows(path: Path, column: str) -> Iterator[str]:
+def _jsonl_rows(path: Path, column: str | None) -> Iterator[str]:
     for number, line in enumerate(read_text_file(path).split("\n"), start=1):
         if not line.strip():
             continue
@@ -131,23 +142,30 @@ def _jsonl_rows(path: Path, column: str) -> Iterator[str]:
         yield _cell(row, column, where)
 
 
-def _cell(row: Mapping[str, Any], column: str, where: object) -> str:
+def _cell(row: Mapping[str, Any], column: str | None, where: object) -> str:
     """Text of a row; a null value counts as empty."""
-    if column not in row:
+    name = TEXT_COLUMN if column is None else column
+    if name not in row:
+        what = f"there is no column {name!r}"
+        if column is None:
+            raise RequestError(
+                what,
+                where=where,
+                got=", ".join(map(str, row)) or "no columns",
+                next_step=f"Rename the column that holds the text to {name!r}.",
+            )
         raise RequestError(
-            f"there is no column {column!r}",
+            what,
             where=where,
             expected=f"--column {' or '.join(map(str, row)) or 'of a row that has any'}",
         )
-    value = row[column]
+    value = row[name]
     if value is not None and not isinstance(value, str):
-        raise RequestError(
-            f"column {column!r} holds no text", where=where, got=type(value).__name__
-        )
+        raise RequestError(f"column {name!r} holds no text", where=where, got=type(value).__name__)
     return value or ""
 
 
-def _dataset_rows(column: str, **source: Any) -> Iterator[str]:
+def _dataset_rows(column: str | None, **source: Any) -> Iterator[str]:
     """Rows read with `datasets` in streaming mode, which downloads only the rows that are read."""
     where = source.get("data_files", source["path"])
     try:
