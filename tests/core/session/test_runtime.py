@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,13 @@ from exl_core.session.load import LoadedModel, LoadOptions, load_model, resolve_
 from exl_core.session.open import open_model
 from exl_core.session.placement import Need, check_together
 from exl_core.session.planning import need_of
-from exl_core.session.runtime import DraftOptions, Runtime, RuntimeOptions, open_runtime
+from exl_core.session.runtime import (
+    DraftOptions,
+    Runtime,
+    RuntimeOptions,
+    context_warning,
+    open_runtime,
+)
 from exl_core.speculate.stats import DraftStats
 from exl_core.tokenizer.base import Tokenizer
 from support import tiny_models
@@ -201,6 +207,29 @@ def test_a_longer_context_warns_and_reaches_the_model(folder: Path) -> None:
         replace(ON_CPU, rope_factor=2.0),
     ):
         assert open_runtime(folder, RuntimeOptions(load=load, ctx_size=2 * own)).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("option", "stretched"),
+    [
+        ("--rope-yarn", lambda factor: LoadOptions(yarn_factor=factor)),
+        ("--rope-scale", lambda factor: LoadOptions(rope_factor=factor)),
+    ],
+)
+def test_the_warning_has_the_stretched_context(
+    folder: Path, option: str, stretched: Callable[[float], LoadOptions]
+) -> None:
+    config = open_model(folder).config
+    own = config.max_seq_len
+    for ctx, factor, reach in ((own, 0.5, own // 2), (4 * own, 2.0, 2 * own)):
+        options = stretched(factor)
+        warning = context_warning(ctx, config, options)
+        assert warning is not None
+        assert warning.startswith(
+            f"a context of {ctx} tokens is longer than {reach}, the model's {own} times the "
+            f"factor {factor:g} of {option};"
+        )
+        assert context_warning(reach, config, options) is None
 
 
 @pytest.mark.parametrize(

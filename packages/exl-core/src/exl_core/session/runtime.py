@@ -310,11 +310,19 @@ def context_warning(ctx: int, config: ModelConfig, options: LoadOptions) -> str 
     RoPE options say that the user knows. With a factor, the stretched context must suffice.
     """
     factor = options.yarn_factor or options.rope_factor or 1.0
-    if ctx <= config.max_seq_len * factor or options.rope_alpha is not None:
+    reach = config.max_seq_len * factor
+    if ctx <= reach or options.rope_alpha is not None:
         return None
+    own = config.max_seq_len
+    if factor == 1.0:
+        return (
+            f"a context of {ctx} tokens is longer than the model's {own}; replies may become "
+            "incoherent beyond it. --rope-yarn or --rope-alpha stretches the model's positions."
+        )
+    option = "--rope-scale" if options.yarn_factor is None else "--rope-yarn"
     return (
-        f"a context of {ctx} tokens is longer than the model's {config.max_seq_len}; replies may "
-        "become incoherent beyond it. --rope-yarn or --rope-alpha stretches the model's positions."
+        f"a context of {ctx} tokens is longer than {int(reach)}, the model's {own} times "
+        f"the factor {factor:g} of {option}; replies may become incoherent beyond it."
     )
 
 
