@@ -267,6 +267,7 @@ def stopping_after(count: int) -> Callable[..., Tensor]:
 def test_perplexity_without_a_text_scores_the_packaged_one_and_says_so(exl: Command) -> None:
     done = exl("eval", "perplexity", "--windows", 1, "--json")
     assert done.code == 0
+    assert done.err.startswith("exl: note: no --text, so the packaged text is scored, SHA-256 ")
     assert "compare with nothing published" in done.err
     record = json.loads(done.out)
     assert (record["ctx"], record["text"]) == (256, "declaration.txt of exl (public domain)")

@@ -165,8 +165,8 @@ def _text_of(
     text = packaged_text()
     if not is_quiet:
         print_note(
-            f"note: no --text, so the packaged text is scored, SHA-256 {text.sha256[:16]}. Figures "
-            "on it compare with nothing published."
+            "exl: note: no --text, so the packaged text is scored, SHA-256 "
+            f"{text.sha256[:16]}. Figures on it compare with nothing published."
         )
     return text, ctx or PACKAGED_CTX
 
