@@ -23,6 +23,12 @@ from support.profiles import first_by_default
 MODEL_FILE = "model.safetensors"
 BROKEN_TENSOR = "model.layers.1.mlp.down_proj.weight"
 
+LFS_POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\n"
+    b"oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\n"
+    b"size 269060552\n"
+)
+
 Damage = Callable[[Path], None]
 
 
@@ -151,6 +157,17 @@ def test_damaged_directory(
     assert not missing, line
 
 
+@pytest.mark.parametrize("name", [MODEL_FILE, "tokenizer.json", "config.json"])
+def test_git_lfs_pointer_in_a_directory(name: str, damaged_dir: Path, exl: Command) -> None:
+    (damaged_dir / name).write_bytes(LFS_POINTER)
+    for args in (("generate", "-p", "Hello"), ("inspect", "model")):
+        line = exl(*args, "-m", damaged_dir).error_line(3)
+        assert f"{damaged_dir / name}: is a Git LFS pointer, not the file itself" in line
+        assert line.endswith(
+            "Run 'git lfs pull' in its folder, or download the model with 'exl pull'."
+        )
+
+
 @pytest.mark.parametrize(
     "verb", [("generate", "-p", "x"), ("chat",), ("inspect", "model")], ids=lambda v: v[0]
 )
@@ -191,6 +208,13 @@ def test_truncated_gguf(share: float, smollm2_path: Path, tmp_path: Path, exl: C
         path.write_bytes(whole.read(int(size * share)))
     line = exl("generate", path, "-p", "Hello").error_line(3)
     assert str(path) in line
+
+
+def test_git_lfs_pointer_in_place_of_a_gguf_file(tmp_path: Path, exl: Command) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(LFS_POINTER)
+    line = exl("generate", path, "-p", "Hello").error_line(3)
+    assert f"{path}: is a Git LFS pointer, not the file itself. Run 'git lfs pull'" in line
 
 
 def test_gguf_name_with_other_content(tmp_path: Path, exl: Command) -> None:

@@ -28,6 +28,10 @@ TEXT_LIMIT_BYTES = 2**30
 PROMPT_LIMIT_BYTES = 64 * 2**20
 """Limit on prompts: more than a context of ten million tokens holds."""
 
+LFS_HEAD = b"version https://git-lfs.github.com/spec/v1"
+"""First bytes of a Git LFS pointer (Git LFS specification, "The Pointer"). A clone without the LFS
+extension has such a text of three lines in place of each large file."""
+
 _PIECE_BYTES = 1 << 20
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d{1,6})")
 
@@ -103,6 +107,16 @@ def read_bytes(path: Path, error: type[ExlError], limit_bytes: int) -> bytes:
     return data
 
 
+def check_no_lfs_pointer(data: bytes, error: type[ExlError], where: object) -> None:
+    """Raises `error` if the file that begins with `data` is a Git LFS pointer."""
+    if data.startswith(LFS_HEAD):
+        raise error(
+            "is a Git LFS pointer, not the file itself",
+            where=where,
+            next_step="Run 'git lfs pull' in its folder, or download the model with 'exl pull'.",
+        )
+
+
 def read_json_object(
     path: Path, error: type[ExlError], limit_bytes: int = CONFIG_LIMIT_BYTES
 ) -> dict[str, object]:
@@ -114,6 +128,7 @@ def parse_json_object(data: bytes, error: type[ExlError], where: object) -> dict
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as cause:
+        check_no_lfs_pointer(data, error, where)
         # ValueError includes bad UTF-8 and integers of thousands of digits.
         raise error("is not valid JSON", where=where, got=str(cause)[:200]) from cause
     if not isinstance(value, dict):

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exl_core.errors import WeightFileError
-from exl_core.files import open_regular
+from exl_core.files import LFS_HEAD, check_no_lfs_pointer, open_regular
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -128,6 +128,7 @@ class _Reader:
     def _preamble(self) -> tuple[int, int, int]:
         magic = self.data[:4]
         if magic != MAGIC:
+            check_no_lfs_pointer(self.data[: len(LFS_HEAD)], WeightFileError, self.path)
             raise self._error("this is not a GGUF file", expected=f"magic {MAGIC!r}", got=magic)
         self.position = 4
         version = self._scalar("I", "the version")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exl_core.errors import ContextLengthError, TokenizerError
-from exl_core.files import read_bytes
+from exl_core.files import check_no_lfs_pointer, read_bytes
 from exl_core.tokenizer.base import ControlIds, Tokenizer
 from exl_core.tokenizer.bpe_rules import BpeRules, bpe_rules
 from exl_core.tokenizer.control_ids import FILE_LIMIT_BYTES, DeclaredToken
@@ -183,7 +183,9 @@ def open_backend(path: Path) -> Backend:
     from tokenizers import Tokenizer as Backend
 
     try:
-        text = read_bytes(path, TokenizerError, FILE_LIMIT_BYTES).decode("utf-8")
+        data = read_bytes(path, TokenizerError, FILE_LIMIT_BYTES)
+        check_no_lfs_pointer(data, TokenizerError, path)
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise TokenizerError("cannot read the tokenizer", where=path, got=error) from error
     check_growth_of_json(text, path)

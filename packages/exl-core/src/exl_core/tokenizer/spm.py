@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from exl_core.errors import TokenizerError
-from exl_core.files import read_bytes
+from exl_core.files import check_no_lfs_pointer, read_bytes
 from exl_core.tokenizer.base import ControlIds, Tokenizer
 from exl_core.tokenizer.control_ids import FILE_LIMIT_BYTES
 from exl_core.tokenizer.decoders import META_SPACE, byte_of_token
@@ -220,7 +220,9 @@ def open_processor(model: bytes, where: object) -> Any:
 
 
 def read_model(path: Path) -> bytes:
-    return read_bytes(path, TokenizerError, FILE_LIMIT_BYTES)
+    data = read_bytes(path, TokenizerError, FILE_LIMIT_BYTES)
+    check_no_lfs_pointer(data, TokenizerError, path)
+    return data
 
 
 def special_pieces(processor: Any) -> dict[str, int]:

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from exl_core.arch.hf_config import directory_advice
 from exl_core.errors import ModelNotFoundError, UnsupportedModelError, WeightFileError
-from exl_core.files import open_regular, parse_json_object, read_json_object
+from exl_core.files import (
+    LFS_HEAD,
+    check_no_lfs_pointer,
+    open_regular,
+    parse_json_object,
+    read_json_object,
+)
 from exl_core.formats.containers.mapped import MappedFile
 from exl_core.formats.containers.source import (
     PLAIN_TYPES,
@@ -156,10 +162,11 @@ def read_header(path: Path) -> list[tuple[StoredTensor, int]]:
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
             is_whole = len(prefix) == 8 and length <= min(size - 8, HEADER_LIMIT_BYTES)
-            text = file.read(length) if is_whole else b""
+            text = file.read(length if is_whole else len(LFS_HEAD))
     except OSError as error:
         raise WeightFileError("cannot be read", where=path, got=error.strerror or error) from error
     if not is_whole:
+        check_no_lfs_pointer(prefix + text, WeightFileError, path)
         raise WeightFileError(
             "header is cut off",
             where=path,
