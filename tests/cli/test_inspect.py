@@ -301,6 +301,28 @@ def test_fit_divides_the_layers_among_gpus(
     assert stages("--split", "cpu=1,cuda:0=2") == [on_cpu, ("cuda:0", *divided[1][1:])]
 
 
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_fit_plans_a_split_over_gpus_that_this_machine_lacks(
+    num_gpus: int,
+    exl: Command,
+    inspect_json: JsonCommand,
+    wide_dir: Path,
+    memory_is: SetsMemory,
+) -> None:
+    memory_is(10**12, *[10**12] * num_gpus)
+    stages = inspect_json(wide_dir, "--fit", "--split", "0.0005,0.001")["split"]
+    assert [(one["device"], one["first_layer"], one["last_layer"]) for one in stages] == [
+        ("cuda:0", 0, 0),
+        ("cuda:1", 1, 2),
+    ]
+    text = exl("inspect", wide_dir, "--fit", "--split", "0.0005,0.001").out
+    absent = "cuda:0, cuda:1" if num_gpus == 0 else "cuda:1"
+    assert text.endswith(f"\nNot in this machine: {absent}.\n")
+    refused = exl("inspect", wide_dir, "--fit", "--split", "0.0001,0.0002")
+    assert "the layers do not fit into this split" in refused.error_line(4)
+    assert "Not in" not in exl("inspect", wide_dir, "--fit", "--split", "none").out
+
+
 def test_fit_leaves_experts_on_the_cpu(
     inspect_json: JsonCommand, tmp_path: Path, memory_is: SetsMemory
 ) -> None:

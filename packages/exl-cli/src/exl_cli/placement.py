@@ -1,5 +1,7 @@
 """Output of `exl inspect model --fit`: for each device, whether the model and which context fit,
 and the devices that a run would divide its layers among.
+
+`--split 20,24` may name more GPUs than this machine has: the plan needs their sizes only.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from exl_core.session.placement import DeviceMemory, Fit, device_memory, fit_all
 from exl_core.session.reserve import Reserve
 from exl_core.session.runtime import settle_ctx_size
 from exl_core.session.split import (
+    Split,
     StagePlan,
     layer_sizes,
     parse_experts_on,
@@ -64,7 +67,10 @@ def run(
         }
         output.write_json(value)
     else:
-        _show(model, fits, [f"Layers: {'; '.join(map(str, plan))}." if plan else refusal])
+        notes = [f"Layers: {'; '.join(map(str, plan))}." if plan else refusal]
+        absent = [one.device for one in _absent_gpus(parse_split(choice.split), devices[1:])]
+        notes += [f"Not in this machine: {', '.join(absent)}."] if absent else []
+        _show(model, fits, notes)
 
 
 def _plan(
@@ -76,7 +82,14 @@ def _plan(
     cpu, *gpus = devices
     sizes = layer_sizes(model.bytes_by_part, model.config, need, model.expert_bytes)
     split, experts = parse_split(choice.split), parse_experts_on(choice.experts_on)
+    gpus += _absent_gpus(split, gpus)
     return plan_split(sizes, split, gpus or [cpu], cpu, choice.cpu_layers, experts_on_cpu=experts)
+
+
+def _absent_gpus(split: Split, gpus: list[DeviceMemory]) -> list[DeviceMemory]:
+    """The GPUs that `split` gives sizes for and that this machine does not have."""
+    numbers = range(len(gpus), len(split.gigabytes))
+    return [DeviceMemory(f"cuda:{number}", "not in this machine", None) for number in numbers]
 
 
 def _stage_dict(stage: StagePlan) -> dict[str, object]:

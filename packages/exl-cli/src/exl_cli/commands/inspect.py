@@ -43,7 +43,7 @@ Fit = Annotated[
     typer.Option(
         "--fit",
         help="Show which devices the model fits on, the longest context by cache type, and the "
-        "devices of the layers.",
+        "devices of the layers. --split 20,24 plans for GPUs that this machine lacks too.",
     ),
 ]
 MaxBatch = Annotated[
