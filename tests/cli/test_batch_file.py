@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from exl_cli.prompts import read_stdin_lines
+from exl_core.errors import RequestError
 from support.commands import Command
 
 GREEDY = ("--temp", "0", "-n", "6")
@@ -23,7 +25,7 @@ Records = list[dict[str, Any]]
 
 @pytest.fixture
 def generate(exl: Command, tiny_llama_dir: Path) -> Command:
-    return lambda *args: exl("generate", "-m", tiny_llama_dir, *args)
+    return lambda *args, **options: exl("generate", "-m", tiny_llama_dir, *args, **options)
 
 
 def write_lines(path: Path, *lines: object) -> Path:
@@ -115,6 +117,51 @@ def test_a_stopped_run_continues(generate: Command, tmp_path: Path) -> None:
     assert other.code == 2
     assert "other records than this batch would write" in other.err
     assert part.read_bytes() == whole.read_bytes()
+
+
+def test_prompts_from_stdin_give_the_records_of_a_file(generate: Command, tmp_path: Path) -> None:
+    file, out = prompts(tmp_path / "p.jsonl", 6), tmp_path / "out.jsonl"
+    args = ("-q", "--batch-invariant", *GREEDY)
+    whole = generate("--batch-file", file, *args).out
+    piped = generate("--batch-file", "-", *args, stdin=file.read_bytes())
+    assert (piped.code, piped.out, piped.err) == (0, whole, "")
+
+    lines = whole.encode().splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[:2]) + lines[2][:20])  # the third was cut off
+    again = ("--batch-file", "-", "--output", out, "--json", *args)
+    done = generate(*again, stdin=file.read_bytes())
+    assert json.loads(done.out)["done_earlier"] == 2
+    assert out.read_text(encoding="utf-8") == whole
+    line = generate(*again, stdin=b'{"prompt": "another"}\n').error_line(2)
+    assert line.startswith(f"{out}, line 1: the file holds other records")
+
+
+@pytest.mark.parametrize(
+    ("stdin", "message"),
+    [
+        (b"", "stdin: the batch has no prompts"),
+        (b'{"prompt": "fine"}\n{', "stdin, line 2: is not valid JSON"),
+    ],
+)
+def test_bad_prompts_on_stdin_are_named(generate: Command, stdin: bytes, message: str) -> None:
+    assert generate("--batch-file", "-", stdin=stdin).error_line(2).startswith(message)
+
+
+def test_prompts_are_not_read_from_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, follower = os.openpty()
+    with os.fdopen(leader, "rb"), os.fdopen(follower) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        with pytest.raises(RequestError, match=r"no prompts .*got a terminal"):
+            read_stdin_lines(100)
+
+
+def test_prompts_on_stdin_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "stdin"
+    file.write_bytes(b"x" * 101)
+    with file.open(encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(RequestError, match="the batch is too large"):
+            read_stdin_lines(100)
 
 
 @pytest.mark.parametrize("text", ["no line end", '{"index": 0, "key": "0", "text": "'])

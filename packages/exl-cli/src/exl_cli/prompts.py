@@ -1,4 +1,4 @@
-"""Reads the prompt from -p, a file or stdin, and checks that it is UTF-8.
+"""Reads the prompt from -p, a file or stdin, and checks that it is UTF-8. Reads a batch from stdin.
 
 Never waits for input from a terminal: a command without a prompt is an error.
 """
@@ -18,6 +18,7 @@ from exl_core.files import PROMPT_LIMIT_BYTES, decode_text, inherited_pipe, read
 
 STDIN = "-"
 _NOTICE_AFTER_S = 2.0
+_PIECE_BYTES = 1 << 20
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
@@ -102,17 +103,44 @@ def _read_stdin(*, is_required: bool) -> str:
 
 def _read_stream(stream: BinaryIO, where: str, *, is_required: bool) -> str:
     """Text up to the end of stdin or of a pipe, which is bounded by what a context can hold."""
-    _tell_that_it_waits(stream.fileno(), where, is_required=is_required)
-    try:
-        data = stream.read(PROMPT_LIMIT_BYTES + 1)
-    except OSError as error:
-        raise RequestError(f"{where} cannot be read", got=error.strerror) from error
+    data = _read_up_to(stream, where, PROMPT_LIMIT_BYTES, is_required=is_required)
     if len(data) > PROMPT_LIMIT_BYTES:
         raise RequestError(
             f"the text on {where} is longer than any context",
             expected=f"at most {PROMPT_LIMIT_BYTES} bytes",
         )
     return decode_text(data, where).removesuffix("\n")
+
+
+def read_stdin_lines(limit_bytes: int) -> bytes:
+    """All of stdin, as the lines of a batch."""
+    stdin = sys.stdin
+    if stdin is None or stdin.isatty():
+        raise RequestError(
+            "no prompts",
+            where="stdin",
+            expected="JSON Lines piped to stdin",
+            got="a terminal" if stdin is not None else "a closed stdin",
+        )
+    data = _read_up_to(stdin.buffer, "stdin", limit_bytes, is_required=True)
+    if len(data) > limit_bytes:
+        raise RequestError(
+            "the batch is too large", where="stdin", expected=f"at most {limit_bytes} bytes"
+        )
+    return data
+
+
+def _read_up_to(stream: BinaryIO, where: str, limit_bytes: int, *, is_required: bool) -> bytes:
+    """The bytes up to the end of the stream, or some more than `limit_bytes` of them."""
+    _tell_that_it_waits(stream.fileno(), where, is_required=is_required)
+    data = bytearray()
+    try:
+        # In pieces: `read(n)` allocates n bytes, whatever it reads.
+        while len(data) <= limit_bytes and (piece := stream.read(_PIECE_BYTES)):
+            data += piece
+    except OSError as error:
+        raise RequestError(f"{where} cannot be read", got=error.strerror) from error
+    return bytes(data)
 
 
 def _tell_that_it_waits(descriptor: int, where: str, *, is_required: bool) -> None:

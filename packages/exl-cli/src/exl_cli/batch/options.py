@@ -32,7 +32,8 @@ BatchFile = Annotated[
         metavar="FILE",
         help='Answer every line of a JSON Lines file: {"prompt": "..."} or {"messages": [...]}, '
         "optionally with id and max_tokens. Many are answered at the same time; their records come "
-        "in the order of the lines.",
+        "in the order of the lines. '-' reads the lines from stdin, all of them before the first "
+        "reply.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -42,7 +43,7 @@ Output = Annotated[
         "--output",
         metavar="FILE",
         help="Write the records of --batch-file there instead of to stdout. Repeating a stopped "
-        "command continues after the last record.",
+        "command with the same prompts continues after the last record.",
         rich_help_panel=_PANEL,
     ),
 ]

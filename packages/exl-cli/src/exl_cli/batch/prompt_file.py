@@ -4,7 +4,8 @@ A line of the prompts is an object with `prompt` (a text) or `messages` (a conve
 optionally `id` and `max_tokens`. A record of the output has the line's `index` and `id`, and either
 the reply or `error`. Records are in the order of the prompts. `key` is a digest of the line and of
 the options that decide the reply; a later run continues after the last record whose key it would
-write itself.
+write itself. Prompts from stdin are read to the end first, so that a run that gets the same ones
+continues too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from exl_cli.batch.job import Messages, PromptJob
-from exl_cli.prompts import check_encodable
+from exl_cli.prompts import STDIN, check_encodable, read_stdin_lines
 from exl_core.errors import RequestError, check_known
 from exl_core.files import is_present, open_regular, parse_json_object, read_bytes
 
@@ -43,20 +44,26 @@ class BatchLine:
 
 
 def read_batch(path: Path, job: PromptJob) -> list[BatchLine]:
-    """All prompts of the file. Empty lines are skipped."""
+    """All prompts of the file, or of stdin for the path `-`. Empty lines are skipped."""
     settings = repr((job.spec, job.limit, job.is_chat, job.parse_special, job.truncates, job.stop))
     settings += repr((job.constraints, job.conversation, job.replying, job.sampling))
     base = hashlib.sha256(settings.encode("utf-8", "surrogateescape"))
     found: list[BatchLine] = []
-    data = read_bytes(path, RequestError, FILE_LIMIT_BYTES)
+    is_stdin = str(path) == STDIN
+    place = "stdin" if is_stdin else str(path)
+    data = (
+        read_stdin_lines(FILE_LIMIT_BYTES)
+        if is_stdin
+        else read_bytes(path, RequestError, FILE_LIMIT_BYTES)
+    )
     for number, line in enumerate(data.split(b"\n"), start=1):
         if line.strip():
             digest = base.copy()
             digest.update(line.strip())
-            where = f"{path}, line {number}"
+            where = f"{place}, line {number}"
             found.append(_parse(line, len(found), digest.hexdigest()[:16], where))
     if not found:
-        raise RequestError("the batch has no prompts", where=path)
+        raise RequestError("the batch has no prompts", where=place)
     return found
 
 

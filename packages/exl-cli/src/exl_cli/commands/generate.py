@@ -37,6 +37,10 @@ EXAMPLES = (
         "exl generate --batch-file prompts.jsonl --output replies.jsonl",
         "answer a file of prompts; a stopped run continues",
     ),
+    (
+        "cat prompts.jsonl | exl generate --batch-file - > replies.jsonl",
+        "the prompts from stdin",
+    ),
 )
 SCHEMA_VERSION = 1
 
