@@ -45,6 +45,15 @@ def test_the_file_has_defaults_and_the_command_line_wins(
     assert reply(exl, smollm2_path, "-n", 2)["text"] == " 4"
 
 
+def test_the_file_may_begin_with_a_byte_order_mark(exl: Command, file: Path) -> None:
+    file.write_bytes(b"\xef\xbb\xbf" + SETTINGS.encode())
+    done = exl("config", "--json")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out)["settings"]["temp"] == 0.0
+    file.write_bytes(b"\xef\xbb\xbf" * 2 + SETTINGS.encode())
+    assert "is not valid TOML" in exl("config").error_line(2)
+
+
 def test_a_profile_wins_over_the_rest_of_the_file(
     exl: Command, file: Path, smollm2_path: Path
 ) -> None:

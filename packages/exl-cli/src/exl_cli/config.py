@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
@@ -45,7 +46,8 @@ def read_config() -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     if not is_present(path, RequestError):
         return {}
-    text = decode_text(read_bytes(path, RequestError, CONFIG_LIMIT_BYTES), str(path))
+    data = read_bytes(path, RequestError, CONFIG_LIMIT_BYTES)
+    text = decode_text(data.removeprefix(BOM_UTF8), str(path))  # some editors of Windows write it
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
