@@ -111,10 +111,17 @@ def test_rerank_orders_by_the_cosine_of_the_vectors(one: tuple[Running, str]) ->
     for item in results:
         assert item["relevance_score"] == pytest.approx(float(exact[item["index"]]), abs=1e-5)
         assert item["document"] == {"text": texts[1 + item["index"]]}
-    few = server.post("/rerank", {**body, "top_n": 2, "return_documents": False}).json()["results"]
+    few = server.post("/rerank", {**body, "top_n": 2.0, "return_documents": False}).json()[
+        "results"
+    ]
     assert [item["index"] for item in few] == [1, 3] and "document" not in few[0]
     assert answer["usage"]["total_tokens"] > 5
-    for wrong in ({"query": "a"}, {**body, "documents": []}, {**body, "top_n": 0}):
+    for wrong in (
+        {"query": "a"},
+        {**body, "documents": []},
+        {**body, "top_n": 0},
+        {**body, "top_n": 1.5},
+    ):
         error_of(server.post("/v1/rerank", wrong), 400)
     assert server.post("/v1/rerank", {**body, "mood": 1}).headers["x-exl-ignored"] == "mood"
 

@@ -53,6 +53,8 @@ def one() -> Any:
         (TEXT, {"prompt": ["a", ""]}, "prompt", "invalid_value"),
         (TEXT, {"prompt": [258]}, "prompt", "invalid_value"),
         (TEXT, {"prompt": [True]}, "prompt", "invalid_value"),
+        (TEXT, {"prompt": [65.5]}, "prompt", "invalid_value"),
+        (TEXT, {"prompt": [[65.0], [65.5]]}, "prompt", "invalid_value"),
         (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
         (TEXT, {}, "prompt", "missing_required_parameter"),
         (TEXT, {"prompt": "a" * 300}, "prompt", "context_length_exceeded"),

@@ -6,6 +6,7 @@ import json
 import logging
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,28 @@ def test_other_settings_reach_the_request() -> None:
     assert settings_of(stopping_strings=["a", "", "a"]).stop == ("a",)
     assert settings_of(max_tokens=-1).max_tokens == -1
     assert settings_of(banned_tokens=["bad"]).banned_tokens == ("bad",)
+
+
+WHOLE: list[tuple[str, Callable[[Any], Any]]] = [
+    ("max_tokens", lambda number: number),
+    ("seed", lambda number: number),
+    ("stop_token_ids", lambda number: number),
+    ("stop_token_ids", lambda number: [number, 66]),
+    ("banned_tokens", lambda number: [number, "B"]),
+    ("allowed_token_ids", lambda number: [number]),
+    ("logit_bias", lambda number: [[number, 1]]),
+    ("lora", lambda number: [{"id": number}]),
+    ("sampler_order", lambda number: [number, 2]),
+]
+
+
+@pytest.mark.parametrize(("field", "with_number"), WHOLE)
+def test_whole_numbers_may_be_floats(field: str, with_number: Callable[[Any], Any]) -> None:
+    found, same = (settings_of(**{field: with_number(five)}) for five in (5.0, 5))
+    assert repr(found) == repr(same)  # `==` takes 5.0 for 5
+    for wrong in (5.5, True):
+        with pytest.raises(ApiError, match=field):
+            settings_of(**{field: with_number(wrong)})
 
 
 def test_two_names_with_different_values_are_an_error() -> None:

@@ -45,6 +45,7 @@ def one() -> Iterator[Running]:
             {"tokens": [97, 98], "count": 2, "token_strs": ["a", "b"]},
         ),
         ("/detokenize", {"tokens": [BOS_ID, 195, 169]}, {"prompt": "<bos>é", "content": "<bos>é"}),
+        ("/detokenize", {"tokens": [195.0, 169]}, {"prompt": "é", "content": "é"}),
         ("/v1/token/encode", {"text": "ab"}, {"tokens": [BOS_ID, 97, 98], "length": 3}),
         ("/v1/token/encode", {"text": "<bos>a"}, {"tokens": [BOS_ID, 97], "length": 2}),
         (

@@ -14,15 +14,16 @@ from contextlib import AsyncExitStack
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from exl_cli.server.completions import as_prompt
 from exl_cli.server.engine_request import refusing_long_prompts
 from exl_cli.server.errors import ApiError
+from exl_cli.server.fields import as_whole
 from exl_cli.server.models import Resident
 from exl_cli.server.pooling import Pooling
-from exl_cli.server.schema import MAX_PROMPTS, Body, Texts, TokenIds
+from exl_cli.server.schema import MAX_PROMPTS, Body, SomeTokenIds, Texts, TokenIds, Whole
 from exl_cli.server.service import Service
 from exl_core.model.context import Context
 from exl_core.model.observe import StateRecorder
@@ -42,11 +43,11 @@ class EmbeddingsBody(Body):
     input: (
         str
         | Annotated[Texts, Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[TokenIds, Field(min_length=1)]
+        | SomeTokenIds
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
+    dimensions: Whole | None = None
 
 
 class TextVector:
@@ -189,7 +190,7 @@ class RerankBody(Body):
     documents: Annotated[
         list[str | RerankText], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
     ]
-    top_n: Annotated[int, Field(ge=1)] | None = None
+    top_n: Annotated[int, Field(ge=1), BeforeValidator(as_whole)] | None = None
     return_documents: bool | None = None
 
 

@@ -277,6 +277,24 @@ def _number(given: object) -> float:
     return value
 
 
+def as_whole(given: object) -> Any:
+    """5 for 5.0, and any other value as it is. Languages without integers send 5.0.
+
+    Every field for whole numbers reads its values with it: the settings in `settings.py`, lists of
+    token ids, and the fields of bodies in pydantic.
+    """
+    if isinstance(given, float) and given.is_integer() and abs(given) <= 2**53:
+        return int(given)
+    return given
+
+
+def all_as_whole(given: object) -> Any:
+    """A list with `as_whole` of its elements, and any other value as it is."""
+    if isinstance(given, list) and float in set(map(type, given)):  # 10 ns for each element
+        return [as_whole(one) for one in given]
+    return given
+
+
 def _whole(given: object) -> int:
     if isinstance(given, int) and not isinstance(given, bool):
         if given.bit_length() > 128:
@@ -284,10 +302,10 @@ def _whole(given: object) -> int:
         return given
     if isinstance(given, str) and _DIGITS.fullmatch(given):
         return int(given)
-    value = _number(given)
-    if not value.is_integer() or abs(value) > 2**53:
+    value = as_whole(_number(given))
+    if not isinstance(value, int):
         raise ValueError("a whole number is expected")
-    return int(value)
+    return value
 
 
 _ANYTHING = Kind(lambda given: given, {})

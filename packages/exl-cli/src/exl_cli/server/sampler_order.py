@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from exl_cli.server.errors import ApiError
+from exl_cli.server.fields import as_whole
 from exl_core.sampling.params import GREEDY_BELOW
 
 # Samplers in the engine's order, with their settings and the values at which they are off.
@@ -139,7 +140,7 @@ def read_priority(given: object) -> SamplerOrder | None:
 
 def read_numbers(given: object) -> SamplerOrder | None:
     """KoboldCpp's list of numbers."""
-    listed = given if isinstance(given, list) else [given]
+    listed = [as_whole(one) for one in (given if isinstance(given, list) else [given])]
     names = [_NUMBERS[one] for one in listed if type(one) is int and 0 <= one < len(_NUMBERS)]
     if len(names) < len(listed):
         raise ValueError(f"a list of numbers from 0 to {len(_NUMBERS) - 1} is expected")

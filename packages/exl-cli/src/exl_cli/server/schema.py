@@ -8,17 +8,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    ValidationError,
+    model_validator,
+)
 from pydantic.json_schema import SkipJsonSchema
 
 from exl_cli.server.errors import refusal
-from exl_cli.server.fields import Table
+from exl_cli.server.fields import Table, all_as_whole, as_whole
 from exl_cli.server.settings import CHAT, COMPLETION, Settings, read_settings
 
 MAX_PROMPTS = 1024
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Whole = Annotated[int, BeforeValidator(as_whole)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(all_as_whole)]
+SomeTokenIds = Annotated[
+    list[TokenId], Field(min_length=1, fail_fast=True), BeforeValidator(all_as_whole)
+]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
@@ -104,7 +116,7 @@ class CompletionBody(GenerationBody):
     prompt: (
         str
         | Annotated[Texts, Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[TokenIds, Field(min_length=1)]
+        | SomeTokenIds
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     suffix: str | None = Field(

@@ -18,6 +18,8 @@ from exl_cli.server.errors import ApiError
 from exl_cli.server.fields import (
     Goes,
     Table,
+    all_as_whole,
+    as_whole,
     custom,
     flag,
     inert,
@@ -136,6 +138,7 @@ def _listed_ids(given: object) -> tuple[int | str, ...]:
     if isinstance(given, str):
         parts = given.replace("[", "").replace("]", "").split(",")
         given = [int(part) if part.strip().isdecimal() else part for part in parts if part.strip()]
+    given = all_as_whole(given)
     if not isinstance(given, list) or len(given) > MAX_LISTED:
         raise ValueError(f"a list of at most {MAX_LISTED} token ids is expected")
     if not all(isinstance(one, int | str) and not isinstance(one, bool) for one in given):
@@ -153,6 +156,7 @@ def _only_ids(given: object) -> tuple[int, ...] | None:
 
 
 def _stop_ids(given: object) -> tuple[int, ...]:
+    given = as_whole(given)
     return _only_ids([given] if isinstance(given, int) else given) or ()
 
 
@@ -170,6 +174,7 @@ def _bias(given: object) -> Bias:
             if not _DECIMAL_ID.fullmatch(token):
                 raise ValueError("keys are token ids, in plain decimal digits")
             token = int(token)
+        token = as_whole(token)
         is_token = isinstance(token, str) or (type(token) is int and 0 <= token < 2**31)
         if not is_token or token == "":
             raise ValueError("token ids from 0, or texts, are expected")
@@ -245,7 +250,7 @@ def _adapters(given: object) -> tuple[tuple[int | str, float], ...]:
     found: list[tuple[int | str, float]] = []
     for one in given:
         fields = one if isinstance(one, dict) else {}
-        named = fields.get("id", fields.get("name"))
+        named = as_whole(fields.get("id", fields.get("name")))
         if not isinstance(named, int | str) or isinstance(named, bool):
             raise ValueError("objects with id and scale are expected")
         found.append((named, number(-100, 100).read(fields.get("scale", 1.0))))
