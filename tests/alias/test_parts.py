@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import pickle
 from typing import Any
@@ -187,6 +188,48 @@ def test_a_call_that_raises_leaves_no_results(parts: tuple[Any, Any, Any]) -> No
         generator.generate(["a", "b"], 1, gen_settings=[bad, good])
     assert generator.num_remaining_jobs() == 0
     assert generator.iterate() == []
+
+
+def test_a_job_is_enqueued_only_once(parts: tuple[Any, Any, Any]) -> None:
+    from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+
+    generator, other = (ExLlamaV2DynamicGenerator(*parts) for _ in range(2))
+    tokenizer = parts[2]
+    job = ExLlamaV2DynamicJob(tokenizer.encode("x"), 3, gen_settings=Settings.greedy())
+    generator.enqueue(job)
+    generator.cancel(job)  # before its first step
+    for is_started in (False, True):
+        if not is_started:
+            generator.enqueue(job)
+        for one in (generator, other):
+            with pytest.raises(AssertionError, match=r"only once \(got a job that waits or runs\)"):
+                one.enqueue(job)
+        generator.iterate()
+        assert job.is_started
+    while generator.num_remaining_jobs():
+        generator.iterate()
+    text = job.full_completion
+    with pytest.raises(AssertionError, match=r"has run\). Make a new ExLlamaV2DynamicJob"):
+        generator.enqueue(job)
+    assert generator.num_remaining_jobs() == 0
+    assert generator.generate("x", 3, gen_settings=Settings.greedy()) == "x" + text
+
+
+def test_an_asynchronous_job_is_enqueued_only_once(parts: tuple[Any, Any, Any]) -> None:
+    from exllamav2.generator import ExLlamaV2DynamicGeneratorAsync, ExLlamaV2DynamicJobAsync
+
+    async def run() -> None:
+        generator = ExLlamaV2DynamicGeneratorAsync(*parts)
+        job = ExLlamaV2DynamicJobAsync(generator, parts[2].encode("x"), 3)
+        with pytest.raises(AssertionError, match="waits or runs"):
+            generator.enqueue(job)
+        results = [result async for result in job]
+        assert results[-1]["new_tokens"] == 3
+        with pytest.raises(AssertionError, match="has run"):
+            generator.enqueue(job)
+        await generator.close()
+
+    asyncio.run(run())
 
 
 def test_an_empty_list_of_filters_is_none(parts: tuple[Any, Any, Any]) -> None:

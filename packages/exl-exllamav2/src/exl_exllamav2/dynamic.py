@@ -138,6 +138,10 @@ class ExLlamaV2DynamicGenerator:
     def active_jobs(self) -> list[ExLlamaV2DynamicJob]:
         return [job for job in self._jobs.values() if job.is_started]
 
+    def is_queued(self, job: ExLlamaV2DynamicJob) -> bool:
+        """Whether the job waits or runs here."""
+        return self._jobs.get(job.request_id) is job
+
     def num_remaining_jobs(self) -> int:
         """Jobs that wait or run, and jobs with results that were not returned."""
         return len(self._jobs) or len({id(one["job"]) for one in self._waiting_results})
@@ -150,6 +154,8 @@ class ExLlamaV2DynamicGenerator:
         """Check and queue jobs; returns their serial numbers."""
         if isinstance(job, list):
             return [self.enqueue(one) for one in job]
+        last = job.generator
+        job.check_is_new(is_queued=last is not None and last.is_queued(job))
         self._take_cache()
         busy = [one for live in self._jobs.values() for one in live.filters]
         with asserted():
@@ -167,7 +173,7 @@ class ExLlamaV2DynamicGenerator:
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:
         """Drop a job without a final result, and its results that were not returned."""
         self._waiting_results = [one for one in self._waiting_results if one["job"] is not job]
-        if self._jobs.get(job.request_id) is not job:
+        if not self.is_queued(job):
             return
         del self._jobs[job.request_id]
         self.engine.cancel(job.request_id)

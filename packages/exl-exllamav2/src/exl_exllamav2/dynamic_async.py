@@ -1,7 +1,8 @@
 """ExLlamaV2DynamicGeneratorAsync: jobs of the dynamic generator in an event loop.
 
-Steps run on one thread. Jobs are made and cancelled by the event loop: the checks of a new job run
-at once, and the thread takes it up before its next step.
+Steps run on one thread, "the engine's thread". The event loop makes and cancels jobs: it records
+them as actions, which the thread runs before its next step. The checks of a new job run there too,
+except the check that a job is enqueued once. Their error is raised where the job is iterated.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ class ExLlamaV2DynamicGeneratorAsync:
         self.iteration_task = asyncio.get_running_loop().create_task(self._run())
 
     def enqueue(self, job: ExLlamaV2DynamicJobAsync) -> None:
-        """Queue a job. Its errors are raised by its own iteration."""
+        """Queue a job, once. All other errors of the job are raised by its own iteration."""
         if self._is_closed:
             raise OldRuntimeError("the generator is closed")
+        job.job.check_is_new(is_queued=job.job in self.jobs)
         self.jobs[job.job] = job
 
         def start() -> None:

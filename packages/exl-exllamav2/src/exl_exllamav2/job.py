@@ -119,6 +119,19 @@ class ExLlamaV2DynamicJob:
     def is_prefill_done(self) -> bool:
         return self.new_tokens > 0
 
+    def check_is_new(self, *, is_queued: bool) -> None:
+        """Refuse a job that waits or runs, and one that has run: it holds the text of its reply.
+
+        A job that was cancelled before its first step may be enqueued again.
+        """
+        if is_queued or self.is_started or self.is_finished:
+            raise OldAssertionError(
+                "a job is enqueued only once",
+                where=repr(self),
+                got=f"a job that {'waits or runs' if is_queued else 'has run'}",
+                next_step="Make a new ExLlamaV2DynamicJob for each reply.",
+            )
+
     def request(
         self, tokenizer: ExLlamaV2Tokenizer, loras: Any, busy_filters: Sequence[Any]
     ) -> Request:
