@@ -232,6 +232,20 @@ def test_an_asynchronous_job_is_enqueued_only_once(parts: tuple[Any, Any, Any]) 
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("shape", [(2, 5), (1, 1, 5), (0, 5)])
+def test_a_batch_of_ids_is_no_prompt_of_a_job(old: Any, shape: tuple[int, ...]) -> None:
+    from exllamav2.generator import ExLlamaV2DynamicJob
+
+    ids = torch.ones(shape, dtype=torch.long)
+    for prompt in (ids, [ids, ids]):
+        with pytest.raises(AssertionError, match="is not one row"):
+            ExLlamaV2DynamicJob(prompt, 3)
+    with pytest.raises(ValueError, match="input_ids is no tensor"):
+        ExLlamaV2DynamicJob([1, 2], 3)
+    one = torch.ones((1, 5), dtype=torch.long)
+    assert len(ExLlamaV2DynamicJob([one, one[0, :3]], 3).sequences) == 2
+
+
 def test_an_empty_list_of_filters_is_none(parts: tuple[Any, Any, Any]) -> None:
     from exllamav2.generator import ExLlamaV2DynamicGenerator
 

@@ -13,7 +13,7 @@ from exl_core.engine.events import FinishEvent, FinishReason, SampledToken, Text
 from exl_core.engine.request import Report, Request
 from exl_core.engine.sequence import RequestSequence
 from exl_exllamav2.engines import Stops, build_request, ids_of, split_stops
-from exl_exllamav2.errors import OldAssertionError
+from exl_exllamav2.errors import OldAssertionError, OldValueError
 from exl_exllamav2.sampler import fill_top
 from exl_exllamav2.sequences import SeqTensor
 from exl_exllamav2.settings import Settings, SettingsReader
@@ -66,10 +66,7 @@ class ExLlamaV2DynamicJob:
         embeddings: list[Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        listed = input_ids if isinstance(input_ids, list) else [input_ids]
-        if not listed or any(ids.numel() == 0 for ids in listed):
-            raise OldAssertionError("the prompt of a job is empty")
-        self.sequences = [JobSequence(ids) for ids in listed]
+        self.sequences = [JobSequence(ids) for ids in _rows(input_ids)]
         self.max_new_tokens = max_new_tokens
         self.min_new_tokens = min_new_tokens
         self.max_skips = max_skips
@@ -235,6 +232,24 @@ class ExLlamaV2DynamicJob:
 
     def details(self, tokens: Sequence[SampledToken], padded_vocab: int) -> Result:
         return token_details(tokens, self.report, padded_vocab, "token_probs", "top_k_")
+
+
+def _rows(input_ids: Tensor | list[Tensor]) -> list[Tensor]:
+    """Ids of each sequence: a tensor [1, n] or [n], or a list of two of them for guidance."""
+    listed = input_ids if isinstance(input_ids, list) else [input_ids]
+    for ids in listed:
+        if not isinstance(ids, Tensor):
+            raise OldValueError("input_ids is no tensor", got=type(ids).__name__)
+        if ids.dim() not in (1, 2) or (ids.dim() == 2 and len(ids) != 1):
+            raise OldAssertionError(
+                "input_ids of a job is not one row",
+                expected="[1, n], or a list of two such tensors for guidance",
+                got=list(ids.shape),
+                next_step="Make one job for each prompt of a batch.",
+            )
+    if not listed or any(ids.numel() == 0 for ids in listed):
+        raise OldAssertionError("the prompt of a job is empty")
+    return listed
 
 
 def token_details(
