@@ -7,6 +7,7 @@ row, is a failure. Where both sides give text or numbers, they are compared.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -309,8 +310,20 @@ def _sample(s: Sides) -> None:
     sampler = Sampler(params, get_table("cpu", threads=1))
     row_of_logits = logits[0, 0, : s.loaded.tokenizer.vocab_size].cpu().contiguous()
     for u in (0.0, 0.3, 0.99):
-        token, *_ = ExLlamaV2Sampler.sample(logits, settings, s.ids, u, s.tokenizer)
-        assert int(token) == sampler.sample(row_of_logits, s.ids[0].tolist(), uniform=u).token_id
+        new = sampler.sample(row_of_logits, s.ids[0].tolist(), num_top=20, uniform=u)
+        shares = dict(new.top)
+        token, _, _, probability, _ = ExLlamaV2Sampler.sample(
+            logits, settings, s.ids, u, s.tokenizer
+        )
+        assert float(probability) == pytest.approx(shares[int(token)])
+        # The first token whose share reaches beyond u, in the order of each side.
+        assert _first_beyond(u, shares) == int(token)
+        assert _first_beyond(u, dict(sorted(new.top))) == new.token_id
+
+
+def _first_beyond(u: float, shares: dict[int, float]) -> int:
+    sums = itertools.accumulate(shares.values())
+    return next(token for token, total in zip(shares, sums, strict=True) if total > u)
 
 
 def _old_stream(s: Sides) -> Any:

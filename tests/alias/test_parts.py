@@ -385,6 +385,42 @@ def test_the_cut_of_mirostat_is_written_to_the_settings(parts: tuple[Any, Any, A
     assert settings.mirostat_mu != first
 
 
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, [5, 7, 3, 9]),
+        ({"top_k": 3}, [5, 7, 3, 3]),
+        ({"top_k": 0, "top_p": 0.9}, [5, 5, 7, 7]),
+        ({"skew": 1.0}, [5, 3, 3, 9]),
+        ({"top_k": 0}, [3, 5, 7, 9]),
+        ({"top_k": 0, "num_top": 2}, [5, 7, 3, 9]),
+        ({"temperature": 0.0}, [5, 5, 5, 5]),
+    ],
+)
+def test_the_number_of_sample_runs_through_sorted_tokens(
+    changed: dict[str, Any], expected: list[int], tokenizer: Any
+) -> None:
+    """Tokens 5, 7, 3, 9 have the probabilities 0.5, 0.3, 0.15, 0.05."""
+    from exllamav2.generator import ExLlamaV2Sampler
+
+    logits = torch.full((1, 1, 320), -torch.inf)
+    logits[0, 0, [5, 7, 3, 9]] = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    settings = Settings(temperature=1.0, top_k=50, top_p=0.0, token_repetition_penalty=1.0)
+    num_top = changed.get("num_top", 0)
+    for name, value in changed.items():
+        setattr(settings, name, value)
+    ids = torch.tensor([[65]])
+    sampled = [
+        ExLlamaV2Sampler.sample(
+            logits.clone(), settings, ids, number, tokenizer, return_top_tokens=num_top
+        )
+        for number in (0.0, 0.6, 0.85, 0.96)
+    ]
+    assert [int(token) for token, *_ in sampled] == expected
+    if num_top:
+        assert [one[1].tolist() for one in sampled] == [[[[5, 7]]]] * 4
+
+
 def test_a_model_loaded_in_inference_mode_is_used_outside_of_it(old: Any) -> None:
     """Servers load in torch.inference_mode, and generate on other threads."""
     from exllamav2.generator import ExLlamaV2DynamicGenerator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import Tensor
 from exl_core.ops.masks import pack
 from exl_core.ops.open import get_table
 from exl_core.ops.table import OpTable
-from exl_core.sampling.sampler import Sampler, guide
+from exl_core.sampling.params import SamplerParams
+from exl_core.sampling.sampler import Sample, Sampler, guide
+from exl_core.sampling.steps import draw
 from exl_core.settings import read_settings
 from exl_exllamav2.errors import OldAssertionError, old_types
 from exl_exllamav2.settings import Settings as _Settings
@@ -53,7 +56,7 @@ class ExLlamaV2Sampler:
         """Tokens [b, 1], top tokens and their probabilities [b, 1, k] (on the meta device without
         `return_top_tokens`), probabilities [b, 1], and whether a filter ended the reply.
 
-        `random` in [0, 1) selects the token of row 0. `logits` may be on a GPU.
+        `random` in [0, 1) selects the token of row 0: see `_sampled`. `logits` may be on a GPU.
         """
         rows = logits.view(logits.shape[0], -1).float().cpu()
         size = min(tokenizer.actual_vocab_size, rows.shape[1])
@@ -78,13 +81,13 @@ class ExLlamaV2Sampler:
                 sampler = Sampler(params, _table())
                 if row < len(cuts):
                     sampler.start_mirostat(cuts[row])
-                sampled = sampler.sample(
+                sampled = _sampled(
+                    sampler,
                     values.contiguous(),
                     histories[min(row, len(histories) - 1)],
                     banned=list(blocked_tokens or ()),
                     mask=None if allowed is None else pack(allowed, size),
                     num_top=return_top_tokens,
-                    want_probability=True,
                     uniform=(random + row * _NEXT_ROW) % 1.0,
                 )
                 sampler.accept(sampled)
@@ -97,6 +100,50 @@ class ExLlamaV2Sampler:
         top_ids, top_probs = _top_tensors(tops, return_top_tokens)
         tokens = torch.tensor(ids, dtype=torch.long).view(-1, 1)
         return tokens, top_ids, top_probs, torch.tensor(probabilities).view(-1, 1), ids[0] in ends
+
+
+def _sampled(
+    sampler: Sampler,
+    logits: Tensor,
+    history: Sequence[int],
+    *,
+    banned: Collection[int],
+    mask: Tensor | None,
+    num_top: int,
+    uniform: float,
+) -> Sample:
+    """The token that `uniform` selects, with its probability and the likeliest tokens.
+
+    The number runs through the tokens in the order of exllamav2. That is from the likeliest token
+    down where a setting sorts the tokens, and the order of ids elsewhere.
+    """
+    is_sorted = _sorts(sampler.params, len(logits)) or num_top > 0
+    found = sampler.sample(
+        logits,
+        history,
+        banned=banned,
+        mask=mask,
+        num_top=len(logits) if is_sorted else 0,
+        want_probability=True,
+        uniform=uniform,
+    )
+    if not is_sorted:
+        return found
+    top = found.top[:num_top]
+    if sampler.params.skew != 0.0 or sampler.params.is_greedy:
+        return replace(found, top=top)  # drawn in this order already
+    index = draw(torch.tensor([p for _, p in found.top], dtype=torch.float64), uniform)
+    return Sample(*found.top[index], top)
+
+
+def _sorts(params: SamplerParams, vocab_size: int) -> bool:
+    """Whether exllamav2 sorts the tokens by probability before it draws one."""
+    return (
+        1 < params.top_k < vocab_size
+        or params.top_p < 1.0
+        or params.tfs < 1.0
+        or params.mirostat_tau is not None
+    )
 
 
 def _filtered(
