@@ -229,6 +229,48 @@ def test_filters_are_not_fed_with_a_token_of_a_hook_that_says_so(
     assert fed[:3] == [seen[0], *seen[2:4]]
 
 
+def test_filters_of_a_healed_stream_begin_with_the_healed_token(model: Any, tokenizer: Any) -> None:
+    """The dynamic generator begins them after it, as in exllamav2."""
+    from exllamav2.generator import (
+        ExLlamaV2BaseGenerator,
+        ExLlamaV2DynamicGenerator,
+        ExLlamaV2StreamingGenerator,
+    )
+    from exllamav2.generator.filters import ExLlamaV2PrefixFilter, ExLlamaV2SelectFilter
+
+    cache = new_cache(model)
+    stream = ExLlamaV2StreamingGenerator(model, cache, tokenizer)
+    for kind, text in ((ExLlamaV2PrefixFilter, "bcd"), (ExLlamaV2SelectFilter, "cd")):
+        filters = [kind(model, tokenizer, [text])]
+        stream.begin_stream_ex(tokenizer.encode("ab"), GREEDY, token_healing=True, filters=filters)
+        assert "".join(stream.stream_ex()["chunk"] for _ in range(3))[:2] == "cd"
+    prefix = [ExLlamaV2PrefixFilter(model, tokenizer, "bcd")]
+    base = ExLlamaV2BaseGenerator(model, cache, tokenizer)
+    assert base.generate_simple("ab", GREEDY, 2, token_healing=True, filters=prefix) == "abcd"
+    dynamic = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+    text = dynamic.generate("ab", 3, gen_settings=GREEDY, token_healing=True, filters=prefix)
+    assert text == "abbcd"
+    filters = [ExLlamaV2PrefixFilter(model, tokenizer, "cd")]
+    stream.begin_stream_ex(tokenizer.encode("ab"), GREEDY, token_healing=True, filters=filters)
+    with pytest.raises(ValueError, match="last prompt token"):
+        stream.stream_ex()
+
+
+def test_a_selection_ignores_case_but_not_in_the_prompt(model: Any, tokenizer: Any) -> None:
+    from exllamav2.generator.filters import ExLlamaV2SelectFilter
+
+    def ids(text: str) -> set[int]:
+        return set(tokenizer.encode(text)[0].tolist())
+
+    chosen = ExLlamaV2SelectFilter(model, tokenizer, ["Cd", "cE"], case_insensitive=True)
+    chosen.begin("B")
+    for allowed, fed in (("B", "B"), ("cC", "C"), ("dDeE", "E")):
+        passed, ends = chosen.next()
+        assert passed == ids(allowed)
+        assert ends == (passed if fed == "E" else set())
+        chosen.feed(tokenizer.encode(fed))
+
+
 def test_experts_per_token_are_those_of_the_configuration(old: Any, expert_dir: Path) -> None:
     def logits(experts: int | None) -> Any:
         config = old.ExLlamaV2Config("any")

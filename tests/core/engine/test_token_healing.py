@@ -9,13 +9,17 @@ import pytest
 from torch import Tensor
 
 from exl_core.constrain.choice import OneOf
+from exl_core.constrain.foreign import Foreign
 from exl_core.constrain.regex import Regex
+from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.engine.engine import Engine
 from exl_core.engine.events import FinishEvent, FinishReason, SampledToken, TextEvent
 from exl_core.engine.request import Report, Request
+from exl_core.errors import ConstraintError
 from exl_core.sampling.params import SamplerParams
 from exl_core.speculate.ngram import NgramDrafter
-from support.driving import GREEDY, ask, engine_for, run_all, run_one
+from support.constraints import SelectObject
+from support.driving import GREEDY, ask, engine_for, run_all, run_one, run_to_failure
 from support.scripted import (
     BOS_ID,
     EOS_ID,
@@ -131,6 +135,29 @@ def test_constraints_start_after_the_healed_token() -> None:
     _, end = run_one(engine, heal("see http", constraints=(Regex("[a-x]+"),), max_tokens=4))
     assert end.text.startswith("://x")
     assert "y" not in end.text
+
+
+class FromPrompt(SelectObject):
+    """`SelectObject` whose options begin with the last token of the prompt."""
+
+    def begin(self, prefix: str) -> None:
+        assert prefix == "http"
+        super().begin("")
+
+
+def test_an_object_may_see_the_healed_token() -> None:
+    vocabulary = Vocabulary(TOKENIZER, SIZE)
+    engine = engine_saying("http://", *b"xy")
+
+    def request(option: str) -> Request:
+        wrapped = FromPrompt(vocabulary, [option])
+        return heal("see http", constraints=(Foreign(wrapped, healed="http"),))
+
+    for option, text in (("http://x", "://x"), ("http:x", ":x"), ("http", "")):
+        _, end = run_one(engine, request(option))
+        assert (end.text, end.reason) == (text, FinishReason.CONSTRAINT)
+    with pytest.raises(ConstraintError, match=r"last prompt token .+\. Turn token healing off"):
+        raise run_to_failure(engine, request("://x"))
 
 
 def test_banned_strings_do_not_reach_into_the_prompt() -> None:

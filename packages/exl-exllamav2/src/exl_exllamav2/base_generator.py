@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exl_core.constrain.filter import Constraint
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Report, Request
 from exl_core.generate.base import BaseGenerator
@@ -16,7 +17,7 @@ from exl_core.model.embedded import EmbeddedSpan
 from exl_exllamav2.cache import ExLlamaV2CacheBase
 from exl_exllamav2.engines import hooks_of, make_engine, random_seed, report_for
 from exl_exllamav2.errors import old_types
-from exl_exllamav2.filters import constraints_of
+from exl_exllamav2.filters import constraints_of, healed_text
 from exl_exllamav2.forward import ForwardOwner
 from exl_exllamav2.lora import adapters_of
 from exl_exllamav2.model import ExLlamaV2
@@ -104,15 +105,13 @@ class ExLlamaV2BaseGenerator:
         if seed is not None:
             random.seed(seed)
         self.abort_event = abort_event
-        owner, generator = self._generator()
-        self.cache.pending_ids = None
-        if self.cache.take(owner):
-            owner.engine.forget_cache()
+        generator = self._generator()
         stop = self.tokenizer.eos_token_id if stop_token == -1 else stop_token
         if input_embeddings is None:
             num_tokens = self._fitting(prompts, num_tokens, add_bos, encode_special_tokens)
         hooks = hooks_of(gen_settings, self.model.config.padded_vocab_size)
-        constraints = constraints_of(filters)
+        healed = prompts if token_healing else []
+        constraints = self._constraints(filters, healed, add_bos, encode_special_tokens)
         with old_types():
             texts = generator.generate_simple(
                 prompts,
@@ -144,9 +143,7 @@ class ExLlamaV2BaseGenerator:
         before."""
         if self.cache.max_seq_len >= self.model.config.max_seq_len:
             return num_tokens  # the beginning of a prompt that is too long is cut
-        ids = self.tokenizer.encode(
-            prompts, add_bos=add_bos, encode_special_tokens=encode_special_tokens
-        )
+        ids = self._encoded(prompts, add_bos, encode_special_tokens)
         room: int = self.cache.max_seq_len - ids.shape[-1]
         if not 1 <= room < num_tokens:
             return num_tokens
@@ -157,14 +154,35 @@ class ExLlamaV2BaseGenerator:
         )
         return room
 
-    def _generator(self) -> tuple[EngineOwner, BaseGenerator]:
+    def _constraints(
+        self, filters: Any, healed: list[str], add_bos: bool, encode_special_tokens: bool
+    ) -> tuple[Constraint, ...]:
+        """Constraints of the filters. They see the healed token of one prompt, not of several."""
+        if not filters or len(healed) != 1:
+            return constraints_of(filters)
+        ids = self._encoded(healed, add_bos, encode_special_tokens)[0].tolist()
+        return constraints_of(filters, healed=healed_text(ids, self.tokenizer))
+
+    def _encoded(self, prompts: list[str], add_bos: bool, encode_special_tokens: bool) -> Tensor:
+        """Ids [prompts, longest], padded on the left."""
+        ids: Tensor = self.tokenizer.encode(
+            prompts, add_bos=add_bos, encode_special_tokens=encode_special_tokens
+        )
+        return ids
+
+    def _generator(self) -> BaseGenerator:
+        """The generator that runs a call, as the user of the cache."""
         if self._simple is None:
             with old_types():
                 batch = max(1, self.cache.batch_size)
                 engine = make_engine(self.model, self.cache, self.tokenizer, max_batch=batch)
                 simple = BaseGenerator(self.model.loaded_model, engine=engine)
                 self._simple = EngineOwner(engine), simple
-        return self._simple
+        owner, generator = self._simple
+        self.cache.pending_ids = None
+        if self.cache.take(owner):
+            owner.engine.forget_cache()
+        return generator
 
     def _padded(self, rows: tuple[tuple[int, ...], ...]) -> Tensor:
         longest = max(map(len, rows), default=0)

@@ -122,16 +122,20 @@ def build_request(
     busy_filters: Iterable[Any] = (),
     filter_prefer_eos: bool = False,
     token_healing: bool = False,
+    healed: str | None = None,
     loras: Any = None,
     embeddings: Any = None,
     report: Report | None = None,
     decode_special_tokens: bool = False,
     hooks: Sequence[Hook] = (),
 ) -> Request:
-    """A request with the old arguments; combinations that mean nothing are dropped as before."""
+    """A request with the old arguments; combinations that mean nothing are dropped as before.
+
+    healed  text of the last prompt token, if the filters see the token that replaces it
+    """
     stop_ids, stop_strings = stops
     called = hooks_of(settings, padded_vocab)
-    constraints = constraints_of(filters, busy_filters)
+    constraints = constraints_of(filters, busy_filters, healed)
     return Request(
         prompt_ids=tuple(prompt_ids),
         negative_prompt_ids=None if negative_ids is None else tuple(negative_ids),

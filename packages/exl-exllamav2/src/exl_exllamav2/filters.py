@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -102,38 +102,50 @@ class ExLlamaV2SelectFilter(ExLlamaV2Filter):
     def begin(self, prefix_str: Any) -> None:
         self.sequence_str = self.sequence_str_cmp = ""
         self.prefix = _text_of_prefix(prefix_str)
-        self.offset = len(self.prefix)
+        self.offset = 0
 
     def feed(self, token: Tensor) -> None:
         piece = self.tokenizer.get_id_to_piece_list()[int(token.view(-1)[0])]
         self.sequence_str += piece
-        self.sequence_str_cmp += piece.lower() if self.case_insensitive else piece
+        cased = max(0, len(self.prefix) - self.offset)
+        self.offset += len(piece)
+        if self.case_insensitive:
+            piece = piece[:cased] + piece[cased:].lower()
+        self.sequence_str_cmp += piece
 
     def next(self) -> Allowed:
-        """Tokens that are prefixes of the rest of an option; ends are those that complete one."""
+        """Tokens that are prefixes of the rest of an option; ends are those that complete one.
+
+        An option follows the text that `begin` was given, which is fed as well: it is the text of
+        the last prompt token, which the first token of a healed stream repeats.
+        """
+        pieces = self.tokenizer.get_id_to_piece_list()
         trie = self.tokenizer.get_char_trie()
         if self.case_insensitive:
             trie = self.tokenizer.get_char_trie_ci()
         passed: set[int] = set()
         ends: set[int] = set()
         for option in self.options:
-            whole = self.prefix + option if not option.startswith(self.prefix) else option
-            if not whole.startswith(self.prefix + self.sequence_str_cmp):
+            whole = self.prefix + option
+            if not whole.startswith(self.sequence_str_cmp):
                 continue
             node: CharTrie | None = trie
-            rest = whole[self.offset + len(self.sequence_str_cmp) :]
-            for position, char in enumerate(rest):
+            rest = whole[self.offset :]
+            cased = self.prefix[self.offset :]  # in its own case, even if the options are not
+            for position, char in enumerate(rest.lower() if self.case_insensitive else rest):
                 node = None if node is None else node.children.get(char)
                 if node is None:
                     break
-                passed.update(node.leaf)
+                leaf = [i for i in node.leaf if cased.startswith(pieces[i][: len(cased)])]
+                passed.update(leaf)
                 if position + 1 == len(rest):
-                    ends.update(node.leaf)
+                    ends.update(leaf)
         return passed, ends
 
 
 class ExLlamaV2PrefixFilter(ExLlamaV2Filter):
-    """The reply begins with one of the strings; any text may follow."""
+    """The reply begins with one of the strings; any text may follow. In a healed stream, the token
+    that replaces the last one of the prompt counts as the first of the reply."""
 
     def __init__(
         self, model: Any, tokenizer: ExLlamaV2Tokenizer, prefix_strings: str | Iterable[str]
@@ -155,7 +167,7 @@ class ExLlamaV2PrefixFilter(ExLlamaV2Filter):
         return found
 
     def begin(self, prefix_str: Any) -> None:
-        self.current_str = _text_of_prefix(prefix_str)
+        self.current_str = ""
         self.current_prefixes = set(self.prefix_strings)
 
     def feed(self, token: Tensor) -> None:
@@ -182,14 +194,27 @@ class ExLlamaV2PrefixFilter(ExLlamaV2Filter):
 
 
 def constraints_of(
-    filters: Iterable[Any] | None, busy: Iterable[Any] = ()
+    filters: Iterable[Any] | None, busy: Iterable[Any] = (), healed: str | None = None
 ) -> tuple[Constraint, ...]:
     """Constraints for a request. Each object follows the reply itself, unless it is `busy` with
-    another one: then a copy does."""
+    another one: then a copy does. With `healed`, the text of the last prompt token, it also follows
+    the token that replaces that one."""
     taken = {id(one) for one in busy}
     return tuple(
-        Foreign(one, in_place=id(one) not in taken) for one in filters or () if one is not None
+        Foreign(one, in_place=id(one) not in taken, healed=healed)
+        for one in filters or ()
+        if one is not None
     )
+
+
+def healed_text(prompt_ids: Sequence[int], tokenizer: ExLlamaV2Tokenizer) -> str | None:
+    """Text of the prompt token that token healing replaces; None if it replaces none."""
+    last = prompt_ids[-1]
+    if len(prompt_ids) < 2 or last >= tokenizer.exl.vocab_size:
+        return None
+    if not tokenizer.exl.token_bytes(last):
+        return None
+    return tokenizer.get_id_to_piece_list()[last]
 
 
 def _leaves(node: CharTrie) -> Iterable[int]:

@@ -29,6 +29,7 @@ from exl_exllamav2.engines import (
     split_stops,
 )
 from exl_exllamav2.errors import OldAssertionError, OldRuntimeError, old_types, refuse
+from exl_exllamav2.filters import healed_text
 from exl_exllamav2.job import token_details
 from exl_exllamav2.model import ExLlamaV2
 from exl_exllamav2.settings import Settings, SettingsReader
@@ -206,8 +207,6 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             raise OldAssertionError(
                 "a stream has one row of ids, or two with cfg_scale", got=f"{len(rows)} rows"
             )
-        if not rows[0]:
-            raise OldAssertionError("the prompt is empty")
         self.settings = gen_settings
         reader = SettingsReader(gen_settings, self.tokenizer, random_seed())
         report = Report(return_probabilities, return_top_tokens, return_logits)
@@ -226,6 +225,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
                 filters=filters,
                 filter_prefer_eos=filter_prefer_eos,
                 token_healing=token_healing,
+                healed=healed_text(rows[0], self.tokenizer) if token_healing else None,
                 loras=loras,
                 report=report,
                 decode_special_tokens=decode_special_tokens,
@@ -415,4 +415,6 @@ def _rows(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     for i, ids in enumerate(input_ids.tolist()):
         kept = None if mask is None else (mask[min(i, len(mask) - 1)] > -1e4).tolist()
         rows.append(ids if kept is None else [x for x, k in zip(ids, kept, strict=False) if k])
+    if not rows or not rows[0]:
+        raise OldAssertionError("the prompt is empty")
     return rows

@@ -38,6 +38,9 @@ class Filter(ABC):
     runs_in_background = True
     """Whether `mask` may run on another thread than the other methods."""
 
+    sees_healed = False
+    """Whether the filter also limits and accepts the healed token, the last one of the prompt."""
+
     @abstractmethod
     def mask(self) -> Tensor | None:
         """Bitmask of the allowed next tokens; None allows every token.

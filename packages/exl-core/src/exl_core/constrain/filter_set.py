@@ -95,6 +95,24 @@ class FilterSet:
         self._was_fed.append(is_fed)
         self._has_mask = False
 
+    def healed_mask(self, mask: Tensor) -> Tensor:
+        """`mask` of the tokens that may replace the last prompt token, limited by the filters that
+        see that token."""
+        given = [f.mask() for f in self._filters if f.sees_healed]
+        combined = reduce(Tensor.bitwise_and, [mask, *(one for one in given if one is not None)])
+        if not combined.numpy().any():
+            raise ConstraintError(
+                "no token that begins with the last prompt token satisfies the constraints",
+                next_step="Turn token healing off, or end the prompt elsewhere.",
+            )
+        return combined
+
+    def accept_healed(self, token_id: int) -> None:
+        """Advance the filters that see the token that replaces the last prompt token."""
+        for f in self._filters:
+            if f.sees_healed:
+                f.accept(token_id)
+
     def rewind(self, count: int) -> None:
         """Undo the last `count` tokens."""
         self._finish_pending()

@@ -43,14 +43,18 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Foreign:
-    """A filter object of exllamav2 as a constraint. Its `begin` always gets an empty text.
+    """A filter object of exllamav2 as a constraint.
 
     in_place  the reply uses `wrapped` itself, not a copy. The caller uses the constraint for one
               reply at a time
+    healed    text of the last prompt token, for a request that heals it. `begin` of the object gets
+              this text, and the object sees the token that replaces it, as in exllamav2's
+              streaming generator. None: `begin` gets "", and the object sees the reply alone
     """
 
     wrapped: Any
     in_place: bool = False
+    healed: str | None = None
 
     def filter(self, vocabulary: Vocabulary) -> ForeignFilter:
         missing = [n for n in ("begin", "feed", "next") if not hasattr(self.wrapped, n)]
@@ -60,15 +64,24 @@ class Foreign:
                 expected="the methods begin, feed and next",
                 got=f"{type(self.wrapped).__name__} without {', '.join(missing)}",
             )
-        return ForeignFilter(self.wrapped, vocabulary, in_place=self.in_place)
+        return ForeignFilter(self.wrapped, vocabulary, in_place=self.in_place, healed=self.healed)
 
 
 class ForeignFilter(Filter):
     wrapped: Any
     """Copy of the object that follows this reply; callers may read the state that it collects."""
 
-    def __init__(self, original: Any, vocabulary: Vocabulary, *, in_place: bool = False) -> None:
+    def __init__(
+        self,
+        original: Any,
+        vocabulary: Vocabulary,
+        *,
+        in_place: bool = False,
+        healed: str | None = None,
+    ) -> None:
         self._original = original
+        self._begins_with = healed or ""
+        self.sees_healed = healed is not None
         self._in_place = in_place
         self._vocabulary = vocabulary
         self._token_ids: list[int] = []
@@ -170,7 +183,7 @@ class ForeignFilter(Filter):
     def _begun_copy(self) -> Any:
         wrapped = self._original if self._in_place else _copy_of(self._original)
         with self._errors_of("begin"):
-            wrapped.begin("")
+            wrapped.begin(self._begins_with)
         return wrapped
 
     @contextmanager

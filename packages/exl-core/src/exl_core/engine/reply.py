@@ -201,6 +201,8 @@ class ReplyState:
         if self._healing is not None:
             piece, self._healing = self._healing.grown_by(token_id), None
             self._healed_id = token_id
+            if self.filters is not None:
+                self.filters.accept_healed(token_id)
             return self._add_text(self._decoder.feed_bytes(piece), now)
         if token_id in self._stop_ids:
             return self._finish(FinishReason.STOP, token_id, now, token)
@@ -317,6 +319,8 @@ class ReplyState:
         mask = None
         if self._healing is not None:
             mask = self._healing.mask
+            if self.filters is not None:
+                mask = self.filters.healed_mask(mask)
         elif self.filters is not None:
             mask = self.filters.mask(may_end=may_stop)
         return _Allowed(banned, mask)
