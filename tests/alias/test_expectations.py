@@ -256,6 +256,20 @@ def test_filters_of_a_healed_stream_begin_with_the_healed_token(model: Any, toke
         stream.stream_ex()
 
 
+def test_each_call_of_a_healed_stream_samples_a_token(model: Any, tokenizer: Any) -> None:
+    from exllamav2.generator import ExLlamaV2StreamingGenerator
+
+    generator = ExLlamaV2StreamingGenerator(model, new_cache(model), tokenizer)
+    results: list[list[tuple[str, bool]]] = []
+    for heals in (False, True):  # a prompt of bytes is healed to itself
+        generator.set_stop_conditions([])
+        generator.begin_stream_ex(tokenizer.encode("ab"), GREEDY, token_healing=heals)
+        found = [generator.stream_ex() for _ in range(5)]
+        results.append([(one["chunk"], one["eos"]) for one in found])
+        assert generator.sequence_ids.shape == (1, 7)
+    assert results[0] == results[1]
+
+
 def test_a_selection_ignores_case_but_not_in_the_prompt(model: Any, tokenizer: Any) -> None:
     from exllamav2.generator.filters import ExLlamaV2SelectFilter
 

@@ -48,6 +48,8 @@ class _Begun:
     report: Report
     abort_event: Any
     stops: Stops
+    heals: bool
+    """The next step samples the last prompt token again."""
     has_ended: bool = False
     is_full: bool = False
 
@@ -242,7 +244,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         owner.engine.check(request)
         self.sequence_ids = torch.tensor([list(request.prompt_ids)])
         owner.prefix = list(request.prompt_ids)
-        self._begun = _Begun(request, reader, report, abort, stops)
+        self._begun = _Begun(request, reader, report, abort, stops, request.token_healing)
         if len(request.prompt_ids) > 1:
             self._prefill(owner, request, abort)
         if abort is not None and abort.is_set():
@@ -343,10 +345,20 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             return self._result(begun, StreamResult(is_end=True), is_end=True)
         with old_types():
             self._change_settings(begun, owner)
-            banned = [] if ban_tokens is None else ban_tokens
-            found = owner.inner.step(banned if isinstance(banned, int) else list(banned))
+            found = self._step(begun, owner, [] if ban_tokens is None else ban_tokens)
             begun.reader.store_cut(owner.engine, begun.request.request_id)
         return self._finish(begun, owner, found)
+
+    def _step(self, begun: _Begun, owner: StreamOwner, ban_tokens: Any) -> StreamResult:
+        """The next token. The healed token is no token of the reply: its text comes with the first
+        one."""
+        banned = ban_tokens if isinstance(ban_tokens, int) else list(ban_tokens)
+        found = owner.inner.step(banned)
+        heals, begun.heals = begun.heals, False
+        is_healed_only = len(owner.inner.sequence_ids) == len(begun.request.prompt_ids)
+        if heals and is_healed_only and not found.is_end:
+            found = found.followed_by(owner.inner.step(banned))
+        return found
 
     def _change_settings(self, begun: _Begun, owner: StreamOwner) -> None:
         """Apply settings and stop conditions that the program has changed."""
