@@ -270,6 +270,19 @@ def test_each_call_of_a_healed_stream_samples_a_token(model: Any, tokenizer: Any
     assert results[0] == results[1]
 
 
+def test_a_guided_stream_needs_a_cache_of_two_rows(old: Any, model: Any, tokenizer: Any) -> None:
+    from exllamav2.generator import ExLlamaV2StreamingGenerator
+
+    ids, settings = tokenizer.encode(["ab", "cd"]), Settings.greedy(cfg_scale=2.0)
+    one = ExLlamaV2StreamingGenerator(model, new_cache(model), tokenizer)
+    with pytest.raises(AssertionError, match=r"cache of two rows \(expected batch_size=2, got 1\)"):
+        one.begin_stream_ex(ids, settings)
+    cache = old.ExLlamaV2Cache(model, batch_size=2, max_seq_len=256)
+    two = ExLlamaV2StreamingGenerator(model, cache, tokenizer)
+    two.begin_stream_ex(ids, settings)
+    assert two.stream_ex()["chunk_token_ids"].shape == (1, 1)
+
+
 def test_a_selection_ignores_case_but_not_in_the_prompt(model: Any, tokenizer: Any) -> None:
     from exllamav2.generator.filters import ExLlamaV2SelectFilter
 

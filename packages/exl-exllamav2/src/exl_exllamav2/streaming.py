@@ -239,6 +239,12 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     def _begin(
         self, request: Request, reader: SettingsReader, report: Report, abort: Any, stops: Stops
     ) -> None:
+        if request.negative_prompt_ids is not None and self.cache.batch_size < 2:
+            raise OldAssertionError(
+                "a stream with cfg_scale needs a cache of two rows",
+                expected="batch_size=2",
+                got=self.cache.batch_size,
+            )
         owner = self._take_cache()
         owner.inner.cancel()
         owner.engine.check(request)
