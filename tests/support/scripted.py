@@ -112,8 +112,8 @@ class ScriptedStage:
     layers: range
 
     @staticmethod
-    def receive(x: Tensor) -> Tensor:
-        return x
+    def copy_from(x: Tensor, into: Tensor) -> None:
+        into.copy_(x)
 
 
 @dataclass

@@ -253,7 +253,7 @@ class CudaGraphs:
         self._store = store
         self._stage = stage
         self._device = model.stages[stage].ops.device
-        self._receive = model.stages[stage].receive
+        self._copy_from = model.stages[stage].copy_from
         self._has_logits = stage == len(model.stages) - 1 and model.has_head
         self._pages = min(pages_for(model.config.max_seq_len), store.num_pages)
         self._buckets = PROMPT_BUCKETS if model.num_ranks == 1 else LONG_BUCKETS
@@ -328,7 +328,7 @@ class CudaGraphs:
         inputs, states, graph, result = self._graphs[shape]
         inputs.fill(segments, has_tokens=has_tokens)
         if states is not None and x is not None:
-            self._receive(x, states[: len(x)])
+            self._copy_from(x, states[: len(x)])
         with torch.cuda.device(self._device):
             graph.replay()
         return result
@@ -352,7 +352,7 @@ class CudaGraphs:
         states = None
         if x is not None:
             states = torch.zeros(shape.rows, x.shape[1], dtype=x.dtype, device=self._device)
-            self._receive(x, states[: len(x)])
+            self._copy_from(x, states[: len(x)])
         with torch.cuda.device(self._device):
             # Warm-up: kernels are loaded and workspaces allocated, which a capture does not allow.
             model.run_stage(self._stage, inputs.batch, store, states)

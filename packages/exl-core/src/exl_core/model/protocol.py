@@ -39,8 +39,8 @@ class ModelStage(Protocol):
     def layers(self) -> range: ...
     @property
     def ops(self) -> OpTable: ...
-    def receive(self, x: Tensor, into: Tensor | None = None) -> Tensor:
-        """A tensor of the stage before, on this stage's device: in the memory `into`, if given."""
+    def copy_from(self, x: Tensor, into: Tensor) -> None:
+        """Copies a tensor of the stage before to `into`, on this stage's device."""
         ...
 
 

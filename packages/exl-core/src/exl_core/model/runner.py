@@ -280,6 +280,7 @@ class Runner:
             self._sampled_ids = torch.zeros(len(segments), dtype=torch.int64, device=device)
         self._pass_stream = torch.cuda.current_stream(device)
         while len(self._part_streams) < len(parts):
+            # Before the kernels of the graphs: all GPUs wait for the sampled tokens.
             self._part_streams.append(torch.cuda.Stream(device, priority=-2))  # type: ignore[no-untyped-call]
         token_ids = self._sampled_ids[: len(segments)]
         own_ids = torch.split(token_ids, [len(part) for part in parts])
@@ -321,7 +322,7 @@ class Runner:
         if target is None:
             raise AssertionError("run_on: the first stage has no graph of such a pass")
         if stage.ops.device != passes.device:
-            stage.receive(part.token_ids, target)  # after the work of both devices' streams
+            stage.copy_from(part.token_ids, target)
             return
         passes.wait_stream(torch.cuda.current_stream(passes.device))
         with torch.cuda.stream(passes):

@@ -70,13 +70,16 @@ class Stage:
         settings = (one.temperature for one in attending)
         self._temperatures = tuple(dict.fromkeys(one for one in settings if one is not None))
 
-    def receive(self, x: Tensor, into: Tensor | None = None) -> Tensor:
-        """A tensor of the stage before, on this stage's device: in the memory `into`, if given."""
-        if self.copies_through_host:
-            x = x.cpu()
-        if into is None:
-            return x.to(self.ops.device, non_blocking=True)
-        return into.copy_(x, non_blocking=True)
+    def receive(self, x: Tensor) -> Tensor:
+        """The states x [R, hidden] of the stage before, on this stage's device."""
+        if x.device == self.ops.device:
+            return x
+        return (x.cpu() if self.copies_through_host else x).to(self.ops.device, non_blocking=True)
+
+    def copy_from(self, x: Tensor, into: Tensor) -> None:
+        """Copies a tensor of the stage before to `into`, on this stage's device. On GPUs the copy
+        follows the work of both devices' current streams, and the host does not wait."""
+        into.copy_(x.cpu() if self.copies_through_host else x, non_blocking=True)
 
     def reserve_positions(self, end: int) -> None:
         """Computes the RoPE tables for positions below `end`."""
