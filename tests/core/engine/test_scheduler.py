@@ -232,6 +232,31 @@ def test_copies_wait_for_a_pass() -> None:
     assert s.plan().copies[0] == copies[0], "the page of the second sequence may be the next source"
 
 
+def test_a_launched_pass_takes_no_page_while_copies_wait() -> None:
+    """The pass would write the page before the copy does."""
+    s = scheduler(10)
+    first, second = sequence(s, [1, 2, 3], more=9), sequence(s, [1, 2, 5])
+    s.add(first)
+    run(s)
+    plan = s.plan()
+    segments = s.next_segments(plan)
+    assert segments is not None
+    (segment,) = segments
+    assert (segment.past_len, len(segment.page_ids)) == (4, 2)
+    finish(s, plan)
+    run(s, 3)
+    plan = s.plan()
+    s.add(second)
+    s.prepare()
+    s.remove(second)  # its copy was listed, and its page is free again
+    assert len(s.pending_copies) == 1
+    assert s.next_segments(plan) is None
+    finish(s, plan)
+    plan = s.plan()
+    assert len(plan.copies) == 1, "now it runs"
+    assert s.next_segments(plan) is not None
+
+
 def test_copies_are_in_order() -> None:
     s = scheduler(3)
     for token in (1, 2, 3):

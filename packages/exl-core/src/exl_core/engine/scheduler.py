@@ -301,13 +301,16 @@ class Scheduler:
         """Segments of the pass after this one, with token 0 in place of the sampled tokens.
 
         None if that pass depends on more than the sampled tokens: a sequence may start or is about
-        to end, its token may be changed by guidance or a hook, or there is no page for it. A
-        recurrent state that needs a new page waits, too: at page borders a snapshot is copied
-        before a later pass changes the state.
+        to end, its token may be changed by guidance or a hook, or there is no page for it. A new
+        page also waits for pending copies, and that of a recurrent state for its snapshot, which is
+        copied at page borders before a later pass changes the state.
         """
         members = sum(len(sequence.members) for sequence in self.running)
         if len(plan.sequences) != members or (self.waiting and members < self.max_batch):
             return None
+        # The new page may be in a copy that runs before a later pass.
+        has_copies = len(self.memory.copies) > len(plan.copies)
+        must_wait = has_copies or self.memory.states is not None
         segments = []
         for sequence, now in zip(plan.sequences, plan.segments, strict=True):
             past_len, rows = len(sequence.token_ids), len(now.token_ids)
@@ -321,7 +324,7 @@ class Scheduler:
                 return None
             page_ids = now.page_ids
             if past_len >= len(page_ids) * self.page_size:
-                if self.memory.states is not None or not self.reserve(sequence, 1):
+                if must_wait or not self.reserve(sequence, 1):
                     return None
                 page_ids = tuple(sequence.page_ids)
             segments.append(now.with_token(0, past_len, page_ids))
