@@ -14,7 +14,7 @@ from exl_core.engine.request import Report, Request
 from exl_core.engine.sequence import RequestSequence
 from exl_core.errors import OutOfMemoryError
 from exl_core.model.runner import NextPart
-from exl_core.ops.sampling import PartLogits, SamplingOps, sample_in_turn
+from exl_core.ops.sampling import PartLogits, SamplesInTurn, SamplingOps
 from exl_core.sampling.params import SamplerParams
 from support.async_steps import AsyncRunner, enable_async_steps
 from support.driving import ask, engine_for, run_all, run_one
@@ -237,7 +237,7 @@ def sampled_parts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[list[
 
     def counted(ops: SamplingOps, parts: Any, rows: Any, next_steps: Any) -> Any:
         found.append([len(own) for own in rows])
-        return sample_in_turn(ops, parts, rows, next_steps)
+        return SamplesInTurn.sample_parts(ops, parts, rows, next_steps)
 
     monkeypatch.setattr(type(engine.model.ops), "sample_parts", counted)
     return found
@@ -308,9 +308,9 @@ def test_tokens_that_fail_after_a_launched_part_are_sampled_again(
         nonlocal calls
         calls += 1
         if calls % 4 == 0:
-            sample_in_turn(ops, parts[:1], rows[:1], next_steps[:1])
+            SamplesInTurn.sample_parts(ops, parts[:1], rows[:1], next_steps[:1])
             raise RuntimeError("scripted")
-        return sample_in_turn(ops, parts, rows, next_steps)
+        return SamplesInTurn.sample_parts(ops, parts, rows, next_steps)
 
     monkeypatch.setattr(type(with_async.model.ops), "sample_parts", failing)
     requests = [

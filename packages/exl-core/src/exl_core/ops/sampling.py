@@ -156,15 +156,17 @@ class SamplingOps(Protocol):
         ...
 
 
-def sample_in_turn(
-    ops: SamplingOps,
-    parts: Sequence[PartLogits],
-    rows: Sequence[Sequence[RowSettings]],
-    next_steps: Sequence[NextStep],
-) -> list[Sampled]:
+class SamplesInTurn:
     """`sample_parts` where the host waits for the tokens of each part."""
-    sampled: list[Sampled] = []
-    for part, own, next_step in zip(parts, rows, next_steps, strict=True):
-        shifted = [replace(one, row=one.row - part.first_row) for one in own]
-        sampled += ops.sample_rows(part.logits, shifted, next_step)
-    return sampled
+
+    def sample_parts(
+        self: SamplingOps,
+        parts: Sequence[PartLogits],
+        rows: Sequence[Sequence[RowSettings]],
+        next_steps: Sequence[NextStep],
+    ) -> list[Sampled]:
+        sampled: list[Sampled] = []
+        for part, own, next_step in zip(parts, rows, next_steps, strict=True):
+            shifted = [replace(one, row=one.row - part.first_row) for one in own]
+            sampled += self.sample_rows(part.logits, shifted, next_step)
+        return sampled

@@ -10,15 +10,14 @@ from torch import Tensor
 from exl_core.ops.backends.cpu.library import exl_kernels
 from exl_core.ops.sampling import (
     NextStep,
-    PartLogits,
     RowSettings,
     Sampled,
     SampleSettings,
-    sample_in_turn,
+    SamplesInTurn,
 )
 
 
-class CpuSamplingOps:
+class CpuSamplingOps(SamplesInTurn):
     """SamplingOps of the CPU kernels."""
 
     _ops: exl_kernels.Table
@@ -53,11 +52,3 @@ class CpuSamplingOps:
         if next_step is not None:
             next_step.launch_after(sampled)
         return sampled
-
-    def sample_parts(
-        self,
-        parts: Sequence[PartLogits],
-        rows: Sequence[Sequence[RowSettings]],
-        next_steps: Sequence[NextStep],
-    ) -> list[Sampled]:
-        return sample_in_turn(self, parts, rows, next_steps)

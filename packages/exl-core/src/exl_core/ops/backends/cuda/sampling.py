@@ -25,7 +25,7 @@ from exl_core.ops.sampling import (
     RowSettings,
     Sampled,
     SampleSettings,
-    sample_in_turn,
+    SamplesInTurn,
 )
 from exl_kernels import cuda
 
@@ -271,7 +271,7 @@ class RowSampler:
 LOG_SUM_VALUES = 1 << 24  # number of logits that `log_sum_exp` processes at a time
 
 
-class CudaSamplingOps:
+class CudaSamplingOps(SamplesInTurn):
     """SamplingOps of one GPU. `sample` runs on the CPU, where its operands are."""
 
     _gpu: Gpu
@@ -312,7 +312,7 @@ class CudaSamplingOps:
         next_steps: Sequence[NextStep],
     ) -> list[Sampled]:
         if any(settings.num_top > cuda.MAX_TOP for own in rows for settings in own):
-            return sample_in_turn(self, parts, rows, next_steps)
+            return super().sample_parts(parts, rows, next_steps)
         return self._row_sampler.draw_parts(parts, rows, next_steps)
 
 

@@ -12,18 +12,17 @@ from exl_core.ops.checks import OpInputError, check, check_contiguous, check_ran
 from exl_core.ops.sampling import (
     NOTHING_SAMPLED,
     NextStep,
-    PartLogits,
     RowSettings,
     Sampled,
     SampleSettings,
-    sample_in_turn,
+    SamplesInTurn,
 )
 
 _NUCLEUS_FLOOR = 1e-6
 _WEIGHT_FLOOR = -87.33654  # below this x, e^x is not a normal float32 and counts as 0
 
 
-class ReferenceSamplingOps:
+class ReferenceSamplingOps(SamplesInTurn):
     """SamplingOps in plain torch."""
 
     @staticmethod
@@ -87,14 +86,6 @@ class ReferenceSamplingOps:
         if next_step is not None:
             next_step.launch_after(sampled)
         return sampled
-
-    def sample_parts(
-        self,
-        parts: Sequence[PartLogits],
-        rows: Sequence[Sequence[RowSettings]],
-        next_steps: Sequence[NextStep],
-    ) -> list[Sampled]:
-        return sample_in_turn(self, parts, rows, next_steps)
 
 
 def _check(logits: Tensor, settings: SampleSettings) -> None:
