@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -105,10 +106,10 @@ def test_memory_returns_when_the_last_reference_goes(
     rounds = [tuple(map(int, line.split())) for line in done.stdout.splitlines()[1:]]
     for before, peak, _, weights in rounds:
         assert peak - before >= 0.9 * weights, "the weights were in memory"
-    # One round may keep pages that the next one reuses. A leak grows in every round.
-    grown = (rounds[-1][2] - rounds[0][0]) / len(rounds)
+    # The allocator keeps up to 50 MiB in some round and reuses them. A leak grows in every round.
+    grown = statistics.median(after - before for before, _, after, _ in rounds)
     loaded = min(peak - before for before, peak, _, _ in rounds)
-    assert grown <= 0.1 * loaded, f"{grown / MEBIBYTE:.0f} MiB per round"
+    assert grown <= 0.05 * loaded, f"{grown / MEBIBYTE:.0f} MiB per round"
 
 
 UNLOAD_BY_CALL = """
