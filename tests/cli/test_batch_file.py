@@ -35,7 +35,7 @@ def write_lines(path: Path, *lines: object) -> Path:
 
 def prompts(path: Path, count: int) -> Path:
     lines = [{"prompt": f"Number {i}", "id": f"n{i}"} for i in range(count)]
-    lines[1]["max_tokens"] = 3  # type: ignore[assignment]
+    lines[1]["max_tokens"] = 3.0  # type: ignore[assignment]  # from a language without integers
     return write_lines(path, *lines)
 
 

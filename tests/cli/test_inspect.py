@@ -323,6 +323,15 @@ def test_fit_plans_a_split_over_gpus_that_this_machine_lacks(
     assert "Not in" not in exl("inspect", wide_dir, "--fit", "--split", "none").out
 
 
+def test_fit_plans_layers_on_the_cpu_beside_a_gpu_only(
+    exl: Command, wide_dir: Path, memory_is: SetsMemory
+) -> None:
+    memory_is(10**12)
+    refused = exl("inspect", wide_dir, "--fit", "--cpu-layers", 1).error_line(2)
+    assert "no GPU to split the model over (got --cpu-layers 1)" in refused
+    assert exl("inspect", wide_dir, "--fit", "--cpu-layers", 0).code == 0
+
+
 def test_fit_leaves_experts_on_the_cpu(
     inspect_json: JsonCommand, tmp_path: Path, memory_is: SetsMemory
 ) -> None:

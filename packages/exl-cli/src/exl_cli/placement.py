@@ -11,7 +11,7 @@ from typing import NamedTuple
 from exl_cli import output
 from exl_cli.render import columns_table, format_bytes, print_answer
 from exl_core.cache.need import CacheNeed
-from exl_core.errors import OutOfMemoryError
+from exl_core.errors import OutOfMemoryError, RequestError
 from exl_core.session.describe import ModelDescription
 from exl_core.session.placement import DeviceMemory, Fit, device_memory, fit_all
 from exl_core.session.reserve import Reserve
@@ -83,7 +83,10 @@ def _plan(
     sizes = layer_sizes(model.bytes_by_part, model.config, need, model.expert_bytes)
     split, experts = parse_split(choice.split), parse_experts_on(choice.experts_on)
     gpus += _absent_gpus(split, gpus)
-    return plan_split(sizes, split, gpus or [cpu], cpu, choice.cpu_layers, experts_on_cpu=experts)
+    on_cpu = choice.cpu_layers
+    if on_cpu and not gpus:
+        raise RequestError("no GPU to split the model over", got=f"--cpu-layers {on_cpu}")
+    return plan_split(sizes, split, gpus or [cpu], cpu, on_cpu, experts_on_cpu=experts)
 
 
 def _absent_gpus(split: Split, gpus: list[DeviceMemory]) -> list[DeviceMemory]:

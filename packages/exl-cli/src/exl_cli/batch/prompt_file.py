@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from exl_cli.batch.job import Messages, PromptJob
 from exl_cli.prompts import STDIN, check_encodable, read_stdin_lines
+from exl_cli.server.fields import as_whole
 from exl_core.errors import RequestError, check_known
 from exl_core.files import is_present, open_regular, parse_json_object, read_bytes
 
@@ -72,7 +73,7 @@ def _parse(line: bytes, index: int, key: str, where: str) -> BatchLine:
     check_known(fields, _KEYS, "field", where)
     if ("prompt" in fields) == ("messages" in fields):
         raise RequestError("a line has one prompt", where=where, expected="prompt or messages")
-    own_id, limit = fields.get("id"), fields.get("max_tokens")
+    own_id, limit = fields.get("id"), as_whole(fields.get("max_tokens"))
     if own_id is not None and (isinstance(own_id, bool) or not isinstance(own_id, str | int)):
         raise RequestError("id is no name", where=where, expected="a text or a number")
     if limit is not None and (type(limit) is not int or limit < 1):
