@@ -100,7 +100,7 @@ def test_help_starts_in_less_than_a_second() -> None:
         )
         return time.perf_counter() - started
 
-    assert min(seconds() for _ in range(3)) < 1.0
+    assert any(seconds() < 1.0 for _ in range(10)), "the other load of the machine changes"
 
 
 @pytest.mark.parametrize(
