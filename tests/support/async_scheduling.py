@@ -78,7 +78,7 @@ class AsyncSimulation(Simulation):
     def next_tokens(self, plan: BatchPlan, random: Random) -> list[int] | None:
         if any(sequence.negative is not None for sequence in plan.sequences):
             return None  # a pair gets the same token
-        logits = PassLogits([PartLogits(torch.empty(0))])
+        logits = PassLogits(torch.empty(0))
         next_step = self.async_step.next_step(plan, logits) if plan.segments else None
         if next_step is None or random.random() < 0.05:
             return None  # without memory for the logits no pass is launched

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from exl_core.engine.async_step import AsyncStep
 from exl_core.engine.engine import Engine
-from exl_core.model.runner import NextPart, NextPass, Runner
+from exl_core.model.runner import NextPart, NextPass, Runner, divided
 from exl_core.model.segment import Segment
 from exl_core.ops.sampling import PartLogits
 
@@ -37,16 +37,20 @@ class AsyncRunner(Runner):
 
     def next_pass(self, segments: Sequence[Segment]) -> NextPass:
         token_ids = torch.zeros(len(segments), dtype=torch.int64)
+        if self.num_parts == 1:
+            return NextPass(token_ids, [NextPart(segments, token_ids)])
         size = -(-len(segments) // self.num_parts)
         parts = [segments[i : i + size] for i in range(0, len(segments), size)]
-        own = zip(parts, token_ids.split(size), strict=True)
-        return NextPass(token_ids, [NextPart(*one) for one in own])
+        logits = torch.empty(len(segments), self.model.config.vocab_size)
+        return NextPass(token_ids, divided(parts, token_ids, logits, [None] * len(parts)), logits)
 
     def run_on(self, part: NextPart) -> PartLogits:
         self.launched += 1
         ids = part.token_ids.tolist()
         segments = [replace(one, token_ids=(i,)) for one, i in zip(part.segments, ids, strict=True)]
-        return PartLogits(self.run(segments) if self.num_parts == 1 else super().run(segments))
+        if part.logits is None:
+            return PartLogits(self.run(segments))
+        return PartLogits(part.logits.copy_(super().run(segments)), first_row=part.first_row)
 
 
 def enable_async_steps(engine: Engine, num_parts: int = 1) -> AsyncRunner:

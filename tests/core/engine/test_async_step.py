@@ -10,6 +10,7 @@ import pytest
 from exl_core.cache.format import PAGE_SIZE
 from exl_core.engine.engine import Engine
 from exl_core.engine.events import FailEvent, FinishEvent, FinishReason
+from exl_core.engine.logits import PassLogits
 from exl_core.engine.request import Report, Request
 from exl_core.engine.sequence import RequestSequence
 from exl_core.errors import OutOfMemoryError
@@ -209,11 +210,14 @@ def test_a_failed_launch_fails_all_running_requests() -> None:
     assert end.completion_tokens == 9
 
 
-def test_no_async_pass_without_memory_for_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(_: object) -> None:
+@pytest.mark.parametrize(("owner", "failing"), [(PassLogits, "keep"), (AsyncRunner, "next_pass")])
+def test_no_async_pass_without_memory_for_the_logits(
+    owner: type, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
         raise OutOfMemoryError("none left")
 
-    monkeypatch.setattr("exl_core.engine.logits.PassLogits.keep", keep)
+    monkeypatch.setattr(owner, failing, fail)
     plain, with_async, runner = both()
     request = ask(max_tokens=10, stop_ids=frozenset())
     assert run_one(with_async, request) == run_one(plain, request)

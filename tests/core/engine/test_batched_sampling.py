@@ -15,7 +15,7 @@ from exl_core.engine.events import FailEvent, FinishEvent
 from exl_core.engine.logits import LogitRow, PassLogits
 from exl_core.engine.request import Report, Request
 from exl_core.ops.backends.reference.table import ReferenceTable
-from exl_core.ops.sampling import NextStep, PartLogits, RowSettings, Sampled, SampleSettings
+from exl_core.ops.sampling import NextStep, RowSettings, Sampled, SampleSettings
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError, Sampler
 from support.driving import ask, run_all, submit
@@ -156,7 +156,7 @@ class DeviceLogits:
 
 def test_logits_are_copied_to_the_cpu_once_and_only_if_read() -> None:
     on_device = DeviceLogits(torch.arange(12.0).view(3, 4))
-    logits = PassLogits([PartLogits(on_device)])  # type: ignore[arg-type]
+    logits = PassLogits(on_device)  # type: ignore[arg-type]
     table = CountingTable()
     sampled = logits.sample(table, [RowSettings(2, top_k=1), RowSettings(0, top_k=1)], 3)
     assert [one.token_id for one in sampled] == [2, 2]

@@ -105,17 +105,17 @@ class Workload:
         """Runs `steps` decode steps. On a GPU, as in the engine, each is launched before the host
         has read the previous one's tokens (async steps)."""
         newest = list(newest)
-        parts = self._computed(newest, past_len)
+        logits = self._computed(newest, past_len)
         for place in range(past_len + 1, past_len + steps):
             next_pass = self._runner.next_pass(self.decode_segments(newest, place))
             if next_pass is None:
-                newest = _likeliest(parts)
-                parts = self._computed(newest, place)
+                newest = self._likeliest(logits)
+                logits = self._computed(newest, place)
             else:
                 begun: list[PartLogits] = []
-                newest = self._draw(parts, next_pass.step(partial(self._begin, begun)))
-                parts = begun
-        return _likeliest(parts)
+                newest = self._draw(logits, next_pass.step(partial(self._begin, begun)))
+                logits = PassLogits(next_pass.logits_of(begun), parts=begun)
+        return self._likeliest(logits)
 
     def check(self, rows: int, past_len: int) -> list[int]:
         """Verifies a draft: runs one token of the first sequence and `rows - 1` draft tokens, and
@@ -141,15 +141,14 @@ class Workload:
             newest = self._runner.run(segments).argmax(-1)
         newest.tolist()  # waits until the device has finished the last pass
 
-    def _computed(self, newest: Sequence[int], past_len: int) -> list[PartLogits]:
-        return [PartLogits(self._runner.run(self.decode_segments(newest, past_len)))]
+    def _computed(self, newest: Sequence[int], past_len: int) -> PassLogits:
+        return PassLogits(self._runner.run(self.decode_segments(newest, past_len)))
 
     def _begin(self, begun: list[PartLogits], part: NextPart) -> None:
         begun.append(self._runner.run_on(part))
 
-    def _draw(self, parts: Sequence[PartLogits], next_step: NextStep) -> list[int]:
+    def _draw(self, logits: PassLogits, next_step: NextStep) -> list[int]:
         """Samples the likeliest tokens, with which the next pass begins."""
-        logits = PassLogits(parts)
         sampled = logits.sample(self._ops, self._settings, self._vocab_size, next_step)
         return [one.token_id for one in sampled]
 
@@ -157,6 +156,6 @@ class Workload:
         newest: list[int] = self._runner.run(segments).argmax(-1).tolist()
         return newest
 
-
-def _likeliest(parts: Sequence[PartLogits]) -> list[int]:
-    return [token_id for part in parts for token_id in part.logits.argmax(-1).tolist()]
+    def _likeliest(self, logits: PassLogits) -> list[int]:
+        newest: list[int] = logits.block(0, self.batch).argmax(-1).tolist()
+        return newest

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from exl_core.engine.logits import PassLogits
 from exl_core.engine.plan import BatchPlan
 from exl_core.engine.scheduler import Scheduler
@@ -30,8 +32,9 @@ from exl_core.ops.sampling import NextStep, PartLogits
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A launched pass: the logits of its parts, and the row of each sequence."""
+    """A launched pass: its logits, those of its parts, and the row of each sequence."""
 
+    logits: Tensor
     parts: Sequence[PartLogits]
     rows: dict[RequestSequence, int]
     segments: list[Segment]
@@ -66,10 +69,12 @@ class AsyncStep:
         None if the pass after `plan` cannot be laid out yet, or has no captured graph.
         """
         segments = self._scheduler.next_segments(plan) if self._runner.has_graphs else None
-        next_pass = None if segments is None else self._runner.next_pass(segments)
-        if segments is None or next_pass is None:
+        if segments is None:
             return None
         try:
+            next_pass = self._runner.next_pass(segments)
+            if next_pass is None:
+                return None
             with device_failures(self._runner.store.device, "keeping the logits of a pass"):
                 logits.keep()
         except OutOfMemoryError:
@@ -92,7 +97,8 @@ class AsyncStep:
                 raise
             if len(self._parts) == len(parts):
                 rows = {sequence: row for row, sequence in enumerate(plan.sequences)}
-                self._launched = _Launched(self._parts, rows, segments)
+                whole = next_pass.logits_of(self._parts)
+                self._launched = _Launched(whole, self._parts, rows, segments)
                 self._scheduler.launched(plan)
 
         return next_pass.step(launch)
@@ -120,9 +126,9 @@ class AsyncStep:
         self._launched, self._parts = None, []
         if launched is None:
             return None
-        if len(plan.sequences) == len(launched.rows):
-            return PassLogits(launched.parts)  # all rows, in the same order
-        return PassLogits(launched.parts, [launched.rows[one] for one in plan.sequences])
+        rows = [launched.rows[one] for one in plan.sequences]
+        is_whole = len(rows) == len(launched.rows)  # all of them, in the same order
+        return PassLogits(launched.logits, None if is_whole else rows, launched.parts)
 
     def drop(self) -> None:
         """Discard the launched pass, if there is one. No sequence uses it."""

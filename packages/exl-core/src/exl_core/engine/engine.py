@@ -43,7 +43,6 @@ from exl_core.errors import OutOfMemoryError, RequestError, wrong_type
 from exl_core.model.protocol import Model
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows
-from exl_core.ops.sampling import PartLogits
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import Sampler
 from exl_core.settings import available_cpus
@@ -357,7 +356,7 @@ class Engine:
             logits = self._async_step.take(plan)
             if logits is None:
                 found = self._runner.run(plan.segments, plan.copies, state_copies=plan.state_copies)
-                logits = PassLogits([PartLogits(found)])
+                logits = PassLogits(found)
         except OutOfMemoryError:
             if self.scheduler.make_smaller(plan):
                 self._drop_failed(replies)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from exl_core.ops.sampling import NextStep, PartLogits, RowSettings, Sampled
@@ -17,28 +16,27 @@ from exl_core.ops.table import OpTable
 class PassLogits:
     """Logits of the requested rows of a pass, in order."""
 
-    def __init__(self, parts: Sequence[PartLogits], rows: Sequence[int] | None = None) -> None:
-        """`parts`: logits [n, vocab_size] on the model's device. If there are several, the next
-        pass does not overwrite them. `rows`: indices of the rows in use, in all parts together;
-        None: all."""
-        self._parts = parts
+    def __init__(
+        self,
+        logits: Tensor,
+        rows: Sequence[int] | None = None,
+        parts: Sequence[PartLogits] = (),
+    ) -> None:
+        """`logits` [n, vocab_size] on the model's device. `rows`: indices of those in use; None:
+        all. `parts`: parts of `logits`; if there are several, the next pass does not overwrite
+        them."""
+        self._computed = logits
         self._rows = rows
+        self._parts = parts
 
     @cached_property
     def _on_cpu(self) -> Tensor:
         return self._computed.cpu()  # all rows at once: if one is read, others usually are too
 
-    @property
-    def _computed(self) -> Tensor:
-        """Logits of all parts."""
-        if len(self._parts) > 1:
-            self._parts = [PartLogits(torch.cat([part.logits for part in self._parts]))]
-        return self._parts[0].logits
-
     def keep(self) -> None:
         """Copy the logits on the device, so that the next pass does not overwrite them."""
-        if len(self._parts) == 1:
-            self._parts = [PartLogits(self._computed.clone())]
+        if len(self._parts) < 2:
+            self._computed = self._computed.clone()
 
     def read(self, number: int) -> Tensor:
         """One row, on the CPU."""
@@ -61,19 +59,11 @@ class PassLogits:
         if self._rows is not None:
             rows = [replace(row, row=self._rows[row.row]) for row in rows]
         if next_step is not None and len(self._parts) > 1:
-            parts = self._numbered(vocab_size)
-            divided = _divided(rows, parts, next_step.parts)
+            divided = _divided(rows, self._parts, next_step.parts)
             if divided:
+                parts = [one._replace(logits=one.logits[:, :vocab_size]) for one in self._parts]
                 return ops.sample_parts(parts, divided, next_step.parts)
         return ops.sample_rows(self._computed[:, :vocab_size], rows, next_step)
-
-    def _numbered(self, vocab_size: int) -> list[PartLogits]:
-        """The parts with the numbers of their first rows."""
-        found, first_row = [], 0
-        for part in self._parts:
-            found.append(PartLogits(part.logits[:, :vocab_size], part.stream, first_row))
-            first_row += len(part.logits)
-        return found
 
 
 def _divided(

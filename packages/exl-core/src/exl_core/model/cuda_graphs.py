@@ -80,8 +80,8 @@ class Shape:
 
 
 HOST_BUFFERS = 4
-"""Pinned buffers of a graph's inputs, used in turn: passes that are launched before the GPU has
-read the inputs of earlier ones. Layers on several GPUs have up to one for each part of a pass."""
+"""Fewest pinned buffers of a graph's inputs, used in turn: passes that are launched before the GPU
+has read the inputs of earlier ones. Layers on several GPUs need one for each part of a pass."""
 
 
 class _HostBuffer:
@@ -118,6 +118,7 @@ class GraphInputs:
         device: torch.device,
         *,
         spare_state: int | None = None,
+        num_buffers: int = HOST_BUFFERS,
     ) -> None:
         """`spare_state`: slot of the states of padding sequences; None for a model without any."""
         self.shape = shape
@@ -150,7 +151,7 @@ class GraphInputs:
         )
         self._spare, self._spare_state = spare_page, spare_state
         self._buffers = deque(
-            _HostBuffer(size, fields, is_gpu=device.type != "cpu") for _ in range(HOST_BUFFERS)
+            _HostBuffer(size, fields, is_gpu=device.type != "cpu") for _ in range(num_buffers)
         )
         if shape.is_decoding:
             for buffer in self._buffers:
@@ -344,6 +345,7 @@ class CudaGraphs:
             store.spare_page,
             self._device,
             spare_state=spare_state,
+            num_buffers=max(HOST_BUFFERS, len(model.stages)),
         )
         inputs.fill(segments)
         if inputs.batch.states is not None and spare_state is not None:

@@ -148,13 +148,15 @@ def _take_embedded(segments: Sequence[Segment], ids: Tensor) -> EmbeddedRows:
 class NextPart(NamedTuple):
     """Sequences of a pass that run through the stages together, one token each.
 
-    `token_ids` [n] on the device that samples receive the tokens. `stream` is that of their logits
-    (`PartLogits`).
+    `token_ids` [n] on the device that samples receive the tokens. If a pass has several parts,
+    `logits` is where this part's are kept, and `stream` is theirs (`PartLogits`).
     """
 
     segments: Sequence[Segment]
     token_ids: Tensor
+    logits: Tensor | None = None
     stream: torch.cuda.Stream | None = None
+    first_row: int = 0
 
 
 class NextPass(NamedTuple):
@@ -162,6 +164,11 @@ class NextPass(NamedTuple):
 
     token_ids: Tensor  # of all parts
     parts: Sequence[NextPart]
+    logits: Tensor | None = None  # [n, vocab_size], of all parts if there are several
+
+    def logits_of(self, begun: Sequence[PartLogits]) -> Tensor:
+        """Logits [n, vocab_size] of the pass. `begun`: those of each part, from `run_on`."""
+        return begun[0].logits if self.logits is None else self.logits
 
     def step(self, launch: Callable[[NextPart], None]) -> NextStep:
         """Continuation of sampling that launches each part."""
@@ -174,6 +181,21 @@ class NextPass(NamedTuple):
                 step.launch()
 
         return NextStep(self.token_ids, launch_all, steps)
+
+
+def divided(
+    parts: Sequence[Sequence[Segment]],
+    token_ids: Tensor,
+    logits: Tensor,
+    streams: Sequence[torch.cuda.Stream | None],
+) -> list[NextPart]:
+    """The parts of a pass with their rows of its tokens [n] and of its logits [n, vocab_size]."""
+    found, first = [], 0
+    for part, stream in zip(parts, streams, strict=False):
+        rows = slice(first, first + len(part))
+        found.append(NextPart(part, token_ids[rows], logits[rows], stream, first))
+        first += len(part)
+    return found
 
 
 class Runner:
@@ -267,7 +289,7 @@ class Runner:
 
     def next_pass(self, segments: Sequence[Segment]) -> NextPass | None:
         """The pass over these segments, of one token each, for `run_on`. None if a graph is missing
-        for it."""
+        for it. Raises OutOfMemoryError without memory for the logits of its parts."""
         if len(self._graphs) == 1:
             graphs = self._graphs[0]
             place = None if graphs is None else graphs.next_ids(segments)
@@ -283,11 +305,11 @@ class Runner:
             # Before the kernels of the graphs: all GPUs wait for the sampled tokens.
             self._part_streams.append(torch.cuda.Stream(device, priority=-2))  # type: ignore[no-untyped-call]
         token_ids = self._sampled_ids[: len(segments)]
-        own_ids = torch.split(token_ids, [len(part) for part in parts])
-        streams = [None] if len(parts) == 1 else self._part_streams[: len(parts)]
-        return NextPass(
-            token_ids, [NextPart(*one) for one in zip(parts, own_ids, streams, strict=True)]
-        )
+        if len(parts) == 1:
+            return NextPass(token_ids, [NextPart(parts[0], token_ids)])
+        with device_failures(device, "keeping the logits of a pass"):
+            logits = torch.empty(len(segments), self.model.config.vocab_size, device=device)
+        return NextPass(token_ids, divided(parts, token_ids, logits, self._part_streams), logits)
 
     def _are_captured(self, segments: Sequence[Segment]) -> bool:
         return all(
@@ -309,10 +331,11 @@ class Runner:
             self._bring_ids(part, self._pass_stream)
             with torch.cuda.stream(self._pass_stream):
                 logits = self._run_stages(part.segments, None, has_tokens=True)
+                if part.logits is not None:  # the next part's replay overwrites the result
+                    logits = part.logits.copy_(logits)
                 if part.stream is not None:
-                    logits = logits.clone()  # the next part's replay overwrites them
                     part.stream.wait_stream(self._pass_stream)
-            return PartLogits(logits, part.stream)
+            return PartLogits(logits, part.stream, part.first_row)
 
     def _bring_ids(self, part: NextPart, passes: torch.cuda.Stream) -> None:
         """Queues the copy of the sampled tokens to the first of several stages, which has the
