@@ -56,6 +56,27 @@ def test_file(tmp_path: Path, stdin: Callable[[bytes], None]) -> None:
     assert read_prompt(None, str(path)) == "日本\r\nx"
 
 
+def test_byte_order_mark_is_no_part_of_a_prompt(
+    tmp_path: Path, stdin: Callable[[bytes], None]
+) -> None:
+    marked = b"\xef\xbb\xbfhello"
+    stdin(marked)
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(marked)
+    assert read_prompt("-", None) == read_prompt(None, str(path)) == "hello"
+    path.write_bytes(marked + b"\xff")
+    with pytest.raises(RequestError, match="0xff at offset 8"):
+        read_prompt(None, str(path))
+
+
+def test_a_pipe_may_be_named_as_a_file(exl: Command) -> None:
+    arguments = ["inspect", "tokens", "-f", "/dev/stdin", "--json"]
+    command = [sys.executable, "-m", "exl_cli", *arguments]
+    done = subprocess.run(command, input=b"one two\n", capture_output=True, check=True)
+    assert done.stderr == b""
+    assert done.stdout.decode() == exl("inspect", "tokens", "-p", "one two", "--json").out
+
+
 def test_a_pipe_of_the_shell_is_read_like_stdin(stdin: Callable[[bytes], None]) -> None:
     stdin(b"not read")
     reader, writer = os.pipe()

@@ -27,7 +27,7 @@ def test_the_table_has_every_token_and_the_count(exl: Command) -> None:
     done = exl("inspect", "tokens", "-p", TEXT)
     assert (done.code, done.err) == (0, "")
     assert all(str(token_id) in done.out for token_id in ids)
-    assert f"{len(ids)} tokens for {len(TEXT)} characters" in done.out
+    assert f"Tokens: {len(ids)}, characters: {len(TEXT)}, " in done.out
 
 
 def test_special_tokens_only_if_requested(exl: Command) -> None:
@@ -36,6 +36,17 @@ def test_special_tokens_only_if_requested(exl: Command) -> None:
     special = json.loads(exl("inspect", "tokens", "-p", name, "--parse-special", "--json").out)
     assert len(plain["token_ids"]) > 1
     assert special["tokens"] == [name]
+
+
+def test_bos_comes_first_once_where_the_tokenizer_adds_it(exl: Command, gemma3_path: Path) -> None:
+    def tokens(*options: object) -> list[str]:
+        found: list[str] = json.loads(
+            exl("inspect", "tokens", gemma3_path, "--json", *options).out
+        )["tokens"]
+        return found
+
+    assert tokens("-p", "Hi") == tokens("-p", "<bos>Hi", "--parse-special") == ["<bos>", "Hi"]
+    assert tokens("-p", "<bos>Hi")[:2] == ["<bos>", "<"]
 
 
 def test_text_comes_from_a_file_or_stdin(exl: Command, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from exl_core.errors import TokenizerError
+from exl_core.errors import ContextLengthError, TokenizerError
 from exl_core.tokenizer.base import Tokenizer
 from exl_core.tokenizer.decoders import byte_alphabet, piece_rule
 from exl_core.tokenizer.detect import load_tokenizer
@@ -193,6 +194,26 @@ def test_llama_style_prefix_space_is_added_and_removed(
     with_bos = tokenizer.encode(text, add_bos=None)
     assert with_bos == backend.encode(text).ids
     assert tokenizer.decode(with_bos) == back
+
+
+def test_default_bos_is_not_added_to_a_text_that_begins_with_it(
+    write_directory: WriteDirectory,
+) -> None:
+    tokenizer = load_tokenizer(write_directory({"tokenizer.json": llama_style_backend().to_str()}))
+    bos = tokenizer.token_text(1)
+    spelled = tokenizer.encode(f"{bos}hi", allow_special=True)
+    assert spelled[0] == 1
+    assert spelled[1] != 1
+    assert tokenizer.encode(f"{bos}hi", allow_special=True, add_bos=None) == spelled
+    assert tokenizer.encode(f"{bos}hi", allow_special=True, add_bos=True) == [1, *spelled]
+    assert tokenizer.encode(f"{bos}hi", add_bos=None) == [1, *tokenizer.encode(f"{bos}hi")]
+    for text in ("hi", f"{bos}hi", "hi " * 50):
+        encode = partial(tokenizer.encode, text, allow_special=True, add_bos=None)
+        ids = encode()
+        assert (ids[0], ids.count(1)) == (1, 1)
+        assert encode(max_tokens=len(ids)) == ids
+        with pytest.raises(ContextLengthError, match=str(len(ids) - 1)):
+            encode(max_tokens=len(ids) - 1)
 
 
 def test_nfc_normalizer_is_applied(write_directory: WriteDirectory) -> None:

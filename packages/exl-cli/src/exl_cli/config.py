@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import json
 import tomllib
-from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
@@ -47,9 +46,8 @@ def _read(path: Path) -> dict[str, Any]:
     if not is_present(path, RequestError):
         return {}
     data = read_bytes(path, RequestError, CONFIG_LIMIT_BYTES)
-    text = decode_text(data.removeprefix(BOM_UTF8), str(path))  # some editors of Windows write it
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(decode_text(data, str(path)))
     except tomllib.TOMLDecodeError as error:
         raise RequestError("is not valid TOML", where=path, got=error) from error
 

@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import tempfile
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,7 @@ LFS_HEAD = b"version https://git-lfs.github.com/spec/v1"
 extension has such a text of three lines in place of each large file."""
 
 _PIECE_BYTES = 1 << 20
-_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d{1,6})")
+_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d{1,6})|/dev/stdin")
 
 
 def is_present(path: Path, error: type[ExlError]) -> bool:
@@ -215,14 +216,15 @@ def naming_disk_failures(path: Path) -> Iterator[None]:
 
 
 def inherited_pipe(path: Path) -> int | None:
-    """Descriptor of a pipe that the shell passed as a path, as bash does for `<(command)`.
+    """Descriptor of a pipe that the shell passed as a path, as bash does for `<(command)`, or that
+    is `/dev/stdin`.
 
     None for any other path. A FIFO of the file system is no such pipe: it may never get a writer.
     """
     match = _DESCRIPTOR.fullmatch(str(path))
     if match is None:
         return None
-    descriptor = int(match[1])
+    descriptor = int(match[1] or 0)
     try:
         is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
     except OSError:
@@ -236,13 +238,16 @@ def read_text_file(path: Path, limit_bytes: int = TEXT_LIMIT_BYTES) -> str:
 
 
 def decode_text(data: bytes, where: str) -> str:
-    """Decodes UTF-8. The error for invalid text names the byte and its offset."""
+    """Decodes UTF-8, without the byte order mark that editors of Windows write. The error for
+    invalid text names the byte and its offset."""
+    text = data.removeprefix(BOM_UTF8)
     try:
-        return data.decode("utf-8")
+        return text.decode("utf-8")
     except UnicodeDecodeError as error:
+        offset = len(data) - len(text) + error.start
         raise RequestError(
             "the text is not UTF-8",
             where=where,
-            got=f"byte 0x{data[error.start]:02x} at offset {error.start}",
+            got=f"byte 0x{data[offset]:02x} at offset {offset}",
             next_step="Convert it first, for example with iconv.",
         ) from error

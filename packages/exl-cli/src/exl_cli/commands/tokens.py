@@ -50,7 +50,7 @@ def inspect_tokens(
         from exl_core.session.open import open_model
     files = open_model(spec)
     tokenizer = files.tokenizer
-    ids = tokenizer.encode(text, allow_special=parse_special)
+    ids = tokenizer.encode(text, allow_special=parse_special, add_bos=None)
     if not json:
         _show(tokenizer, ids, len(text))
         return
@@ -82,4 +82,4 @@ def _show(tokenizer: Tokenizer, ids: list[int], num_characters: int) -> None:
     for token_id in ids:
         table.add_row(str(token_id), escape(repr(shown(tokenizer, token_id))[1:-1]))
     each = f", {num_characters / len(ids):.2f} characters per token" if ids else ""
-    print_answer(table, f"{len(ids)} tokens for {num_characters} characters{each}.")
+    print_answer(table, f"Tokens: {len(ids)}, characters: {num_characters}{each}.")

@@ -98,8 +98,8 @@ class Tokenizer(ABC):
                        Otherwise such text is tokenized like any other text
         trust          with `allow_special`: do so only where all characters are trusted. A prompt
                        without untrusted special tokens has the same ids as without `trust`
-        add_bos        None: as the model's own tokenizer does. A BOS that the text itself spells
-                       out is not detected
+        add_bos        None: as the model's own tokenizer does, unless the text begins with BOS as
+                       a special token
         max_tokens     a longer text raises ContextLengthError. Where the tokenizer's kind allows,
                        the time until then depends on `max_tokens` and not on the text's length
         """
@@ -107,13 +107,18 @@ class Tokenizer(ABC):
         if wants_bos and self.bos_id is None:
             raise RequestError("BOS was asked for, but this tokenizer has none", where=self.where)
         head = [self.bos_id] if wants_bos and self.bos_id is not None else []
-        limit = None if max_tokens is None else max_tokens - len(head)
+        may_have_bos = add_bos is None and allow_special
+        kept = 0 if may_have_bos else len(head)
+        limit = None if max_tokens is None else max_tokens - kept
         try:
             ids = self._encode_checked(text, limit, trust, allow_special=allow_special)
         except ContextLengthError as error:
-            num_tokens = error.num_tokens + len(head)
-            raise ContextLengthError(num_tokens, error.max_tokens + len(head)) from None
-        return [*head, *ids] if head else ids
+            raise ContextLengthError(error.num_tokens + kept, error.max_tokens + kept) from None
+        if not head or (may_have_bos and ids[:1] == head):
+            return ids
+        if max_tokens is not None and len(ids) >= max_tokens:
+            raise ContextLengthError(len(ids) + 1, max_tokens)
+        return [*head, *ids]
 
     def prepare_trust(self, template: str) -> None:
         """Builds what `encode` needs for untrusted special tokens: seconds for large vocabularies.
