@@ -125,8 +125,11 @@ def test_nested_arrays_are_read(write: Callable[..., Path]) -> None:
         (HEAD.pack(b"GGUF", 1, 0, 0), "unsupported GGUF version"),
         (HEAD.pack(b"GGUF", 4, 0, 0), "unsupported GGUF version"),
         (struct.pack(">4sIQQ", b"GGUF", 3, 0, 0), "a big-endian file"),
-        (HEAD.pack(b"GGUF", 3, 0, 2**62), f"the file ends inside {2**62} metadata keys"),
-        (HEAD.pack(b"GGUF", 3, 2**62, 0), f"the file ends inside {2**62} tensors"),
+        (
+            HEAD.pack(b"GGUF", 3, 0, 2**62),
+            f"the file ends inside the list of {2**62} metadata keys",
+        ),
+        (HEAD.pack(b"GGUF", 3, 2**62, 0), f"the file ends inside the list of {2**62} tensors"),
     ],
 )
 def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

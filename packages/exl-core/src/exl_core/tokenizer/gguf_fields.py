@@ -143,8 +143,8 @@ class _Reader:
             )
         tensor_count = self._scalar("Q", "the number of tensors")
         key_count = self._scalar("Q", "the number of metadata keys")
-        self._need(key_count * _MIN_KEY_BYTES, f"{key_count} metadata keys")
-        self._need(tensor_count * _MIN_TENSOR_BYTES, f"{tensor_count} tensors")
+        self._need(key_count * _MIN_KEY_BYTES, f"the list of {key_count} metadata keys")
+        self._need(tensor_count * _MIN_TENSOR_BYTES, f"the list of {tensor_count} tensors")
         for what, count, most in (
             ("metadata keys", key_count, MAX_KEYS),
             ("tensors", tensor_count, MAX_TENSORS),
