@@ -194,6 +194,27 @@ def test_the_system_prompt_can_be_changed() -> None:
     assert "Rhyme." in chat.typist.notes
 
 
+HAS_DEFAULT = "{% if messages[0].role != 'system' %}[system]Usual.{% endif %}" + TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("chat", "commands", "is_default"),
+    [
+        ({}, [], True),
+        ({"template": HAS_DEFAULT}, [], True),
+        ({"template": HAS_DEFAULT}, ["/system none"], False),
+        ({"template": HAS_DEFAULT, "no_system": True}, [], False),
+        ({"prompt_format": "chatml", "system": "Brief."}, ["/system none"], False),
+    ],
+)
+def test_suppressed_default_system_prompt_is_shown_as_none(
+    chat: dict[str, Any], commands: list[str], is_default: bool
+) -> None:
+    notes = Chat(reply_with("Yes"), [*commands, "/system", "/show"], **chat).run().typist.notes
+    assert ("the model's default" in notes[-2]) is is_default
+    assert notes[-1].splitlines()[-1].endswith("the model's default" if is_default else " none")
+
+
 def test_saved_chat_continues_after_load(tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
     first = Chat(reply_with("Yes"), ["One", f"/save {path}"], system="S").run()
@@ -350,10 +371,7 @@ def test_format_that_differs_from_the_template_names_the_difference(
     ("template", "expected"),
     [
         (TEMPLATE, "[user]Hi[assistant]"),
-        (
-            "{% if messages[0].role != 'system' %}[system]Usual.{% endif %}" + TEMPLATE,
-            "[system][user]Hi[assistant]",
-        ),
+        (HAS_DEFAULT, "[system][user]Hi[assistant]"),
         (
             "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
             + TEMPLATE,

@@ -115,9 +115,15 @@ def _models(_session: ChatSession, _argument: str) -> Outcome:
 def _system(session: ChatSession, argument: str) -> Outcome:
     conversation = session.conversation
     if not argument:
-        return Outcome(note=conversation.system or "No system prompt except the model's default.")
+        return Outcome(note=conversation.system or _without_system(session))
     conversation.system = session.style.no_system() if argument == "none" else argument
     return Outcome(note="The system prompt is changed.")
+
+
+def _without_system(session: ChatSession) -> str:
+    if session.has_default_system:
+        return "No system prompt except the model's default."
+    return "No system prompt."
 
 
 def _retry(session: ChatSession, _argument: str) -> Outcome:

@@ -79,6 +79,15 @@ class ChatSession:
     def ctx_size(self) -> int:
         return self._runtime.ctx_size
 
+    @property
+    def has_default_system(self) -> bool:
+        """Whether the model's template chooses the system prompt.
+
+        A named format inserts none by itself: its default is the conversation's system prompt. An
+        empty system prompt suppresses the default of a template.
+        """
+        return self.conversation.system is None and self.style.format_name is None
+
     def greet(self) -> None:
         """Names the model on a terminal."""
         if not self._is_quiet:
@@ -90,12 +99,13 @@ class ChatSession:
         how = "the model's chat template"
         if self.style.format_name is not None:
             how = f"the format {self.style.format_name}"
+        no_system = "the model's default" if self.has_default_system else "none"
         rows = {
             "model": printable(loaded.name),
             "path": printable(str(loaded.path)),
             "context": f"{self.ctx_size} tokens",
             "prompts by": how,
-            "system prompt": self.conversation.system or "the model's default",
+            "system prompt": self.conversation.system or no_system,
         }
         return "\n".join(f"{name:<20}{text}" for name, text in rows.items())
 
