@@ -78,6 +78,21 @@ def test_message_longer_than_the_context_is_reported_and_the_next_answered(chat:
     assert done.out == chat(b"Hello\nHello\n", "-c", 128).out
 
 
+@pytest.mark.parametrize(
+    ("ctx_size", "advice"),
+    [
+        (128, "Shorten it, or raise --ctx-size (the model's own context is 512)."),
+        (512, "Shorten it; this is the model's own context."),
+    ],
+)
+def test_long_message_gets_advice_that_the_model_can_follow(
+    chat: Command, ctx_size: int, advice: str
+) -> None:
+    done = chat(b"x" * 2000 + b"\n", "-c", ctx_size)
+    assert done.code == 1
+    assert done.err.splitlines()[0].endswith(advice)
+
+
 def test_line_that_is_not_utf8_is_an_error(chat: Command) -> None:
     line = chat(b"\xff\n").error_line(2)
     assert "line 1" in line

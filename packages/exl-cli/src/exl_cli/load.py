@@ -122,14 +122,18 @@ def explaining_long_prompts(runtime: Runtime) -> Iterator[None]:
     try:
         yield
     except ContextLengthError as error:
-        longest = runtime.loaded.config.max_seq_len
-        advice = f"Shorten it, or raise --ctx-size (the model's own context is {longest})."
-        if runtime.ctx_size >= longest:
-            advice = "Shorten it; this is the model's own context."
         raise RequestError(
             f"the prompt has at least {error.num_tokens} tokens and leaves no room for a reply",
             expected=f"at most {runtime.max_prompt_tokens} tokens, for a context of "
             f"{runtime.ctx_size}",
             got=error.num_tokens,
-            next_step=advice,
+            next_step=long_prompt_advice(runtime),
         ) from error
+
+
+def long_prompt_advice(runtime: Runtime) -> str:
+    """Next step for a prompt that does not fit into the context."""
+    longest = runtime.loaded.config.max_seq_len
+    if runtime.ctx_size >= longest:
+        return "Shorten it; this is the model's own context."
+    return f"Shorten it, or raise --ctx-size (the model's own context is {longest})."

@@ -63,12 +63,14 @@ class Conversation:
         self._first = min(self._first, len(self.turns))
         return last["content"]
 
-    def fit(self, encode: Encode, ctx_size: int, reserve: int) -> list[int]:
+    def fit(
+        self, encode: Encode, ctx_size: int, reserve: int, *, advice: str = "Shorten it."
+    ) -> list[int]:
         """Token ids of the conversation, leaving space for a reply of `reserve` tokens.
 
         Drops whole turns (a user message and its reply) from the front. The last user message is
         never dropped. If it is too long to leave `reserve` tokens, the reply gets less space. If it
-        does not fit at all, RequestError has the numbers and no turn is dropped.
+        does not fit at all, RequestError has the numbers and `advice`, and no turn is dropped.
         """
         first = self._first
         token_ids = encode(self._with_system(first))
@@ -85,7 +87,7 @@ class Conversation:
                 "the message does not fit into the context",
                 expected=f"at most {ctx_size - 1} tokens with its template",
                 got=len(token_ids),
-                next_step="Shorten it, or increase --ctx-size.",
+                next_step=advice,
             )
         self._first = first
         return token_ids

@@ -22,7 +22,7 @@ from exl_cli.chat.settings import ChatSettings
 from exl_cli.chat.terminal import Terminal
 from exl_cli.interrupt import Interrupt
 from exl_cli.keyboard import keys_are_held
-from exl_cli.load import explaining_long_prompts
+from exl_cli.load import explaining_long_prompts, long_prompt_advice
 from exl_cli.options import pick_model
 from exl_cli.output import write_error
 from exl_cli.reply import stream_reply
@@ -270,7 +270,8 @@ class ChatSession:
 
     def _fit(self, limit: int | None) -> list[int]:
         ctx = self._runtime.ctx_size
-        return self.conversation.fit(self.style.encode, ctx, min(limit or ctx, ctx // 4))
+        reserve, advice = min(limit or ctx, ctx // 4), long_prompt_advice(self._runtime)
+        return self.conversation.fit(self.style.encode, ctx, reserve, advice=advice)
 
     def _make_room(self, reply_tokens: int, limit: int | None) -> list[int] | None:
         """Shorten the prompt for a reply that has filled the context.
