@@ -223,6 +223,24 @@ def test_saved_chat_continues_after_load(tmp_path: Path) -> None:
     assert json.loads(path.read_text(encoding="utf-8"))["model"] == "scripted"
 
 
+@pytest.mark.parametrize("quote", ['"', "'"])
+def test_quotes_around_a_path_are_not_part_of_it(tmp_path: Path, quote: str) -> None:
+    path = tmp_path / "my chat.json"
+    named = f"{quote}{path}{quote}"
+    chat = Chat(reply_with("Yes"), ["One", f"/save {named}", "/clear", f"/load {named}"]).run()
+    assert [file.name for file in tmp_path.iterdir()] == ["my chat.json"]
+    assert chat.said == ["One", "Yes"]
+
+
+@pytest.mark.parametrize("name", ['a"b".json', '"half.json', "'mixed\"", '"'])
+def test_other_quotes_are_part_of_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Chat(reply_with("Yes"), ["One", f"/save {name}"]).run()
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
 def test_reasoning_is_separate_and_not_kept_in_the_context(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

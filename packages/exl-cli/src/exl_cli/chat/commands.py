@@ -150,21 +150,21 @@ def _last(session: ChatSession) -> str:
 
 
 def _save(session: ChatSession, argument: str) -> Outcome:
-    name = argument.strip()
+    name = _unquoted(argument)
     if presets.is_preset_name(name):
         path = presets.save_preset(name, session.preset())
         said = f"Saved model, system prompt and settings to {path}: exl chat --profile {name}."
         return Outcome(note=f"{said} A path, as in /save {name}.json, saves the conversation.")
-    path = _path(argument, "/save NAME or /save FILE.json")
+    path = _path(name, "/save NAME or /save FILE.json")
     transcript.save(session.conversation, path, session.model_name)
     return Outcome(note=f"Saved {len(session.conversation.turns) // 2} turns to {path}.")
 
 
 def _load(session: ChatSession, argument: str) -> Outcome:
-    name = argument.strip()
+    name = _unquoted(argument)
     if presets.is_preset_name(name) and not Path(name).exists():
         return _load_preset(session, name)
-    path = _path(argument, "/load NAME or /load FILE.json")
+    path = _path(name, "/load NAME or /load FILE.json")
     system, turns = transcript.load(path)
     session.conversation.system = system
     session.conversation.replace(turns)
@@ -184,10 +184,17 @@ def _load_preset(session: ChatSession, name: str) -> Outcome:
     return Outcome(note="\n".join(notes))
 
 
-def _path(argument: str, usage: str) -> Path:
-    if not argument.strip():
+def _unquoted(argument: str) -> str:
+    """The argument without the quotes that people put around a path with spaces, as in a shell."""
+    text = argument.strip()
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
+    return text[1:-1] if is_quoted else text
+
+
+def _path(name: str, usage: str) -> Path:
+    if not name:
         raise RequestError("no file is named", expected=usage)
-    return Path(argument.strip()).expanduser()
+    return Path(name).expanduser()
 
 
 def _clear(session: ChatSession, _argument: str) -> Outcome:
