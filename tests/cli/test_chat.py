@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from exl_cli.chat import transcript
+from exl_cli.chat.commands import FOR_PIPES
 from exl_cli.chat.conversation import Conversation
 from exl_core.prompt.formats import all_formats
 from support.commands import Command
@@ -46,6 +47,12 @@ def test_bye_ends_the_chat_and_blank_lines_are_skipped(chat: Command) -> None:
 
 def test_text_that_begins_with_a_slash_is_sent(chat: Command) -> None:
     assert chat(b"/etc/hosts holds what?\n").out != ""
+
+
+def test_help_names_the_commands_that_act_over_a_pipe(exl: Command) -> None:
+    page = " ".join(exl("chat", "--help").out.split())
+    about_pipes = page.partition("Over a pipe")[2].partition("is a prompt.")[0]
+    assert set(re.findall(r"/([a-z]+)", about_pipes)) == {*FOR_PIPES, "quit"}
 
 
 def test_empty_stdin_is_not_an_error(chat: Command) -> None:

@@ -95,9 +95,11 @@ def chat(
     """Talk to a model, with its own chat template or with a named prompt format.
 
     On a terminal, Ctrl-C stops the reply, Ctrl-D exits, and /help lists the commands. Over a pipe,
-    each line is a prompt, and stdout gets the replies only. When the context is full, the oldest
-    turns are dropped; the system prompt stays. Terminal input is stored in exl/chat-history under
-    XDG_STATE_HOME (default ~/.local/state), readable by its owner only.
+    each line is a prompt, and stdout gets the replies only. Of the commands, only /bye, /exit,
+    /clear, /stats and /help act there, also by their other names such as /quit; any other line
+    that begins with a slash is a prompt. When the context is full, the oldest turns are dropped;
+    the system prompt stays. Terminal input is stored in exl/chat-history under XDG_STATE_HOME
+    (default ~/.local/state), readable by its owner only.
     """
     if list_formats or json:
         _show_formats(is_wanted=list_formats, is_json=json)
