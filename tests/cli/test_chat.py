@@ -193,6 +193,8 @@ def test_names_of_the_token_limit_are_aliases(exl: Command, tiny_llama_dir: Path
         (("--repeat-penalty", "0"), "repetition_penalty"),
         (("--typical", "0"), "--typical"),
         (("-n", "0"), "-n"),
+        (("--stop", ""), "--stop is empty"),
+        (("--stop", "\udcff"), "--stop is not valid text"),
         (("--load", "no-such-file"), "no-such-file"),
     ],
 )

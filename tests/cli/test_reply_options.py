@@ -152,6 +152,7 @@ def test_guidance_in_a_conversation_replaces_the_system_prompt(
     ("args", "expected"),
     [
         (("--ban", ""), "--ban is empty"),
+        (("--stop", "x", "--stop", ""), "--stop is empty"),
         (("--bias", "A"), "--bias is not a token and a number"),
         (("--bias", "=3"), "--bias is not a token and a number"),
         (("--bias", "A=nan"), "--bias is not a token and a number"),

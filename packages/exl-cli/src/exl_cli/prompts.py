@@ -9,7 +9,7 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -152,6 +152,14 @@ def _tell_that_it_waits(descriptor: int, where: str, *, is_required: bool) -> No
     if not ready and sys.stderr is not None:
         hint = "" if is_required else "; if there is no input, add '< /dev/null'"
         print(f"exl: waiting for text on {where}{hint}", file=sys.stderr, flush=True)
+
+
+def check_texts(texts: Iterable[str], option: str) -> None:
+    """Refuse values of `option` that no reply can contain: empty ones, and those not UTF-8."""
+    for text in texts:
+        check_encodable(text, option)
+        if not text:
+            raise RequestError(f"{option} is empty", expected="a text of at least one character")
 
 
 def check_encodable(text: str, what: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
-from exl_cli.prompts import check_encodable
+from exl_cli.prompts import check_encodable, check_texts
 from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams, TokenBias
 
@@ -122,10 +122,7 @@ class ReplyOptions:
                 expected=f"at most {limit} (-n)",
                 got=self.min_tokens,
             )
-        for text in self.ban or ():
-            check_encodable(text, "--ban")
-            if not text:
-                raise RequestError("--ban is empty", expected="a text of at least one character")
+        check_texts(self.ban or (), "--ban")
         _parsed(self.bias or ())
         if (self.negative_prompt is None) != (self.guidance_scale is None):
             given, missing = "--negative-prompt", "--guidance-scale"

@@ -49,6 +49,7 @@ class PromptJob:
         self.sampling.params()
         self.running.choices()
         self.replying.check(self.limit)
+        prompts.check_texts(self.stop, "--stop")
         prompts.check_chat_options(
             self.is_chat,
             self.conversation.given,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from exl_cli.chat import transcript
 from exl_cli.chat.conversation import Message
 from exl_cli.interrupt import exits_at_once
 from exl_cli.option_groups import PromptOptions, RunningOptions, spread
+from exl_cli.prompts import check_texts
 from exl_cli.reply_options import ReplyOptions
 from exl_cli.sampling_options import SamplingOptions
 from exl_core.errors import ExlError, RequestError
@@ -106,9 +108,7 @@ def chat(
         return
     options.pick_model(model, model_option)
     spec = model if model_option is None else model_option
-    prompt.checked_format()  # this and the next lines report bad options before anything is loaded
-    sampling.params()
-    replying.check(options.token_limit(max_response_tokens))
+    _check(prompt, sampling, replying, stop or (), limit=options.token_limit(max_response_tokens))
     choices = running.choices()
     kept = None if load is None else transcript.load(load)
     with exits_at_once():
@@ -135,6 +135,21 @@ def chat(
         is_quiet=quiet,
     )
     _talk(session, kept, takes_system=prompt.uses_default_system)
+
+
+def _check(
+    prompt: PromptOptions,
+    sampling: SamplingOptions,
+    replying: ReplyOptions,
+    stop: Sequence[str],
+    *,
+    limit: int | None,
+) -> None:
+    """Reports bad options before anything is loaded. `limit`: most tokens of a reply."""
+    prompt.checked_format()
+    sampling.params()
+    replying.check(limit)
+    check_texts(stop, "--stop")
 
 
 def _talk(session: ChatSession, kept: Kept | None, *, takes_system: bool) -> None:
