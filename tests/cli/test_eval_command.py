@@ -186,6 +186,12 @@ def test_missing_text_option(exl: Command, tiny_llama_dir: Path) -> None:
     assert "--text FILE or --dataset NAME" in line
 
 
+def test_a_dash_as_text_is_no_stdin(exl: Command) -> None:
+    line = exl("eval", "perplexity", "--text", "-", stdin=b"one two").error_line(2)
+    assert line.startswith("--text: the text of a measurement is not read from stdin")
+    assert "Save the text to a file first." in line
+
+
 def test_an_empty_text(exl: Command, tiny_llama_dir: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.touch()

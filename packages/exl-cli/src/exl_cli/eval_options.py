@@ -207,6 +207,14 @@ class TextOptions:
             raise RequestError(
                 "a file has no splits", expected="--split with --dataset", got=self.split
             )
+        if self.text == Path("-") and not self.text.exists():
+            raise RequestError(
+                "the text of a measurement is not read from stdin",
+                where="--text",
+                expected="a file",
+                got="-",
+                next_step="Save the text to a file first.",
+            )
         return read_text(self.text, column=self.column, rows=self.rows)
 
 
