@@ -68,6 +68,26 @@ def test_no_arguments_print_the_help(exl: Command) -> None:
         assert code in done.out
 
 
+@pytest.mark.parametrize("width", ["", "0", "19", "10001", "1" + "0" * 5000, "²", "-5", "wide"])
+def test_odd_width_of_the_environment_is_ignored(
+    exl: Command, monkeypatch: pytest.MonkeyPatch, width: str
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    usual = exl("--help").out
+    monkeypatch.setenv("COLUMNS", width)
+    done = exl("--help")
+    assert (done.code, done.out, done.err) == (0, usual, "")
+
+
+@pytest.mark.parametrize("width", ["20", "133", "10000"])
+def test_usable_width_of_the_environment_counts(
+    exl: Command, monkeypatch: pytest.MonkeyPatch, width: str
+) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", None)
+    monkeypatch.setenv("COLUMNS", width)
+    assert max(map(len, exl("--help").out.splitlines())) == int(width)
+
+
 def test_version(exl: Command) -> None:
     done = exl("--version")
     assert done.code == 0

@@ -47,7 +47,7 @@ from exl_cli.machine import closed_stdout, machine_failure
 from exl_cli.output import ClosedPipeError, write_error
 from exl_cli.spellings import translate
 from exl_core.errors import ExlError, ProblemsError, printable
-from exl_core.settings import config_file
+from exl_core.settings import config_file, drop_odd_width
 
 CODE_INTERRUPTED = 130
 CODE_CLOSED_PIPE = 141
@@ -140,6 +140,7 @@ def main(args: Sequence[str]) -> int:
         # A character that the locale cannot encode is printed as '?'.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    drop_odd_width()  # before the first console of Rich, which reads it
     try:
         code = _run(args)
     except ExlError as error:

@@ -12,6 +12,7 @@ from exl_core.errors import RequestError
 
 INSTRUCTION_SETS = ("scalar", "avx2", "avx512", "avx512vnni", "amx")
 MAX_THREADS = 1024
+MIN_COLUMNS, MAX_COLUMNS = 20, 10_000  # below 20, the frames of help pages leave no room for words
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,18 @@ def switch_off_multicast() -> None:
     """Switches NVLink multicast off in NCCL and in torch's symmetric memory, for this process and
     for those that it starts. Unlike other settings, the user's values do not stay."""
     os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
+
+
+def drop_odd_width() -> None:
+    """Removes `COLUMNS` unless it is a width that a page can be laid out for.
+
+    Rich takes it literally: it prints empty lines for 0, and fills every line up to the width. The
+    width is then that of the terminal.
+    """
+    text = os.environ.get("COLUMNS", "")
+    is_short_number = text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_COLUMNS))
+    if not (is_short_number and MIN_COLUMNS <= int(text) <= MAX_COLUMNS):
+        os.environ.pop("COLUMNS", None)
 
 
 def set_for_libraries(**values: str) -> None:
