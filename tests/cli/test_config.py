@@ -187,6 +187,12 @@ def test_config_shows_the_file(exl: Command, file: Path) -> None:
         ("profiles = 3", ("generate", "--profile", "a"), "[profiles]: is not a table"),
         ("[profiles.a]\nstopp = 1", ("config",), "[profiles.a]: there is no option --stopp"),
         ("[profiles.writer]", ("generate", "--profile", "writter"), "Did you mean 'writer'"),
+        (
+            "[profiles]\nw = 5",
+            ("generate", "--profile", "w"),
+            "[profiles.w]: is not a table (got 5)",
+        ),
+        ("[profiles]\nw = 5", ("generate", "--profile", "v"), "(expected a table [profiles.NAME]"),
         ('temp = "warm"', ("generate", "-p", "x"), "Input should be a valid number"),
         ('temp = "warm"', ("generate", "-p", "x"), "settings.toml or from a profile)"),
         ("model = 3", ("generate", "-p", "x"), "settings.toml: model has a value that no model"),

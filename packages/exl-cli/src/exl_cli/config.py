@@ -82,16 +82,20 @@ def profile(name: str) -> Mapping[str, Any]:
     own = read_config().get(PROFILES, {})
     if not isinstance(own, dict):
         raise RequestError("is not a table", where=f"{config_file()}, [{PROFILES}]")
-    profiles = {**presets(), **own}
-    found = profiles.get(name)
-    if not isinstance(found, dict):
+    if not isinstance(own.get(name, {}), dict):
+        raise RequestError(
+            "is not a table", where=f"{config_file()}, [{PROFILES}.{name}]", got=own[name]
+        )
+    tables = {key: value for key, value in own.items() if isinstance(value, dict)}
+    profiles = {**presets(), **tables}
+    if name not in profiles:
         raise RequestError(
             f"there is no profile {name!r}",
             where=config_file(),
             expected=", ".join(profiles) or "a table [profiles.NAME], or a preset of /save NAME",
             next_step=did_you_mean(near_names(name, profiles)),
         )
-    return found
+    return profiles[name]
 
 
 def settings_for(command: Sequence[str], options: set[str]) -> dict[str, Any]:
