@@ -183,7 +183,7 @@ def test_config_shows_the_file(exl: Command, file: Path) -> None:
         ("stop = ['a', inf]", ("config", "--json"), "stop has a value that no option has"),
         ("[chat]\nstop = { a = 1 }", ("config",), "[chat]: stop has a value that no option has"),
         ("[profiles]\na = 1", ("config",), "[profiles.a]: is not a table"),
-        ("profiles = 3", ("config",), "there is no option --profiles"),
+        ("profiles = 3", ("config",), "[profiles]: is not a table"),
         ("profiles = 3", ("generate", "--profile", "a"), "[profiles]: is not a table"),
         ("[profiles.a]\nstopp = 1", ("config",), "[profiles.a]: there is no option --stopp"),
         ("[profiles.writer]", ("generate", "--profile", "writter"), "Did you mean 'writer'"),
@@ -197,7 +197,7 @@ def test_config_shows_the_file(exl: Command, file: Path) -> None:
         ('temp = "warm"', ("generate", "-p", "x"), "settings.toml or from a profile)"),
         ("model = 3", ("generate", "-p", "x"), "settings.toml: model has a value that no model"),
         ("model = 3", ("config",), "settings.toml: model has a value that no model"),
-        ("profiles.a.model = []", ("generate", "--profile", "a"), "profile 'a': model has a value"),
+        ("profiles.a.model = []", ("generate", "--profile", "a"), "[profiles.a]: model has a val"),
         ("generate = 3", ("config",), "is a command and no option (expected a table of options"),
         ("[generate]\ntempp = 1", ("generate", "-p", "x"), "no option --tempp of 'exl generate'"),
         (
@@ -205,6 +205,18 @@ def test_config_shows_the_file(exl: Command, file: Path) -> None:
             ("eval", "perplexity"),
             "no option --bits of 'exl eval p",
         ),
+        ("max_tokns = 3", ("generate", "-p", "x"), "no option --max-tokns. Did you mean 'max-tok"),
+        ("tempp = 3", ("generate", "--help"), "settings.toml: there is no option --tempp"),
+        ("[generat]\ntemp = 1", ("chat",), "no command 'exl generat'. Did you mean 'generate'"),
+        ("[perplexity]\nctx = 8", ("chat",), "'exl eval perplexity' is [eval.perplexity]"),
+        ("[eval]\nctxx = 3", ("eval", "perplexity"), "there is no option --ctxx of 'exl eval'"),
+        ("[eval.x]\nctx = 3", ("eval", "perplexity"), "there is no command 'exl eval x'"),
+        (
+            "[profiles.a]\nstopp = 1",
+            ("generate", "--profile", "a"),
+            "[profiles.a]: there is no option --stopp",
+        ),
+        ("top_p = 1\ntop-p = 1", ("config",), "top-p is set twice, with - and with _"),
         ("[[eval]]\nctx = 3", ("config",), "expected a table of options under [eval]"),
     ],
 )
@@ -213,6 +225,34 @@ def test_mistakes_in_the_file_are_named(
 ) -> None:
     file.write_text(text, encoding="utf-8")
     assert message in exl(*command).error_line(2)
+
+
+def test_underscore_counts_as_dash_in_keys_but_not_in_names_of_profiles(
+    exl: Command, file: Path, smollm2_path: Path
+) -> None:
+    text = "temp = 0\nmax_tokens = 3\n[serve_lite]\nctx_size = 9\n[profiles.two_tokens]\n"
+    file.write_text(f"{text}max_tokens = 2", encoding="utf-8")
+    assert reply(exl, smollm2_path)["text"] == " 4,"
+    assert reply(exl, smollm2_path, "--profile", "two_tokens")["text"] == " 4"
+    assert json.loads(exl("config", "--json").out)["settings"] == {
+        "temp": 0,
+        "max-tokens": 3,
+        "serve-lite": {"ctx-size": 9},
+        "profiles": {"two_tokens": {"max-tokens": 2}},
+    }
+
+
+def test_settings_that_only_other_commands_have_are_no_mistakes(exl: Command, file: Path) -> None:
+    settings = "bits = 2\nwindows = 3\n[profiles.w]\nwindows = 4\n[chat]\nstats = true\n"
+    file.write_text(f"{settings}[eval]\nstride = 1\n[eval.divergence]\nwindows = 1", "utf-8")
+    for args in (("config",), ("generate", "--profile", "w", "--help"), ("eval", "perplexity")):
+        assert "there is no" not in exl(*args, "--help").err
+
+
+def test_preset_with_an_unknown_setting_is_refused(exl: Command, file: Path) -> None:
+    save_preset("bad", {"tempp": 1})
+    line = exl("generate", "-p", "x", "--profile", "bad").error_line(2)
+    assert "bad.toml: there is no option --tempp. Did you mean 'temp'" in line
 
 
 @pytest.mark.parametrize("verb", ["generate", "chat", "run"])

@@ -32,7 +32,8 @@ def _go_offline(wanted: bool) -> None:
 
 def _use_profile(context: typer.Context, name: str | None) -> None:
     if name is not None:
-        _use_settings(context, config.profile(name), f"profile {name!r}", is_typed=True)
+        settings = config.profile(name, context.find_root().command)
+        _use_settings(context, settings, f"profile {name!r}", is_typed=True)
 
 
 def _use_settings(
@@ -177,7 +178,7 @@ class ConfiguredCommand(PlainCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if config.reads_settings(self):
-            settings = config.settings_for(_typed_words(ctx), set(config.option_names(self)))
+            settings = config.settings_for(_typed_words(ctx), ctx.find_root().command)
             _use_settings(ctx, settings, str(config_file()))
         return super().parse_args(ctx, args)
 

@@ -12,11 +12,12 @@
     model = "owner/other"
     cache-type = "q8"
 
-A key is an option as it is written, without dashes in front. An option on the command line wins
-over a profile, a profile over the table of a command, that over the table of its group, and that
-over the top of the file. `EXL_MODEL` wins over the file's model, and a profile's model over both. A
-preset that `/save NAME` of a chat wrote is a profile in a file of its own. Reads files only: the
-user writes this one, and `chat/presets.py` the presets.
+A key is an option as it is written, without dashes in front, and `_` counts as `-`. An option on
+the command line wins over a profile, a profile over the table of a command, that over the table of
+its group, and that over the top of the file. `EXL_MODEL` wins over the file's model, and a
+profile's model over both. A preset that `/save NAME` of a chat wrote is a profile in a file of its
+own. A command refuses a setting that no command has which reads the same table. Reads files only:
+the user writes this one, and `chat/presets.py` the presets.
 """
 
 from __future__ import annotations
@@ -47,9 +48,31 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     data = read_bytes(path, RequestError, CONFIG_LIMIT_BYTES)
     try:
-        return tomllib.loads(decode_text(data, str(path)))
+        return _with_dashes(tomllib.loads(decode_text(data, str(path))), path)
     except tomllib.TOMLDecodeError as error:
         raise RequestError("is not valid TOML", where=path, got=error) from error
+
+
+def _with_dashes(
+    table: Mapping[str, Any], path: Path, *, levels: int = 3, has_profiles: bool = False
+) -> dict[str, Any]:
+    """The table with `-` for `_` in its keys. `has_profiles`: they are the user's own names.
+
+    `levels`: depth of tables whose keys are changed; `[eval.perplexity]`, at level 3, is the
+    deepest that a command reads.
+    """
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        key = name if has_profiles else name.replace("_", "-")
+        if key in found:
+            raise RequestError(
+                f"{key} is set twice, with - and with _", where=path, next_step="Keep one of them."
+            )
+        found[key] = value
+        if isinstance(value, dict) and levels > 1:
+            within = key == PROFILES and not has_profiles
+            found[key] = _with_dashes(value, path, levels=levels - 1, has_profiles=within)
+    return found
 
 
 def toml_value(value: object) -> str:
@@ -77,8 +100,11 @@ def presets() -> dict[str, dict[str, Any]]:
     return {file.stem: _read(file) for file in files}
 
 
-def profile(name: str) -> Mapping[str, Any]:
-    """Settings of one profile, or of one preset."""
+def profile(name: str, root: Any = None) -> Mapping[str, Any]:
+    """Settings of one profile, or of one preset.
+
+    `root`: the group of all commands. With it, RequestError names a setting that none of them has.
+    """
     own = read_config().get(PROFILES, {})
     if not isinstance(own, dict):
         raise RequestError("is not a table", where=f"{config_file()}, [{PROFILES}]")
@@ -95,27 +121,31 @@ def profile(name: str) -> Mapping[str, Any]:
             expected=", ".join(profiles) or "a table [profiles.NAME], or a preset of /save NAME",
             next_step=did_you_mean(near_names(name, profiles)),
         )
+    if root is not None:
+        where = f"{config_file()}, [{PROFILES}.{name}]" if name in own else str(preset_file(name))
+        check_settings(profiles[name], _settings_of(root), where)
     return profiles[name]
 
 
-def settings_for(command: Sequence[str], options: set[str]) -> dict[str, Any]:
+def settings_for(command: Sequence[str], root: Any) -> dict[str, Any]:
     """Settings of the file that concern one command, given as the words that are typed after `exl`.
 
-    They are the top of the file, then the tables of the command's groups, then its own table. That
-    one may have the command's `options` only; the others are for other commands too. Raises
-    RequestError if it has more.
+    They are the top of the file, then the tables of the command's groups, then its own table.
+    Raises RequestError for a setting that no command has which reads that table, and for a table
+    beside these that names no command. `root`: the group of all commands.
     """
-    table: object = read_config()
-    assert isinstance(table, dict)
-    _check_table_is_nested(table, command)
+    table: Any = read_config()
+    _check_top(table, root)
     found = _values(table)
+    reader = root
     for count, word in enumerate(command, start=1):
-        table = table.get(word)
+        for name in _tables(table):
+            if name != PROFILES or reader is not root:
+                _check_is_command([*command[: count - 1], name], reader)
+        table, reader = table.get(word), reader.commands[word]
         if not isinstance(table, dict):
             break
-        if count == len(command):
-            where = f"{config_file()}, [{'.'.join(command)}]"
-            check_settings(table, options, where, of=f"exl {' '.join(command)}")
+        _check_values(table, reader, command[:count])
         found.update(_values(table))
     return found
 
@@ -124,14 +154,8 @@ def _values(table: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in table.items() if not isinstance(value, dict)}
 
 
-def _check_table_is_nested(contents: Mapping[str, Any], command: Sequence[str]) -> None:
-    """Raises RequestError for a table `[perplexity]`, which must be `[eval.perplexity]`."""
-    if len(command) > 1 and isinstance(contents.get(command[-1]), dict):
-        raise RequestError(
-            f"no command is 'exl {command[-1]}'",
-            where=f"{config_file()}, [{command[-1]}]",
-            next_step=f"The table of 'exl {' '.join(command)}' is [{'.'.join(command)}].",
-        )
+def _tables(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if isinstance(value, dict)}
 
 
 def check_model(model: object, where: str) -> str:
@@ -148,25 +172,31 @@ def check_model(model: object, where: str) -> str:
 
 def check_file(contents: Mapping[str, Any], root: Any) -> None:
     """Checks the names and values of the whole file. `root`: the group of all commands."""
+    _check_top(contents, root)
+    known = _settings_of(root)
+    for name, value in _tables(contents).items():
+        if name == PROFILES:
+            for profile, settings in value.items():
+                check_settings(settings, known, f"{config_file()}, [{PROFILES}.{profile}]")
+        else:
+            _check_table(value, root, [name])
+
+
+def _check_top(contents: Mapping[str, Any], root: Any) -> None:
+    """Checks the settings at the top of the file, which are for all commands."""
     file = str(config_file())
     known = _settings_of(root)
-    for name, value in contents.items():
-        if name == PROFILES and isinstance(value, dict):
-            for profile, settings in value.items():
-                check_settings(settings, known, f"{file}, [profiles.{profile}]")
-        elif isinstance(value, dict):
-            for path in _commands_named(root, name):
-                _check_table_is_nested(contents, path)
-            _check_table(value, root, [name])
-        elif name in root.commands and name not in known:
+    for name, value in _values(contents).items():
+        if name == PROFILES:
+            raise RequestError("is not a table", where=f"{file}, [{PROFILES}]", got=value)
+        if name in root.commands and name not in known:
             raise RequestError(
                 f"{name} is a command and no option",
                 where=file,
                 expected=f"a table of options under [{name}]",
                 got=repr(value)[:80],
             )
-        else:
-            check_settings({name: value}, known, file)
+        check_settings({name: value}, known, file)
 
 
 def check_preset(settings: Mapping[str, Any], root: Any, file: Path) -> None:
@@ -176,32 +206,49 @@ def check_preset(settings: Mapping[str, Any], root: Any, file: Path) -> None:
 
 def _check_table(table: Mapping[str, Any], parent: Any, path: list[str]) -> None:
     """Checks the table of the command or group `path[-1]` of the group `parent`."""
-    where = f"{config_file()}, [{'.'.join(path)}]"
-    commands = parent.commands
-    group = " ".join(["exl", *path[:-1]])
-    if path[-1] not in commands:
-        tables = [*commands, PROFILES] if len(path) == 1 else list(commands)
+    _check_is_command(path, parent)
+    command = parent.commands[path[-1]]
+    if not _settings_of(command):
         raise RequestError(
-            f"there is no command '{group} {path[-1]}'",
-            where=where,
-            expected=None if near_names(path[-1], tables) else ", ".join(tables),
-            next_step=did_you_mean(near_names(path[-1], tables)),
-        )
-    command = commands[path[-1]]
-    known = _settings_of(command)
-    if not known:
-        raise RequestError(
-            f"'{group} {path[-1]}' reads no settings",
-            where=where,
+            f"'exl {' '.join(path)}' reads no settings",
+            where=f"{config_file()}, [{'.'.join(path)}]",
             next_step="Remove the table. Commands that load no model take their options from the "
             "command line only.",
         )
-    inner = getattr(command, "commands", {})
-    own_tables = {name: one for name, one in table.items() if isinstance(one, dict) and inner}
-    values = {name: one for name, one in table.items() if name not in own_tables}
-    check_settings(values, known, where, of=f"{group} {path[-1]}")
-    for name, one in own_tables.items():
-        _check_table(one, command, [*path, name])
+    _check_values(table, command, path)
+    if hasattr(command, "commands"):
+        for name, one in _tables(table).items():
+            _check_table(one, command, [*path, name])
+
+
+def _check_is_command(path: Sequence[str], parent: Any) -> None:
+    """Raises RequestError for a table that is named after no command of the group `parent`, such
+    as `[perplexity]`, which must be `[eval.perplexity]`."""
+    if path[-1] in parent.commands:
+        return
+    where = f"{config_file()}, [{'.'.join(path)}]"
+    nested = next(_commands_named(parent, path[-1]), None)
+    if nested is not None:
+        raise RequestError(
+            f"no command is 'exl {path[-1]}'",
+            where=where,
+            next_step=f"The table of 'exl {' '.join(nested)}' is [{'.'.join(nested)}].",
+        )
+    tables = [*parent.commands, PROFILES] if len(path) == 1 else list(parent.commands)
+    raise RequestError(
+        f"there is no command 'exl {' '.join(path)}'",
+        where=where,
+        expected=None if near_names(path[-1], tables) else ", ".join(tables),
+        next_step=did_you_mean(near_names(path[-1], tables)),
+    )
+
+
+def _check_values(table: Mapping[str, Any], command: Any, path: Sequence[str]) -> None:
+    """Checks the settings in the table of a command, or of a group without those of its
+    commands."""
+    settings = _values(table) if hasattr(command, "commands") else table
+    where = f"{config_file()}, [{'.'.join(path)}]"
+    check_settings(settings, _settings_of(command), where, of=f"exl {' '.join(path)}")
 
 
 def _settings_of(command: Any) -> set[str]:

@@ -25,13 +25,14 @@ SCHEMA_VERSION = 1
 def config(context: typer.Context, json: options.Json = False) -> None:
     """Show the file of settings, and check it.
 
-    The file is TOML. A key is an option without dashes: `temp = 0.7` at the top is the default of
-    every command that has --temp, `[chat]` has defaults of one command, and `[profiles.writer]`
-    those of `--profile writer`. A command of a group has a table named as the command is typed:
-    `[eval.perplexity]` is that of 'exl eval perplexity', and `[eval]` is read by all commands of
-    the group. `model` is the model of commands that name none. The command line wins over the file.
-    Commands that name no model read no settings. EXL_CONFIG names another file. `/save NAME` in a
-    chat saves a preset, which `--profile NAME` reads too.
+    The file is TOML. A key is an option without the dashes in front, and `_` counts as `-`. `temp =
+    0.7` at the top is the default of every command that has --temp, `[chat]` has defaults of one
+    command, and `[profiles.writer]` those of `--profile writer`. A command of a group has a table
+    named as the command is typed: `[eval.perplexity]` is that of 'exl eval perplexity', and
+    `[eval]` is read by all commands of the group. `model` is the model of commands that name none.
+    The command line wins over the file. Commands that name no model read no settings. The other
+    commands refuse a name at the top or in a chosen profile that no command has. EXL_CONFIG names
+    another file. `/save NAME` in a chat saves a preset, which `--profile NAME` reads too.
     """
     contents = read_config()
     root = context.find_root().command
