@@ -7,7 +7,7 @@ marked. A page that is mixed up, evicted or shared wrongly changes the reply or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,6 +18,7 @@ from torch import Tensor
 from exl_core.arch.layers import KVShape, StateShape
 from exl_core.cache.state_store import StateStore
 from exl_core.cache.store import KVStore
+from exl_core.model.adapters import AdapterUse
 from exl_core.model.batch import Batch
 from exl_core.model.segment import Segment
 from exl_core.ops.open import get_table
@@ -134,6 +135,9 @@ class ScriptedModel:
 
     def check_loaded(self) -> None:
         """A scripted model has no weights."""
+
+    def check_adapters(self, uses: Iterable[AdapterUse]) -> None:
+        """An adapter changes nothing, so that any one fits."""
 
     @property
     def can_capture(self) -> bool:

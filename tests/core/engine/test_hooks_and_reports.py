@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -270,6 +271,15 @@ def test_a_hook_that_calls_step_fails_its_request_alone() -> None:
     assert "a hook called step" in str(failed.error)
     assert isinstance(end, FinishEvent)
     assert (end.request_id, end.text) == (other.request_id, "hello")
+
+
+def test_a_step_of_another_thread_meanwhile_is_refused() -> None:
+    engine = engine_for(reply_with("hello"))
+    with ThreadPoolExecutor(1) as other:
+        hook = lambda _: len(other.submit(engine.step).result())  # noqa: E731
+        error = run_to_failure(engine, ask(hooks=(hook,)))
+    assert "another thread runs a step of this engine" in str(error)
+    assert run_one(engine, ask())[1].text == "hello"
 
 
 def test_a_hook_that_repeats_a_banned_token_fails_its_request() -> None:

@@ -167,6 +167,42 @@ def test_an_unread_job_does_not_block_others_and_keeps_its_results() -> None:
     assert_empty(generator)
 
 
+@pytest.mark.parametrize("is_reader_first", [True, False])
+def test_others_wait_for_the_end_of_a_job_that_is_read(is_reader_first: bool) -> None:
+    generator = generator_for()
+
+    async def script() -> None:
+        async with AsyncGenerator(generator) as jobs:
+            job = await submit(jobs)
+            texts: list[str] = []
+
+            async def read() -> None:
+                texts.append(await text_of(job))
+
+            waits = [read(), job.ended(), job.ended()]
+            await asyncio.gather(*(waits if is_reader_first else reversed(waits)))
+            assert texts == ["hello"]
+
+    run(script)
+    assert_empty(generator)
+
+
+def test_a_second_loop_over_a_job_is_refused() -> None:
+    generator = generator_for()
+
+    async def script() -> None:
+        async with AsyncGenerator(generator) as jobs:
+            job = await submit(jobs)
+            read = await asyncio.gather(text_of(job), text_of(job), return_exceptions=True)
+            assert read[0] == "hello"
+            assert isinstance(read[1], RequestError)
+            assert "another loop reads the results" in str(read[1])
+
+    run(script)
+    with pytest.raises(RequestError, match=r"generator .*DynamicGenerator.*got 5"):
+        AsyncGenerator(5)  # type: ignore[arg-type]
+
+
 def test_cancelling_from_another_task_and_twice() -> None:
     generator = endless()
 

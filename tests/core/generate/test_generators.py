@@ -10,6 +10,7 @@ import pytest
 
 from exl_core.constrain.choice import OneOf
 from exl_core.constrain.regex import Regex
+from exl_core.engine.engine import EngineOptions
 from exl_core.engine.events import SampledToken
 from exl_core.engine.request import Report
 from exl_core.errors import ExlError, RequestError
@@ -41,6 +42,29 @@ def test_wrong_arguments_of_a_generator_are_named(kind: type[Any]) -> None:
         kind("smollm2")
     with pytest.raises(RequestError, match=r"options .*expected EngineOptions or None.*got 4096"):
         kind(loaded_around(reply_with("hello")), 4096)
+    with pytest.raises(RequestError, match=r"engine .*expected Engine or None.*got 5"):
+        kind(loaded_around(reply_with("hello")), engine=5)
+    other = kind(loaded_around(reply_with("hello"))).engine
+    with pytest.raises(RequestError, match="the engine is that of another model"):
+        kind(loaded_around(reply_with("hello")), engine=other)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 20])
+def test_generators_of_one_engine_get_their_own_results(num_tokens: int) -> None:
+    dynamic = DynamicGenerator(loaded_around(HashRule()), EngineOptions(cache_tokens=4096))
+    other = DynamicGenerator(dynamic.loaded, engine=dynamic.engine)
+    streaming = StreamingGenerator(dynamic.loaded, engine=dynamic.engine)
+    limits: Any = {"stop": (), "sampler": GREEDY}
+    alone = dynamic.generate("Q:", max_tokens=num_tokens, completion_only=True, **limits)
+    streaming.begin("Q:", max_tokens=num_tokens, **limits)
+    first = streaming.step().chunk
+    job = other.enqueue(other.request("Q:", max_tokens=num_tokens, **limits))
+    assert dynamic.generate("R:", max_tokens=12, **limits) is not None
+    assert first + "".join(result.chunk for result in streaming) == alone
+    while other.num_remaining_jobs:
+        other.iterate()
+    assert job.text == alone
+    assert_empty(dynamic)
 
 
 def test_a_reply_ends_at_eos_and_its_id_is_free_again(hello: Driver) -> None:

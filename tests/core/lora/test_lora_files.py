@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from exl_core.arch.modules import module_table
+from exl_core.engine.engine import Engine, EngineOptions
+from exl_core.engine.request import Request
 from exl_core.errors import AdapterError, ModelError, OutOfMemoryError, RequestError
 from exl_core.lora import reader
 from exl_core.lora.adapter import load_adapter
@@ -234,9 +236,14 @@ def test_a_truncated_file_raises_model_error(model: Transformer, tmp_path: Path)
 
 def test_an_adapter_of_a_different_model_is_refused(model: Transformer, tmp_path: Path) -> None:
     use = AdapterUse(load_adapter(write_adapter(tmp_path / "a", GOOD), model))
-    deeper = load_model(str(save(tiny_llama(num_hidden_layers=4), tmp_path / "model"))).model
+    loaded = load_model(str(save(tiny_llama(num_hidden_layers=4), tmp_path / "model")))
+    deeper = loaded.model
     with pytest.raises(RequestError, match="loaded for another model"):
         Context(deeper, 8).feed([[5]], adapters=[use])
+    engine = Engine(deeper, loaded.tokenizer, EngineOptions(cache_tokens=256))
+    with pytest.raises(RequestError, match="loaded for another model"):
+        engine.submit(Request((5,), adapters=(use,)))
+    assert engine.is_idle
     longer = load_model(str(tmp_path / "model"), LoadOptions(max_seq_len=77)).model
     own = AdapterUse(load_adapter(tmp_path / "a", deeper))
     Context(longer, 8).feed([[5]], adapters=[own])  # only the dimensions must match

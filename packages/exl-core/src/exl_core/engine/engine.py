@@ -11,8 +11,9 @@ the forward pass raises, the exception reaches the caller of `step`, every runni
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -154,6 +155,7 @@ class Engine:
         self._events: list[Event] = []  # to be returned by the next step
         self._late_cancels: list[str] | None = None
         """Requests that hooks have cancelled in the running step; None between steps."""
+        self._stepping = 0  # thread of the latest step
 
     @property
     def is_idle(self) -> bool:
@@ -273,13 +275,20 @@ class Engine:
         """Drop the request's pending events, for a caller that no longer reads them."""
         self._events = [event for event in self._events if event.request_id != request_id]
 
-    def step(self) -> list[Event]:
-        """Run one forward pass if a request needs one; return the events since the last step.
+    def step(self, request_ids: Container[str] | None = None) -> list[Event]:
+        """Run one forward pass if a request needs one; return the events that no step returned.
 
-        RequestError if a hook calls this.
+        `request_ids`: only the events of these requests; the others stay for later steps. None:
+        all. RequestError if a hook calls this, or another thread meanwhile.
         """
         if self._late_cancels is not None:
-            raise RequestError("a hook called step", expected="one step at a time")
+            is_hook = self._stepping == threading.get_ident()
+            raise RequestError(
+                "a hook called step" if is_hook else "another thread runs a step of this engine",
+                expected="one step at a time",
+                next_step=None if is_hook else "Use an AsyncGenerator, or an engine per thread.",
+            )
+        self._stepping = threading.get_ident()
         try:
             self._end_late_waiting()
             self.scheduler.prepare()
@@ -300,7 +309,12 @@ class Engine:
             self._cancel_late()  # those that wait, the others have failed
             raise
         events, self._events = self._events, []
-        return events
+        if request_ids is None:
+            return events
+        own = [event for event in events if event.request_id in request_ids]
+        if len(own) < len(events):
+            self._events = [event for event in events if event.request_id not in request_ids]
+        return own
 
     def defragment(self) -> int:
         """Move the cached pages of each prefix next to each other; return how many pages moved.
@@ -455,6 +469,8 @@ class Engine:
         """Check the request; return its sequence, its negative sequence and its healing."""
         shape = self.model.config
         check_ids(request, shape, self.tokenizer.vocab_size)
+        if request.adapters:
+            self.model.check_adapters(request.adapters)
         limit = reply_limit(request, shape, self.pool.num_pages)
         prompt_ids, negative_ids = request.prompt_ids, request.negative_prompt_ids
         healing = healing_of(prompt_ids, self.vocabulary) if request.token_healing else None

@@ -25,6 +25,7 @@ from exl_core.constrain.trial import MAX_PROCESSES
 from exl_core.engine.request import Request
 from exl_core.errors import ExlError, RequestError
 from exl_core.generate.dynamic import DynamicGenerator, Job, Result, Stage, check_request
+from exl_core.session.request_fields import check_argument
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ _POLL_S = 0.5
 
 
 class AsyncJob:
-    """Results of one request: `async for result in job`, once.
+    """Results of one request: `async for result in job`, in one loop. Others may wait for its end.
 
     The last result has `finish`. If the job fails, iteration raises its error. It ends early after
     `cancel`, or when the generator is closed. A job without a consumer runs to its end.
@@ -46,8 +47,15 @@ class AsyncJob:
         self._generator = generator
         self._results: deque[Result] = deque()
         self._listener: Callable[[], None] | None = None
+        self._waiting: list[Callable[[], None]] = []  # one for each call of `_wait`
+        self._is_read = False
 
     async def __aiter__(self) -> AsyncIterator[Result]:
+        if self._is_read:
+            raise RequestError(
+                "another loop reads the results of this job", where=self.job.request.request_id
+            )
+        self._is_read = True
         try:
             while True:
                 while (result := self.take()) is not None:
@@ -56,6 +64,7 @@ class AsyncJob:
                     return
                 await self._wait(for_end=False)
         finally:
+            self._is_read = False
             self.cancel()
 
     async def ended(self) -> None:
@@ -99,6 +108,8 @@ class AsyncJob:
         self._notify()
 
     def _notify(self) -> None:
+        for listener in self._waiting:
+            listener()
         if self._listener is not None:
             self._listener()
 
@@ -110,8 +121,11 @@ class AsyncJob:
             if (self.has_ended or not for_end) and not arrived.done():
                 arrived.set_result(None)
 
-        self.listen(listener)
-        await arrived
+        self._waiting.append(listener)
+        try:
+            await arrived
+        finally:
+            self._waiting.remove(listener)
 
 
 class Submission(Awaitable[AsyncJob]):
@@ -139,6 +153,7 @@ class AsyncGenerator:
     """
 
     def __init__(self, generator: DynamicGenerator) -> None:
+        check_argument("generator", generator, DynamicGenerator, "For example DynamicGenerator(m).")
         self.generator = generator
         self._is_closed = False
         # Used by the event loop's thread.

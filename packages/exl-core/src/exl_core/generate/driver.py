@@ -41,10 +41,9 @@ class Run:
     def step(self) -> list[Event]:
         """Events of one step for the requests of this run.
 
-        If a request failed, raises its error. Events of requests that ended before this run began
-        are dropped.
+        If a request failed, raises its error.
         """
-        events = [e for e in self._engine.step() if e.request_id in self.sequences]
+        events = self._engine.step(self.sequences)
         for event in events:
             if isinstance(event, FailEvent):
                 raise event.error
@@ -75,7 +74,7 @@ class Run:
 def running(engine: Engine, requests: Iterable[Request] = ()) -> Iterator[Run]:
     """Submit `requests` and yield their `Run`. Leaving the context cancels those that still run.
 
-    Raises RequestError if the engine has live requests: their events would be lost.
+    Raises RequestError if the engine has live requests, which others step.
     """
     if engine.live_requests:
         raise RequestError(

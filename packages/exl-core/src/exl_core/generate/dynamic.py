@@ -140,8 +140,7 @@ class DynamicGenerator(Generator):
 
         If a pass fails, its error is raised; the next call returns the end of each job in it.
         """
-        results = [self._result(event) for event in self.engine.step()]
-        return [result for result in results if result is not None]
+        return [self._result(event) for event in self.engine.step(self.jobs)]
 
     @property
     def num_remaining_jobs(self) -> int:
@@ -239,10 +238,10 @@ class DynamicGenerator(Generator):
                     **fields,
                 )
             )
-        self.last_jobs = self.enqueue(requests)
-        self._run(self.last_jobs, abort)
+        jobs = self.last_jobs = self.enqueue(requests)
+        self._run(jobs, abort)
         texts = []
-        for one, job in zip(prompts, self.last_jobs, strict=True):
+        for one, job in zip(prompts, jobs, strict=True):
             if job.error is not None:
                 raise job.error
             if job.finish is None:
@@ -275,10 +274,8 @@ class DynamicGenerator(Generator):
             for job in jobs:
                 self.cancel(job)
 
-    def _result(self, event: Event) -> Result | None:
-        job = self.jobs.get(event.request_id)
-        if job is None:  # the request was submitted to the engine directly
-            return None
+    def _result(self, event: Event) -> Result:
+        job = self.jobs[event.request_id]
         match event:
             case StartEvent():
                 return Result(job, Stage.STARTED)

@@ -36,10 +36,16 @@ class Generator:
         drafter: Drafter | None = None,
         engine: Engine | None = None,
     ) -> None:
-        """`engine`: an existing engine of this model; `options` and `drafter` are then ignored."""
+        """`engine`: an existing engine of this model; `options` and `drafter` are then ignored.
+        Several generators may use one engine, in one thread."""
         check_argument("loaded", loaded, LoadedModel, "Load it first: load_model('smollm2').")
         example = "For example EngineOptions(cache_tokens=4096)."
         check_argument("options", options, EngineOptions | None, example)
+        check_argument("engine", engine, Engine | None, "For example another generator's engine.")
+        if engine is not None and engine.model is not loaded.model:
+            raise RequestError(
+                "the engine is that of another model", next_step="Pass an engine of this model."
+            )
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
         self.engine = engine or Engine(loaded.model, loaded.tokenizer, options, drafter=drafter)

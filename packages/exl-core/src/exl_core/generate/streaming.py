@@ -222,7 +222,7 @@ class StreamingGenerator(Generator):
         if stream is None:
             return
         if not stream.has_ended and self.engine.cancel(stream.request_id):
-            self._read(stream, self.engine.step())
+            self._read(stream, self.engine.step({stream.request_id}))
         self._close(stream)
 
     def _running(self) -> _Stream:
@@ -255,7 +255,7 @@ class StreamingGenerator(Generator):
             if stream.abort is not None and stream.abort.is_set():
                 self.engine.cancel(stream.request_id)
             try:
-                results = self._read(stream, self.engine.step())
+                results = self._read(stream, self.engine.step({stream.request_id}))
             except BaseException:
                 self._close(stream)
                 raise
@@ -270,8 +270,6 @@ class StreamingGenerator(Generator):
     def _read(self, stream: _Stream, events: Iterable[Event]) -> list[StreamResult]:
         results = []
         for event in events:
-            if event.request_id != stream.request_id:
-                continue
             match event:
                 case TextEvent():
                     results.append(StreamResult(event.text, event.token_ids, tokens=event.tokens))

@@ -11,7 +11,7 @@ Dimension: R rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -23,6 +23,7 @@ from exl_core.arch.spec import ModelConfig
 from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
 from exl_core.formats.checkpoint import Checkpoint
+from exl_core.model.adapters import AdapterUse
 from exl_core.model.batch import Batch
 from exl_core.model.build import block_weights, start_block
 from exl_core.model.layers.residual import normed
@@ -153,6 +154,10 @@ class MtpModel:
     def check_loaded(self) -> None:
         """Raises RequestError if the weights have been freed."""
         self._layer.check_loaded()
+
+    def check_adapters(self, uses: Iterable[AdapterUse]) -> None:
+        """Those of the model: the layer itself has none."""
+        self._layer.target.check_adapters(uses)
 
     def reserve_positions(self, end: int) -> None:
         """Computes the RoPE tables for positions below `end`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from exl_core.arch.layers import KVShape, StateShape
 from exl_core.cache.store import KVStore
+from exl_core.model.adapters import AdapterUse
 from exl_core.model.batch import Batch
 from exl_core.model.segment import Segment
 from exl_core.ops.table import OpTable
@@ -46,6 +47,10 @@ class ModelStage(Protocol):
 
 class Model(Protocol):
     """A forward pass over a batch, keeping keys and values in a store."""
+
+    def check_adapters(self, uses: Iterable[AdapterUse]) -> None:
+        """Raises RequestError for an adapter that was loaded for another model."""
+        ...
 
     @property
     def config(self) -> ModelShape: ...
