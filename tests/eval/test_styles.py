@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -150,6 +151,19 @@ def test_options_that_do_not_fit_the_style_are_refused(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         cut(style, **options)
+
+
+@pytest.mark.parametrize("name", ["ctx", "stride", "windows"])
+@pytest.mark.parametrize("value", [-1, 0, 1.5, True, "x", [4]])
+def test_counts_are_whole_numbers_from_one(name: str, value: object) -> None:
+    options: dict[str, Any] = {"ctx": 16, "stride": 4, name: value}
+    with pytest.raises(RequestError, match=f"^{name} is out of range .*from 1, or None, got"):
+        cut("hf-stride", **options)
+
+
+def test_counts_of_numpy_become_python_numbers() -> None:
+    layout = cut("paper", ctx=np.int64(16), windows=np.int32(2))
+    assert (type(layout.facts.ctx), len(layout.windows)) == (int, 2)
 
 
 @pytest.mark.parametrize(("adds_bos", "rule"), [(True, BosRule.ONCE), (False, BosRule.NONE)])

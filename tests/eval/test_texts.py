@@ -30,6 +30,12 @@ def test_a_plain_file_is_one_document(tmp_path: Path) -> None:
     assert text.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.parametrize("text", [None, 5, b"x", Path("wiki.txt"), ["a", "b"]], ids=repr)
+def test_a_text_is_a_string_or_a_text(text: Any) -> None:
+    with pytest.raises(RequestError, match=r"text has the wrong type .*a str or a Text.*read_text"):
+        as_text(text)
+
+
 def test_rows_of_jsonl_are_documents(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [{"text": row, "id": 1} for row in ROWS])
     text = read_text(path)

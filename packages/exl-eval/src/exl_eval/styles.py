@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import index
 
 from exl_core.errors import RequestError
 from exl_core.tokenizer.base import Tokenizer
@@ -90,9 +91,9 @@ STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class WindowOptions:
-    """Choices of the user; None takes the style's default. `windows` None uses all windows that the
-    style takes from the text. `bos` is one of BOS_CHOICES. `special_text`: whether the text "<unk>"
-    becomes one special token."""
+    """Choices of the user; None takes the style's default. `ctx`, `stride` and `windows` are whole
+    numbers from 1. `windows` None uses all windows that the style takes from the text. `bos` is one
+    of BOS_CHOICES. `special_text`: whether the text "<unk>" becomes one special token."""
 
     style: str = PAPER.name
     ctx: int | None = None
@@ -119,6 +120,7 @@ def find_style(name: str) -> Style:
 def lay_out(text: Text, tokenizer: Tokenizer, options: WindowOptions, model_max: int) -> Layout:
     """Cuts the text into windows of the style, for a model with a context of `model_max` tokens."""
     style = find_style(options.style)
+    options = _with_checked_counts(options)
     rule = settle_bos(options.bos, tokenizer, style)
     ctx = _settle_ctx(options.ctx, style, model_max)
     special_text = options.special_text
@@ -201,6 +203,33 @@ def _cut(tokens: Tokens, facts: TextFacts) -> Iterator[Window]:
     if facts.stride is not None:
         return strided(tokens, ctx, facts.stride)
     return disjoint(tokens, ctx)
+
+
+def _with_checked_counts(options: WindowOptions) -> WindowOptions:
+    return replace(
+        options,
+        ctx=_checked_count("ctx", options.ctx),
+        stride=_checked_count("stride", options.stride),
+        windows=_checked_count("windows", options.windows),
+    )
+
+
+def _checked_count(name: str, value: object) -> int | None:
+    """Whole numbers of any type, NumPy's included, become an int, which a result can store."""
+    if value is None:
+        return None
+    try:
+        count = 0 if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
+    except TypeError:  # a float, a text
+        count = 0
+    if count < 1:
+        raise RequestError(
+            f"{name} is out of range",
+            expected="a whole number from 1, or None",
+            got=repr(value)[:100],
+            next_step="None takes the default of the style.",
+        )
+    return count
 
 
 def _settle_ctx(wanted: int | None, style: Style, model_max: int) -> int:

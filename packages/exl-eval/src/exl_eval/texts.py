@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from exl_core.errors import ExlError, RequestError
+from exl_core.errors import ExlError, RequestError, wrong_type
 from exl_core.files import open_regular, read_text_file
 
 SEPARATOR = "\n\n"
@@ -64,8 +64,18 @@ KNOWN_DATASETS: Mapping[str, HubText] = {
 
 
 def as_text(text: str | Text) -> Text:
-    """Turns a string into a `Text` of one document."""
-    return Text((text,), "text") if isinstance(text, str) else text
+    """Turns a string into a `Text` of one document. Other types are a RequestError."""
+    given: object = text
+    if isinstance(given, str):
+        return Text((given,), "text")
+    if not isinstance(given, Text):
+        raise wrong_type(
+            "the text",
+            "a str or a Text",
+            given,
+            next_step="Read a file with exl_eval.texts.read_text, and join a list of texts.",
+        )
+    return given
 
 
 PACKAGED_CTX = 256
