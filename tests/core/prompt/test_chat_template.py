@@ -204,3 +204,22 @@ def test_unbounded_output_is_stopped() -> None:
 def test_messages_without_a_role_are_refused(messages: list[dict[str, object]]) -> None:
     with pytest.raises(TemplateError, match=r"no role|no messages"):
         template(SMOLLM2).render(messages)
+
+
+@pytest.mark.parametrize("source", [SMOLLM2, EVERYTHING], ids=["smollm2", "all"])
+@pytest.mark.parametrize("kind", [iter, tuple, lambda rows: (row for row in rows)])
+def test_messages_may_come_from_any_iterable(source: str, kind: Any) -> None:
+    made = template(source)
+    assert made.render(kind(CONVERSATION)) == made.render(CONVERSATION)
+
+
+@pytest.mark.parametrize(
+    ("messages", "what"),
+    [
+        *((given, "conversation is no list") for given in ("hi", b"hi", None, 5, USER[0])),
+        *(([*USER, given], "message 1 is no mapping") for given in (None, 5, "hi", ["user", "hi"])),
+    ],
+)
+def test_a_conversation_of_another_type_is_refused(messages: Any, what: str) -> None:
+    with pytest.raises(TemplateError, match=f"^made: .*{what}.*expected mappings such as"):
+        template(SMOLLM2).render(messages)

@@ -28,6 +28,7 @@ MAX_REASON_CHARACTERS = 500  # of a template's own error message
 
 Message = Mapping[str, object]
 _ROLE = re.compile(r"[A-Za-z0-9_-]+")
+_EXPECTED_MESSAGES = 'mappings such as {"role": "user", "content": "Hi"}, in a list'
 
 
 class ChatTemplate:
@@ -42,7 +43,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Iterable[Message],
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
@@ -54,7 +55,7 @@ class ChatTemplate:
         is a `TrackedText`: the template's own text, BOS, EOS and roles are trusted; contents of
         messages, tools and `kwargs` are not.
         """
-        _check_messages(messages, self.where)
+        checked = _checked_messages(messages, self.where)
         variables = {
             "bos_token": template_text(self.bos_token),
             "eos_token": template_text(self.eos_token),
@@ -63,7 +64,7 @@ class ChatTemplate:
         try:
             with new_budget():
                 pieces = self._template.generate(
-                    messages=[_with_trusted_role(message) for message in messages],
+                    messages=[_with_trusted_role(message) for message in checked],
                     tools=tools,
                     add_generation_prompt=add_generation_prompt,
                     **variables,
@@ -111,15 +112,33 @@ def _with_trusted_role(message: Message) -> dict[str, object]:
     return {**message, "role": template_text(role) if _ROLE.fullmatch(role) else role}
 
 
-def _check_messages(messages: Sequence[Message], where: str) -> None:
+def _checked_messages(messages: object, where: str) -> list[Message]:
+    """The messages as a list. An iterator can be read only once."""
+    if not isinstance(messages, Iterable) or isinstance(messages, str | bytes | Mapping):
+        raise TemplateError(
+            "the conversation is no list of messages",
+            where=where,
+            expected=_EXPECTED_MESSAGES,
+            got=repr(messages)[:100],
+        )
+    checked: list[Message] = []
     for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise TemplateError(
+                f"message {index} is no mapping",
+                where=where,
+                expected=_EXPECTED_MESSAGES,
+                got=repr(message)[:100],
+            )
         role = message.get("role")
         if not isinstance(role, str) or not role:
             raise TemplateError(
                 f"message {index} has no role", where=where, expected="a text", got=repr(role)
             )
-    if not messages:
+        checked.append(message)
+    if not checked:
         raise TemplateError("the conversation has no messages", where=where)
+    return checked
 
 
 def _compile(source: str, where: str) -> Template:
