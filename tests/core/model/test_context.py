@@ -145,6 +145,47 @@ def test_the_documented_greedy_loop(pair: tuple[Transformer, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
+    "kind",
+    [
+        lambda ids: ids,
+        list,
+        lambda ids: ids.numpy(),
+        lambda ids: list(ids.to(torch.int32).numpy()),
+    ],
+    ids=["tensor", "list of tensors", "array", "list of arrays"],
+)
+def test_rows_may_be_tensors_or_arrays(pair: tuple[Transformer, Tensor], kind: Any) -> None:
+    context = context_of(pair[0])
+    rows = context.feed(kind(IDS[:, :5]))
+    assert_close(torch.stack(rows), pair[1][:, :5])
+    assert context.lengths == (5, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda c: setattr(c, "length", 1.5), "a length has the wrong type .*got 1.5"),
+        (lambda c: setattr(c, "lengths", 2), "lengths has the wrong type"),
+        (lambda c: c.copy_row(0, [3]), "no such target row .*0 to 2, got 3"),
+        (lambda c: c.copy_row(0, [1, -1]), "no such target row .*0 to 2, got -1"),
+        (lambda c: c.copy_row(3, [0]), "no such source row .*0 to 2, got 3"),
+        (lambda c: c.copy_row(0, 1), "the target rows has the wrong type"),
+        (lambda c: c.feed([[5], [5], [5]], "last"), "logits has the wrong type .*NONE, LAST, ALL"),
+        (lambda c: c.feed([[], [], []], "last"), "logits has the wrong type"),
+    ],
+)
+def test_a_refused_call_leaves_the_context_as_it_was(
+    pair: tuple[Transformer, Tensor], act: Any, message: str
+) -> None:
+    context = context_of(pair[0])
+    context.forward(IDS[:, :2])
+    with pytest.raises(RequestError, match=message):
+        act(context)
+    assert context.lengths == (2, 2, 2)
+    assert_close(context.forward(IDS[:, 2:4]), pair[1][:, 2:4])
+
+
+@pytest.mark.parametrize(
     ("ids", "message"),
     [
         ([[5]], "not the tokens of each row"),
@@ -152,6 +193,9 @@ def test_the_documented_greedy_loop(pair: tuple[Transformer, Tensor]) -> None:
         ([[5], [-1], []], "row 1: not a token of the model"),
         ([[5], [1.5], []], "row 1: not a token of the model .*got 1.5"),
         ([[5], "a", []], "row 1: not a token of the model .*got 'a'"),
+        ([torch.tensor([5]), torch.tensor([1.5]), []], "row 1: not a token of the model .*got 1.5"),
+        (IDS[0, :3], "a row of ids has the wrong type .*a list, a tensor or an array"),
+        (5, "the rows of ids has the wrong type"),
     ],
 )
 def test_feeding_bad_ids_is_refused(
@@ -171,3 +215,8 @@ def test_contexts_of_impossible_size_are_refused(
             Context(pair[0], max_len, batch_size=batch_size)
     with pytest.raises(RequestError, match=r"expected ids of all rows .*shape \[5\]"):
         Context(pair[0], 10).forward(torch.arange(5))
+    with pytest.raises(RequestError, match=r"max_len has the wrong type .*got 1\.5"):
+        Context(pair[0], 1.5)  # type: ignore[arg-type]
+    loaded = load_model(str(save(tiny_llama(), tmp_path)))
+    with pytest.raises(RequestError, match=r"got 'LoadedModel'.*Context\(loaded\.model, "):
+        Context(loaded, 10)  # type: ignore[arg-type]

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
 from exl_core.cache.store import KVStore
-from exl_core.errors import RequestError
+from exl_core.errors import RequestError, wrong_type
 from exl_core.model.adapters import AdapterUse
 from exl_core.model.embedded import EMBEDDED_FROM, EmbeddedSpan
 from exl_core.model.observe import Observer
@@ -49,6 +50,8 @@ class Context:
     ) -> None:
         """`store`: memory that the caller owns, of at least the pages of all rows; its precision
         then replaces `kv_format`."""
+        _check_model(model)
+        max_len, batch_size = _whole(max_len, "max_len"), _whole(batch_size, "batch_size")
         if max_len < 1 or batch_size < 1:
             raise RequestError(
                 "a context needs at least one row and one token",
@@ -78,9 +81,10 @@ class Context:
 
     @lengths.setter
     def lengths(self, lengths: Sequence[int]) -> None:
-        if len(lengths) != self.batch_size:
-            raise RequestError("not a length for each row", expected=self.batch_size, got=lengths)
-        for row, (length, held) in enumerate(zip(lengths, self._lengths, strict=True)):
+        wanted = [_whole(length, "a length") for length in _listed(lengths, "lengths")]
+        if len(wanted) != self.batch_size:
+            raise RequestError("not a length for each row", expected=self.batch_size, got=wanted)
+        for row, (length, held) in enumerate(zip(wanted, self._lengths, strict=True)):
             if not 0 <= length <= held:
                 raise RequestError(
                     "a row can only be cut back",
@@ -95,7 +99,7 @@ class Context:
                     expected=f"0 or {held} tokens",
                     got=length,
                 )
-        self._lengths = list(lengths)
+        self._lengths = wanted
 
     @property
     def length(self) -> int:
@@ -127,21 +131,23 @@ class Context:
 
     def feed(
         self,
-        token_ids: Sequence[Sequence[int]],
+        token_ids: Sequence[Sequence[int] | Tensor] | Tensor,
         logits: LogitRows = LogitRows.ALL,
         *,
         adapters: Sequence[AdapterUse] = (),
         embeddings: Sequence[EmbeddedSpan] = (),
         observe: Observer | None = None,
     ) -> list[Tensor]:
-        """Runs one pass over the new tokens of every row. A row may have no new tokens.
+        """Runs one pass over the new tokens of every row. A row is a list, a tensor or an array of
+        ids, and may be empty.
 
         Returns each row's logits, float32 [n, vocab_size]: for all of its new tokens, for the last
         one, or for none. Ids from `EMBEDDED_FROM` on are looked up in `embeddings`. `observe` gets
         the states of all rows concatenated. Memory grows with the number of tokens in the pass, so
         feed a long text in pieces.
         """
-        self._check(token_ids)
+        rows = self._checked(token_ids)
+        counts = [_logit_count(logits, len(ids)) for ids in rows]
         self.model.check_adapters(adapters)
         segments = [
             Segment(
@@ -153,16 +159,13 @@ class Context:
                 tuple(embeddings),
                 None if self.store.states is None else row,
             )
-            for row, ids in enumerate(token_ids)
+            for row, ids in enumerate(rows)
             if ids
         ]
-        counts = [_logit_count(logits, len(ids)) for ids in token_ids]
         if not segments:
             return [torch.empty(0, self.model.config.vocab_size) for _ in counts]
         found = self.model.forward(make_batch(segments, PAGE_SIZE), self.store, observe)
-        self._lengths = [
-            held + len(ids) for held, ids in zip(self._lengths, token_ids, strict=True)
-        ]
+        self._lengths = [held + len(ids) for held, ids in zip(self._lengths, rows, strict=True)]
         return list(found.split_with_sizes(counts))
 
     def clone(self) -> Context:
@@ -187,8 +190,11 @@ class Context:
         `length`: copies the first `length` tokens only.
         """
         other = self if to is None else to
+        source = _row(source, self.batch_size, "source row")
+        listed = _listed(targets, "the target rows")
+        rows = [_row(target, other.batch_size, "target row") for target in listed]
         held = self._lengths[source]
-        length = held if length is None else length
+        length = held if length is None else _whole(length, "length")
         if not 0 <= length <= min(held, other.max_len):
             raise RequestError(
                 "so many tokens cannot be copied",
@@ -207,7 +213,7 @@ class Context:
                 expected=held,
                 got=length,
             )
-        for target in targets:
+        for target in rows:
             self.store.transfer_state(other.store, source, target)
             self._copy_pages(other, self._pages(source, length), other._pages(target, length))
             other._lengths[target] = length
@@ -222,12 +228,14 @@ class Context:
         first = row * self._pages_each
         return range(first, first + pages_for(length))
 
-    def _check(self, token_ids: Sequence[Sequence[int]]) -> None:
-        if len(token_ids) != self.batch_size:
+    def _checked(self, token_ids: object) -> list[list[int]]:
+        """The ids by row, as lists."""
+        rows = [_listed(ids, "a row of ids") for ids in _listed(token_ids, "the rows of ids")]
+        if len(rows) != self.batch_size:
             raise RequestError(
-                "not the tokens of each row", expected=self.batch_size, got=len(token_ids)
+                "not the tokens of each row", expected=self.batch_size, got=len(rows)
             )
-        for row, (ids, held) in enumerate(zip(token_ids, self._lengths, strict=True)):
+        for row, (ids, held) in enumerate(zip(rows, self._lengths, strict=True)):
             if held + len(ids) > self.max_len:
                 raise RequestError(
                     f"{len(ids)} tokens more than the {held} it holds do not fit",
@@ -244,6 +252,41 @@ class Context:
                     expected=f"0 to {vocab_size - 1}",
                     got=repr(odd[0]),
                 )
+        return rows
+
+
+def _check_model(model: object) -> None:
+    """Refuses a LoadedModel, which this package may not import, by its attribute `model`."""
+    if isinstance(getattr(model, "model", None), Transformer):
+        raise wrong_type(
+            "the model of a context",
+            "a Transformer",
+            type(model).__name__,
+            next_step="Pass its attribute 'model': Context(loaded.model, ...).",
+        )
+
+
+def _listed(items: object, name: str) -> list[Any]:
+    """Items of a list, a tensor or an array. Numbers of a tensor or an array become Python's."""
+    found: Any = items.tolist() if hasattr(items, "tolist") else items
+    try:
+        return list(found)
+    except TypeError:
+        raise wrong_type(name, "a list, a tensor or an array", items) from None
+
+
+def _whole(number: object, name: str) -> int:
+    try:
+        return index(number)  # type: ignore[arg-type]  # refuses texts and floats
+    except TypeError:
+        raise wrong_type(name, "a whole number", number) from None
+
+
+def _row(row: object, batch_size: int, name: str) -> int:
+    number = _whole(row, name)
+    if not 0 <= number < batch_size:
+        raise RequestError(f"no such {name}", expected=f"0 to {batch_size - 1}", got=number)
+    return number
 
 
 def _is_token(token: object, vocab_size: int) -> bool:
@@ -255,8 +298,10 @@ def _is_token(token: object, vocab_size: int) -> bool:
     return 0 <= number < vocab_size or number >= EMBEDDED_FROM
 
 
-def _logit_count(logits: LogitRows, num_tokens: int) -> int:
+def _logit_count(logits: object, num_tokens: int) -> int:
     """Number of logit rows for `num_tokens` new tokens."""
+    if not isinstance(logits, LogitRows):
+        raise wrong_type("logits", "LogitRows." + ", ".join(LogitRows.__members__), logits)
     return {
         LogitRows.ALL: num_tokens,
         LogitRows.LAST: min(1, num_tokens),
