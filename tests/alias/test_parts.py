@@ -153,6 +153,76 @@ def test_unload_may_be_called_again(parts: tuple[Any, Any, Any]) -> None:
     assert not model.loaded
 
 
+def test_generators_and_forward_survive_another_load(parts: tuple[Any, Any, Any]) -> None:
+    from exllamav2 import ExLlamaV2, ExLlamaV2Cache
+    from exllamav2.generator import (
+        ExLlamaV2BaseGenerator,
+        ExLlamaV2DynamicGenerator,
+        ExLlamaV2StreamingGenerator,
+    )
+
+    model, cache, tokenizer = parts
+    draft = ExLlamaV2(model.config)
+    draft.load()
+    drafts = draft, ExLlamaV2Cache(draft, max_seq_len=1024)
+    ids, greedy = tokenizer.encode("A word, and another"), Settings.greedy()
+    base = ExLlamaV2BaseGenerator(model, cache, tokenizer)
+    stream = ExLlamaV2StreamingGenerator(model, cache, tokenizer, *drafts)
+    dynamic = ExLlamaV2DynamicGenerator(
+        model, cache, tokenizer, draft_model=drafts[0], draft_cache=drafts[1]
+    )
+
+    def streamed() -> list[Any]:
+        stream.begin_stream_ex(ids, greedy)
+        return [stream.stream_ex()["chunk"] for _ in range(4)]
+
+    def passed() -> list[float]:
+        cache.current_seq_len = 0
+        model.forward(ids[:, :3], cache)
+        load_again()
+        found: list[float] = model.forward(ids[:, 3:], cache)[0, -1, :300].tolist()
+        return found
+
+    def load_again() -> None:
+        for one in (model, draft):
+            one.unload()
+            one.load()
+
+    calls: list[Any] = [
+        lambda: base.generate_simple("A word", greedy, 4),
+        lambda: dynamic.generate("A word", 4, gen_settings=greedy),
+        streamed,
+        passed,
+    ]
+    before = [call() for call in calls]
+    for call, expected in zip(calls, before, strict=True):
+        load_again()
+        assert call() == expected
+    assert streamed() == before[2]
+    load_again()
+    with pytest.raises(
+        RuntimeError, match=r"loaded again during this stream\. Call begin_stream_ex"
+    ):
+        stream.stream_ex()
+
+
+def test_jobs_on_freed_weights_fail_before_new_ones_run(parts: tuple[Any, Any, Any]) -> None:
+    from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
+
+    model, cache, tokenizer = parts
+    generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+    expected = generator.generate("A word", 4, gen_settings=Settings.greedy())
+    generator.enqueue(ExLlamaV2DynamicJob(tokenizer.encode("A word"), max_new_tokens=50))
+    generator.iterate()
+    model.unload()
+    model.load()
+    with pytest.raises(ValueError, match="unloaded"):
+        while generator.num_remaining_jobs():
+            generator.iterate()
+    generator.clear_queue()
+    assert generator.generate("A word", 4, gen_settings=Settings.greedy()) == expected
+
+
 def test_changed_settings_reach_a_running_job(parts: tuple[Any, Any, Any]) -> None:
     from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 

@@ -15,7 +15,14 @@ from exl_core.generate.base import BaseGenerator
 from exl_core.generate.driver import generate
 from exl_core.model.embedded import EmbeddedSpan
 from exl_exllamav2.cache import ExLlamaV2CacheBase
-from exl_exllamav2.engines import hooks_of, make_engine, random_seed, report_for
+from exl_exllamav2.engines import (
+    Weights,
+    hooks_of,
+    make_engine,
+    random_seed,
+    report_for,
+    weights_of,
+)
 from exl_exllamav2.errors import old_types
 from exl_exllamav2.filters import constraints_of, healed_text
 from exl_exllamav2.forward import ForwardOwner
@@ -29,10 +36,11 @@ WARMUP_TOKENS = 256  # of the cache of a warm-up
 
 
 class EngineOwner:
-    """User of a cache that generates with an engine of its own."""
+    """User of a cache that generates with an engine of its own, on `weights`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, weights: Weights) -> None:
         self.engine = engine
+        self.weights = weights
 
     @property
     def held_len(self) -> int:
@@ -172,13 +180,14 @@ class ExLlamaV2BaseGenerator:
 
     def _generator(self) -> BaseGenerator:
         """The generator that runs a call, as the user of the cache."""
-        if self._simple is None:
+        weights, held = weights_of(self.model), self._simple
+        if held is None or held[0].weights != weights:
             with old_types():
                 batch = max(1, self.cache.batch_size)
                 engine = make_engine(self.model, self.cache, self.tokenizer, max_batch=batch)
                 simple = BaseGenerator(self.model.loaded_model, engine=engine)
-                self._simple = EngineOwner(engine), simple
-        owner, generator = self._simple
+                held = self._simple = EngineOwner(engine, weights), simple
+        owner, generator = held
         self.cache.pending_ids = None
         if self.cache.take(owner):
             owner.engine.forget_cache()

@@ -23,7 +23,7 @@ from exl_core.generate.driver import generate
 from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.ngram import NgramDrafter
 from exl_exllamav2.cache import ExLlamaV2Cache_8bit, ExLlamaV2CacheBase
-from exl_exllamav2.engines import make_engine, model_drafter
+from exl_exllamav2.engines import Weights, make_engine, model_drafter, weights_of
 from exl_exllamav2.errors import OldAssertionError, asserted, old_types
 from exl_exllamav2.job import ExLlamaV2DynamicJob, Result
 from exl_exllamav2.model import ExLlamaV2
@@ -82,9 +82,10 @@ class ExLlamaV2DynamicGenerator:
         self._waiting_results: list[Result] = []
         self._serials = count()
         with old_types():
-            self.engine = self._make_engine()
+            self.engine, self._weights = self._make_engine()
 
-    def _make_engine(self) -> Engine:
+    def _make_engine(self) -> tuple[Engine, Weights]:
+        """An engine, and the weights that it runs on."""
         drafter: Drafter | None = None
         if self.draft_model is not None:
             drafter = model_drafter(
@@ -100,7 +101,7 @@ class ExLlamaV2DynamicGenerator:
             drafter = NgramDrafter(
                 max_tokens=max(1, self.num_draft_tokens), max_match=max(2, self.max_ngram)
             )
-        return make_engine(
+        engine = make_engine(
             self.model,
             self.cache,
             self.tokenizer,
@@ -108,6 +109,7 @@ class ExLlamaV2DynamicGenerator:
             prefill_chunk=self.max_chunk_size,
             drafter=drafter,
         )
+        return engine, weights_of(self.model, self.draft_model)
 
     # Owner of the cache
 
@@ -124,6 +126,10 @@ class ExLlamaV2DynamicGenerator:
         self.clear_queue()
 
     def _take_cache(self) -> None:
+        # Jobs on freed weights keep their engine, which ends them with an error.
+        if not self._jobs and self._weights != weights_of(self.model, self.draft_model):
+            with old_types():
+                self.engine, self._weights = self._make_engine()
         self.cache.pending_ids = None
         if self.cache.take(self):
             self.engine.forget_cache()

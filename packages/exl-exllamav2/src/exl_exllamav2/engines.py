@@ -13,6 +13,7 @@ from torch import Tensor
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import SampledToken
 from exl_core.engine.request import Hook, HookedToken, Report, Request
+from exl_core.model.transformer import Transformer
 from exl_core.sampling.params import SamplerParams
 from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
@@ -26,8 +27,15 @@ from exl_exllamav2.settings import Settings
 from exl_exllamav2.tokenizer import ExLlamaV2Tokenizer
 
 Stops = tuple[frozenset[int], tuple[str, ...]]
+Weights = tuple[Transformer, ...]
+"""Weights of a model, and those of its draft model."""
 
 NO_LOGIT = -65504.0  # of the padding of rows
+
+
+def weights_of(model: ExLlamaV2, draft_model: ExLlamaV2 | None = None) -> Weights:
+    """The present weights. `unload` and `load` give a model new ones, which need a new engine."""
+    return (model.weights,) if draft_model is None else (model.weights, draft_model.weights)
 
 
 def make_engine(

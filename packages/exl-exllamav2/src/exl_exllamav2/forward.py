@@ -170,8 +170,10 @@ def _owner(
             "the cache has too few rows", expected=f"at least {batch}", got=cache.batch_size
         )
     owner, pending = cache.owner, cache.pending_ids
-    if isinstance(owner, ForwardOwner) and pending is None:
-        return owner, past
+    # A model that was loaded again computes the cached tokens with its new weights.
+    own = owner if isinstance(owner, ForwardOwner) else None
+    if own is not None and own.context.model is model.weights and pending is None:
+        return own, past
     if pending is None and owner is not None:
         pending = owner.held_ids()
     cache.pending_ids = None

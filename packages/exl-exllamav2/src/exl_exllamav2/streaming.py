@@ -22,11 +22,13 @@ from exl_exllamav2.base_generator import EngineOwner, ExLlamaV2BaseGenerator
 from exl_exllamav2.cache import ExLlamaV2CacheBase
 from exl_exllamav2.engines import (
     Stops,
+    Weights,
     build_request,
     make_engine,
     model_drafter,
     random_seed,
     split_stops,
+    weights_of,
 )
 from exl_exllamav2.errors import OldAssertionError, OldRuntimeError, old_types, refuse
 from exl_exllamav2.filters import healed_text
@@ -57,8 +59,8 @@ class _Begun:
 class StreamOwner(EngineOwner):
     """User of a cache that streams one reply."""
 
-    def __init__(self, engine: Engine, inner: StreamingGenerator) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine, weights: Weights, inner: StreamingGenerator) -> None:
+        super().__init__(engine, weights)
         self.inner = inner
         self.prefix: list[int] = []
 
@@ -288,7 +290,11 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             )
         elif self.draft_model is not None and self.num_speculative_tokens > 0:
             mode = ("model", self.num_speculative_tokens, self.speculative_prob_threshold)
+        weights = weights_of(self.model, self.draft_model if "model" in mode else None)
         owner = self._owners.get(mode)
+        if owner is not None and owner.weights != weights:
+            self._past_stats = self._past_stats + owner.inner.draft_stats
+            owner = None
         if owner is None:
             engine = make_engine(
                 self.model,
@@ -298,7 +304,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
                 drafter=self._drafter(mode),
             )
             inner = StreamingGenerator(self.model.loaded_model, engine=engine)
-            owner = self._owners[mode] = StreamOwner(engine, inner)
+            owner = self._owners[mode] = StreamOwner(engine, weights, inner)
         self.cache.pending_ids = None
         if self.cache.take(owner):
             owner.engine.forget_cache()
@@ -349,6 +355,11 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             )
         if begun.has_ended:
             return self._result(begun, StreamResult(is_end=True), is_end=True)
+        if owner.weights[0] is not self.model.weights:
+            raise OldRuntimeError(
+                "the model was loaded again during this stream",
+                next_step="Call begin_stream_ex again.",
+            )
         with old_types():
             self._change_settings(begun, owner)
             found = self._step(begun, owner, [] if ban_tokens is None else ban_tokens)
