@@ -187,10 +187,13 @@ def test_an_unusable_constraint_is_a_one_line_error(constraint: Constraint, said
     assert "no_forcing" not in str(caught.value)
 
 
-@pytest.mark.parametrize("bad", [[], "text", ["a", 3], ["\ud800"]], ids=repr)
-def test_options_that_are_not_texts_are_refused(bad: object) -> None:
+@pytest.mark.parametrize("bad", [[], "text", ["a", 3], ["\ud800"], 5, None, b"ab"], ids=repr)
+def test_options_that_are_not_texts_are_refused(bad: Any) -> None:
     with pytest.raises(ConstraintError, match="the options"):
-        OneOf(bad)  # type: ignore[arg-type]
+        OneOf(bad)
+    if bad != "text":  # a prefix may be given alone
+        with pytest.raises(ConstraintError, match="the prefixes"):
+            StartsWith(bad)
 
 
 def test_a_schema_that_is_not_json_is_refused_at_construction() -> None:

@@ -186,13 +186,18 @@ class _StartsWithFilter(_TextFilter):
         return state
 
 
-def _checked(texts: Iterable[str], what: str) -> tuple[str, ...]:
-    found = () if isinstance(texts, str) else tuple(texts)
-    if not found or not all(isinstance(text, str) for text in found):
-        raise ConstraintError(f"the {what} are no texts", expected="at least one", got=repr(texts))
-    for text in found:
+def _checked(texts: object, what: str) -> tuple[str, ...]:
+    found: tuple[object, ...] = ()
+    if isinstance(texts, Iterable) and not isinstance(texts, str):
+        found = tuple(texts)
+    checked = [text for text in found if isinstance(text, str)]
+    if not checked or len(checked) != len(found):
+        raise ConstraintError(
+            f"the {what} are no texts", expected="a list of at least one", got=repr(texts)[:100]
+        )
+    for text in checked:
         check_text(text, f"one of the {what}")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(checked))
 
 
 def _spellings(text: str, ignore_case: bool) -> Text:
