@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from exl_core.errors import ContextLengthError, TokenizerError
+from exl_core.errors import ContextLengthError, RequestError, TokenizerError
 from exl_core.tokenizer.base import Tokenizer
 from exl_core.tokenizer.decoders import byte_alphabet, piece_rule
 from exl_core.tokenizer.detect import load_tokenizer
@@ -36,6 +38,26 @@ def byte_level(
     config = {"eos_token": "<|end|>", "bos_token": None}
     files = {"tokenizer.json": byte_level_backend().to_str(), "tokenizer_config.json": config}
     return load_tokenizer(write_directory(files))
+
+
+@pytest.mark.parametrize("text", [None, 5, b"ab", ["ab"]], ids=repr)
+@pytest.mark.parametrize("max_tokens", [None, 4])
+def test_only_texts_are_encoded(byte_level: Tokenizer, text: Any, max_tokens: int | None) -> None:
+    with pytest.raises(RequestError, match=r"the text has the wrong type .*expected a str, got"):
+        byte_level.encode(text, max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize("ids", [None, 5, "x", ["x"], [1.5], [[1, 2]]], ids=repr)
+def test_only_ids_are_decoded(byte_level: Tokenizer, ids: Any) -> None:
+    with pytest.raises(RequestError, match=r"ids has the wrong type .*a list of token ids"):
+        byte_level.decode(ids)
+
+
+def test_ids_of_tensors_and_arrays_are_decoded_as_those_of_lists(byte_level: Tokenizer) -> None:
+    ids = [*byte_level.encode("ab"), *byte_level.eos_ids]
+    assert byte_level.decode(ids) == "ab"
+    for given_ids in (torch.tensor(ids), torch.tensor(ids).numpy(), iter(ids)):
+        assert byte_level.decode(given_ids) == "ab"
 
 
 def unigram_backend() -> Backend:

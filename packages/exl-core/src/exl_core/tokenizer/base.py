@@ -15,8 +15,9 @@ import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import index
 
-from exl_core.errors import ContextLengthError, RequestError
+from exl_core.errors import ContextLengthError, RequestError, wrong_type
 from exl_core.tokenizer.long_text import TokenLengths
 from exl_core.tokenizer.special_text import SpecialText, Trust
 
@@ -140,8 +141,12 @@ class Tokenizer(ABC):
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of `ids`. Special tokens are skipped, or written as their own text."""
+        try:
+            listed = list(map(index, ids))  # numbers of a tensor or an array become ints
+        except TypeError as error:
+            raise wrong_type("ids", "a list of token ids", ids, where=self.where) from error
         decoder = self.stream_decoder(skip_special=skip_special)
-        return decoder.feed_all(ids) + decoder.flush()
+        return decoder.feed_all(listed) + decoder.flush()
 
     def stream_decoder(self, *, skip_special: bool = True) -> StreamDecoder:
         return StreamDecoder(self, skip_special=skip_special)
@@ -193,6 +198,8 @@ class Tokenizer(ABC):
     def _encode_checked(
         self, text: str, max_tokens: int | None, trust: Trust | None, *, allow_special: bool
     ) -> list[int]:
+        if not isinstance(text, str):
+            raise wrong_type("the text", "a str", text, where=self.where)
         if max_tokens is not None:
             self.check_length(text, max_tokens)
         _check_unicode(text)
