@@ -223,6 +223,44 @@ def test_jobs_on_freed_weights_fail_before_new_ones_run(parts: tuple[Any, Any, A
     assert generator.generate("A word", 4, gen_settings=Settings.greedy()) == expected
 
 
+@pytest.mark.parametrize("max_seq_len", [512, 1024])  # the shorter cache limits num_tokens
+def test_arguments_of_other_types_are_value_errors(
+    parts: tuple[Any, Any, Any], max_seq_len: int
+) -> None:
+    """exllamav2 failed with a TypeError, AttributeError or ValueError in all these calls."""
+    from exllamav2 import ExLlamaV2Cache
+    from exllamav2 import generator as old
+
+    model, _, tokenizer = parts
+    cache, greedy = ExLlamaV2Cache(model, max_seq_len=max_seq_len), Settings.greedy()
+    base, stream, dynamic = (
+        make(model, cache, tokenizer)
+        for make in (
+            old.ExLlamaV2BaseGenerator,
+            old.ExLlamaV2StreamingGenerator,
+            old.ExLlamaV2DynamicGenerator,
+        )
+    )
+    for number in (None, "4", 1.5):
+        with pytest.raises(ValueError, match="num_tokens is no whole number"):
+            base.generate_simple("a", greedy, number)
+        for name in ("max_new_tokens", "min_new_tokens"):
+            with pytest.raises(ValueError, match=f"{name} is no whole number"):
+                dynamic.generate("a", **{"max_new_tokens": 4, name: number})
+    for ids in ([1, 2], "ab", None, torch.ones(1, 1, 2)):
+        with pytest.raises(
+            ValueError, match=r"input_ids is no tensor of rows .*a tensor \[rows, n\]"
+        ):
+            stream.begin_stream_ex(ids, greedy)
+    for ids in ([1, 2], "ab", torch.tensor([5, 6])):
+        with pytest.raises(ValueError, match="input_ids is no tensor of rows"):
+            model.forward(ids, cache)
+    assert dynamic.num_remaining_jobs() == 0
+    assert base.generate_simple("a", greedy, torch.tensor(2)) == base.generate_simple(
+        "a", greedy, 2
+    )
+
+
 def test_changed_settings_reach_a_running_job(parts: tuple[Any, Any, Any]) -> None:
     from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob
 

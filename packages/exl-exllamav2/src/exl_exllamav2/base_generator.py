@@ -23,7 +23,7 @@ from exl_exllamav2.engines import (
     report_for,
     weights_of,
 )
-from exl_exllamav2.errors import old_types
+from exl_exllamav2.errors import old_types, whole_number
 from exl_exllamav2.filters import constraints_of, healed_text
 from exl_exllamav2.forward import ForwardOwner
 from exl_exllamav2.lora import adapters_of
@@ -104,6 +104,7 @@ class ExLlamaV2BaseGenerator:
     ) -> Any:
         """Text, or a list of texts for a list of prompts; see exl's `BaseGenerator`."""
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        num_tokens = whole_number("num_tokens", num_tokens)
         if len(prompts) > self.cache.batch_size:
             warn_once(
                 "generate_simple",

@@ -19,7 +19,7 @@ from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
 from exl_exllamav2.cache import ExLlamaV2CacheBase
 from exl_exllamav2.embeddings import spans_of
-from exl_exllamav2.errors import OldValueError
+from exl_exllamav2.errors import OldValueError, whole_number
 from exl_exllamav2.filters import constraints_of
 from exl_exllamav2.lora import adapters_of
 from exl_exllamav2.model import ExLlamaV2
@@ -142,6 +142,8 @@ def build_request(
     healed  text of the last prompt token, if the filters see the token that replaces it
     """
     stop_ids, stop_strings = stops
+    max_tokens = whole_number("max_new_tokens", max_tokens)
+    min_tokens = whole_number("min_new_tokens", min_tokens)
     called = hooks_of(settings, padded_vocab)
     constraints = constraints_of(filters, busy_filters, healed)
     return Request(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import index
 from typing import NoReturn
 
 from exl_core.errors import (
@@ -57,6 +58,27 @@ class RefusedError(ExlError, NotImplementedError):
 def refuse(name: str, reason: str, instead: str) -> NoReturn:
     """Raise a RefusedError for the old name `name`."""
     raise RefusedError(f"{name} is not available: {reason}", next_step=instead)
+
+
+def whole_number(name: str, value: object) -> int:
+    """The argument `name` as an int. exllamav2 needed a number here too, and raised TypeError."""
+    try:
+        return index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise OldValueError(
+            f"{name} is no whole number", expected="a number of tokens", got=repr(value)[:100]
+        ) from None
+
+
+def no_ids(found: object) -> OldValueError:
+    """Error for `input_ids` that are no rows of ids."""
+    shape = getattr(found, "shape", None)
+    return OldValueError(
+        "input_ids is no tensor of rows",
+        expected="a tensor [rows, n]",
+        got=type(found).__name__ if shape is None else f"shape {list(shape)}",
+        next_step="tokenizer.encode returns one; torch.tensor([ids]) makes one of a list.",
+    )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from exl_core.model.context import Context
 from exl_core.model.observe import StateRecorder
 from exl_core.model.segment import LogitRows
 from exl_exllamav2.embeddings import spans_of
-from exl_exllamav2.errors import OldAssertionError, refuse
+from exl_exllamav2.errors import OldAssertionError, no_ids, refuse
 from exl_exllamav2.lora import adapters_of
 from exl_exllamav2.modules import InterventionObserver
 
@@ -107,6 +107,8 @@ def run(
     abort: Any = None,
 ) -> Any:
     """Logits [b, n or 1, Vp], a pair with the last state, or None."""
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+        raise no_ids(input_ids)
     batch, count = input_ids.shape
     owner, past = _owner(model, cache, batch, count)
     pads = _left_padding(mask, batch)

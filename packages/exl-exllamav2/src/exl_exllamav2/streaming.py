@@ -30,7 +30,13 @@ from exl_exllamav2.engines import (
     split_stops,
     weights_of,
 )
-from exl_exllamav2.errors import OldAssertionError, OldRuntimeError, old_types, refuse
+from exl_exllamav2.errors import (
+    OldAssertionError,
+    OldRuntimeError,
+    no_ids,
+    old_types,
+    refuse,
+)
 from exl_exllamav2.filters import healed_text
 from exl_exllamav2.job import token_details
 from exl_exllamav2.model import ExLlamaV2
@@ -438,6 +444,8 @@ def _no_details(report: Report, padded_vocab: int) -> dict[str, Any]:
 
 def _rows(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     """Ids of each row without the columns that the mask excludes."""
+    if not isinstance(input_ids, Tensor) or input_ids.dim() not in (1, 2):
+        raise no_ids(input_ids)
     if input_ids.dim() == 1:
         input_ids = input_ids[None]
     rows = []
