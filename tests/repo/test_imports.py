@@ -27,6 +27,7 @@ SHADOW = SOURCES[ALIAS] / "shadow"  # files of the old package names, which only
 CORE_RANK = {
     "errors": -1,  # below settings, which raises errors too
     "files": 0,
+    "option_types": 0,
     "settings": 0,
     **dict.fromkeys(("ops", "arch", "tokenizer", "prompt"), 1),
     **dict.fromkeys(("cache", "sampling", "constrain"), 2),
@@ -43,6 +44,7 @@ CLI_ONLY = ("typer", "click", "rich", "prompt_toolkit", "starlette", "fastapi", 
 WITHOUT_TORCH = (
     "exl_core.errors",
     "exl_core.files",
+    "exl_core.option_types",
     "exl_core.session.resolve",
     "exl_core.settings",
     "exl_core.arch.*",

@@ -215,6 +215,11 @@ def test_the_cache_cannot_be_cleared_while_requests_run() -> None:
         {"cache_tokens": "512"},
         {"max_batch": 0},
         {"prefill_chunk": 0},
+        {"snapshots": -1},
+        {"lazy_cache": "no"},
+        {"adapt_drafts": None},
+        {"kv_format": "q8"},
+        {"compile_limits": 5},
     ],
 )
 def test_invalid_engine_options_are_refused(options: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -109,15 +110,39 @@ def test_options_may_be_given_by_keyword(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("device", 3), ("max_seq_len", "x"), ("threads", -1), ("threads", True), ("rope_alpha", "2")],
+    [
+        *((name, 3) for name in ("device", "isa", "kv_format", "job")),
+        *((name, None) for name in ("device", "split", "experts_on", "reserve", "kv_format")),
+        *((name, "false") for name in ("exact", "has_drafts", "is_command", "mtp", "load_in_4bit")),
+        *((name, -1) for name in ("threads", "held_bytes", "cache_tokens", "reserved_bytes")),
+        *(("tensor_parallel", value) for value in ("2", None, 1.5, True)),
+        *(("threads", value) for value in (True, 0, 1.5)),
+        ("max_batch", 0),
+        ("max_seq_len", "x"),
+        ("rope_alpha", "2"),
+        ("embeddings_on", "gpu"),
+        ("exchange", "mpi"),
+        ("batch_invariant", "x"),
+        ("reserved_bytes", "x"),
+        ("kv_format", "q8"),
+    ],
 )
-def test_options_of_another_type_are_named(name: str, value: object) -> None:
-    with pytest.raises(RequestError, match="thread count" if value == -1 else name):
+def test_options_of_another_type_or_below_their_limit_are_named(name: str, value: object) -> None:
+    with pytest.raises(RequestError, match=name):
         LoadOptions(**cast(Any, {name: value}))
 
 
-def test_a_device_of_torch_names_a_device() -> None:
-    assert LoadOptions(device=cast(Any, torch.device("cuda", 1))) == LoadOptions(device="cuda:1")
+def test_whole_numbers_of_numpy_become_integers() -> None:
+    options = LoadOptions(threads=cast(Any, np.int64(2)), rope_alpha=cast(Any, np.float32(2)))
+    assert type(options.threads) is int
+    assert options == LoadOptions(threads=2, rope_alpha=2)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"), [("cuda:1", "cuda:1"), ("cpu", "cpu"), ("cpu:0", "cpu")]
+)
+def test_a_device_of_torch_names_a_device(device: str, name: str) -> None:
+    assert LoadOptions(device=cast(Any, torch.device(device))) == LoadOptions(device=name)
 
 
 def test_exact_keeps_nothing_quantized(smollm2: LoadedModel, smollm2_path: Path) -> None:

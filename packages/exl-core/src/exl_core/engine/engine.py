@@ -40,10 +40,11 @@ from exl_core.engine.request import Request
 from exl_core.engine.request_logits import sample_batch, split_by_request
 from exl_core.engine.scheduler import Scheduler
 from exl_core.engine.sequence import RequestSequence
-from exl_core.errors import OutOfMemoryError, RequestError, wrong_type
+from exl_core.errors import OutOfMemoryError, RequestError
 from exl_core.model.protocol import Model
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows
+from exl_core.option_types import check_options
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import Sampler
 from exl_core.settings import available_cpus
@@ -90,15 +91,9 @@ class EngineOptions:
     compile_limits: CompileLimits = field(default_factory=CompileLimits)
 
     def __post_init__(self) -> None:
-        if self.cache_tokens is not None:
-            _check_at_least("cache_tokens", self.cache_tokens, PAGE_SIZE)
-        _check_at_least("max_batch", self.max_batch, 1)
-        if self.prefill_chunk is not None:
-            _check_at_least("prefill_chunk", self.prefill_chunk, 1)
-        if self.snapshots is not None:
-            _check_at_least("snapshots", self.snapshots, 0)
-        if not isinstance(self.kv_format, KVFormat):
-            raise wrong_type("kv_format", " or ".join(map(str, KVFormat)), self.kv_format)
+        check_options(
+            self, "engine", cache_tokens=PAGE_SIZE, max_batch=1, prefill_chunk=1, snapshots=0
+        )
 
 
 class Engine:
@@ -554,8 +549,6 @@ def _new_store(
 
 
 def _check_at_least(name: str, value: int, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise wrong_type(name, "a whole number", value, where="engine")
     if value < low:
         raise RequestError(
             f"{name} is too small", where="engine", expected=f"at least {low}", got=value

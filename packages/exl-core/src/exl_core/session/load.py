@@ -29,13 +29,13 @@ from exl_core.model.transformer import Transformer
 from exl_core.ops.backends.cuda.device import check_head_dims, check_states, parse_device
 from exl_core.ops.open import get_table, has_factors, has_transposes, min_group_rows
 from exl_core.ops.table import OpTable
+from exl_core.option_types import check_options
 from exl_core.parallel.leader import LeadingTransformer
 from exl_core.parallel.peers import Link
 from exl_core.parallel.plan import AUTO, ExchangeKind, RankCount
 from exl_core.prompt.template import ChatTemplate
 from exl_core.session.mtp import MtpFiles, open_mtp
 from exl_core.session.open import ModelFiles, open_model
-from exl_core.session.option_types import check_option_types
 from exl_core.session.parameters import NO_PARAMETERS, Parameters, count_parameters
 from exl_core.session.planning import need_of, plan_of, sizes_of
 from exl_core.session.ranks import (
@@ -133,8 +133,9 @@ class LoadOptions:
     def __post_init__(self) -> None:
         given: object = self.device
         if isinstance(given, torch.device):
-            object.__setattr__(self, "device", str(self.device))
-        check_option_types(self)
+            name = "cpu" if given == torch.device("cpu", 0) else str(given)
+            object.__setattr__(self, "device", name)
+        check_options(self, threads=1, held_bytes=0, cache_tokens=1, max_batch=1, reserved_bytes=0)
 
 
 class LoadFields(TypedDict, total=False):
