@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -213,6 +213,8 @@ def test_contexts_of_impossible_size_are_refused(
     for max_len, batch_size in ((0, 1), (5, 0)):
         with pytest.raises(RequestError, match="at least one row and one token"):
             Context(pair[0], max_len, batch_size=batch_size)
+    with pytest.raises(RequestError, match=r"kv_format has the wrong type .*got 'q8'"):
+        Context(pair[0], 10, kv_format=cast(Any, "q8"))
     with pytest.raises(RequestError, match=r"expected ids of all rows .*shape \[5\]"):
         Context(pair[0], 10).forward(torch.arange(5))
     with pytest.raises(RequestError, match=r"max_len has the wrong type .*got 1\.5"):

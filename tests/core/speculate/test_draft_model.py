@@ -36,12 +36,18 @@ GREEDY = SamplerParams(temperature=0.0)
 PAGE = 256
 
 
-def drafter_for(rule: Rule, *, num_pages: int = 8, **options: float) -> ModelDrafter:
-    settings = {"max_tokens": 4, "min_probability": 0.0, "vocab_size": VOCAB_SIZE, **options}
+def drafter_for(rule: Rule, *, num_pages: int = 8, **options: Any) -> ModelDrafter:
+    settings: dict[str, Any] = {
+        "max_tokens": 4,
+        "min_probability": 0.0,
+        "vocab_size": VOCAB_SIZE,
+        "kv_format": KVFormat.FP32,
+        **options,
+    }
     max_seq_len = int(settings.pop("max_seq_len", 2048))
     draft_vocab = int(settings.pop("draft_vocab", VOCAB_SIZE))
     model = ScriptedModel(rule, ScriptedShape(draft_vocab, max_seq_len))
-    return ModelDrafter(model, num_pages=num_pages, kv_format=KVFormat.FP32, **settings)  # type: ignore[arg-type]
+    return ModelDrafter(model, num_pages=num_pages, **settings)
 
 
 def job(
@@ -298,7 +304,9 @@ def test_moved_pages_keep_their_contents() -> None:
     assert rows_of(drafter) == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("settings", [{"max_tokens": 0}, {"min_probability": 1.5}])
+@pytest.mark.parametrize(
+    "settings", [{"max_tokens": 0}, {"min_probability": 1.5}, {"kv_format": "q8"}]
+)
 def test_invalid_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
         drafter_for(HashRule(), **settings)

@@ -29,6 +29,7 @@ from exl_core.model.protocol import Model
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.ops.open import device_failures
 from exl_core.ops.sampling import NextStep, PartLogits
+from exl_core.option_types import check_option
 
 
 def store_for(
@@ -45,6 +46,7 @@ def store_for(
     `num_states`: slots for the states of sequences, if the model has recurrent layers.
     `keeps_final`: the store has the states after the final norm too.
     """
+    check_option("kv_format", kv_format, KVFormat, "cache")
     stages = model.stages
     devices = tuple(stage.ops.device for stage in stages for _ in stage.layers)
     shapes, has_states = model.config.state_shapes, model.config.state_bytes > 0
