@@ -18,7 +18,7 @@ from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Request
 from exl_core.errors import AdapterError, ModelError, OutOfMemoryError, RequestError
 from exl_core.lora import reader
-from exl_core.lora.adapter import load_adapter
+from exl_core.lora.adapter import LoraAdapter, load_adapter
 from exl_core.lora.config import read_adapter_config
 from exl_core.lora.targets import find_target, parse_name
 from exl_core.model.adapters import AdapterUse
@@ -247,3 +247,24 @@ def test_an_adapter_of_a_different_model_is_refused(model: Transformer, tmp_path
     longer = load_model(str(tmp_path / "model"), LoadOptions(max_seq_len=77)).model
     own = AdapterUse(load_adapter(tmp_path / "a", deeper))
     Context(longer, 8).feed([[5]], adapters=[own])  # only the dimensions must match
+
+
+@pytest.mark.parametrize("scale", ["0.5", None, True, math.nan, math.inf, 1e39, 10**400])
+def test_a_scale_that_is_no_finite_number_is_refused(
+    model: Transformer, tmp_path: Path, scale: Any
+) -> None:
+    adapter = load_adapter(write_adapter(tmp_path, GOOD), model)
+    assert AdapterUse(adapter, -2).scale == -2
+    with pytest.raises(RequestError, match=r"scale of an adapter .*a finite number"):
+        AdapterUse(adapter, scale)
+
+
+@pytest.mark.parametrize("adapter", [None, "folder", LoraAdapter])
+def test_other_objects_than_adapters_are_refused(adapter: Any) -> None:
+    with pytest.raises(RequestError, match="adapter has the wrong type"):
+        AdapterUse(adapter)
+
+
+def test_other_objects_than_folders_are_refused(model: Transformer) -> None:
+    with pytest.raises(RequestError, match=r"path has the wrong type .*a text or a Path, got 5"):
+        load_adapter(5, model)  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ from exl_core.model.transformer import Transformer
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.table import OpTable
 from exl_core.ops.weights import DenseColumns, DenseLayout
+from exl_core.option_types import check_option
 
 _serials = count(1)
 
@@ -97,6 +98,7 @@ def load_adapter(path: str | Path, model: Transformer) -> LoraAdapter:
 
     Its strength is set per use (`AdapterUse`).
     """
+    check_option("path", path, str | Path, "load_adapter")
     directory = Path(path)
     config = read_adapter_config(directory)
     whole = model.whole_config

@@ -6,14 +6,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from exl_core.arch.modules import Packed
 from exl_core.arch.spec import ModelConfig
+from exl_core.errors import RequestError, wrong_type
 from exl_core.ops.linear import PackedLinear
+
+_LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 class Delta(NamedTuple):
@@ -85,3 +90,21 @@ class AdapterUse:
 
     adapter: Adapter
     scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        given: object = self.adapter
+        if isinstance(given, type) or not hasattr(given, "deltas"):
+            raise wrong_type("adapter", "an adapter that load_adapter made", given)
+        check_scale(self.scale)
+
+
+def check_scale(scale: object) -> None:
+    """Raise RequestError unless an adapter's strength is a number that float32 holds."""
+    is_number = isinstance(scale, Real) and not isinstance(scale, bool)
+    number: Any = scale
+    if not is_number or not -_LARGEST_SCALE <= number <= _LARGEST_SCALE:  # NaN is in no range
+        raise RequestError(
+            "the scale of an adapter is out of range",
+            expected="a finite number",
+            got=repr(scale)[:100],
+        )
