@@ -36,6 +36,7 @@ from exl_core.session.runtime import (
 from exl_core.speculate.stats import DraftStats
 from exl_core.tokenizer.base import Tokenizer
 from support import tiny_models
+from support.adapters import PREFIX, write_adapter
 from support.driving import ask, run_one
 from support.rank_failures import starting_with
 from support.tiny_hybrids import tiny_lfm2
@@ -52,6 +53,49 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runtime(folder: Path) -> Runtime:
     return open_runtime(folder, RuntimeOptions(load=ON_CPU, ctx_size=64))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("ctx_size", value) for value in (-1, 0, 1.5, "64")),
+        *(("cache_tokens", value) for value in (-1, 0, 1.5)),
+        *(("adapters", value) for value in ("folder", ("folder",), (("folder", 1.0, 2),))),
+        ("max_batch", 0),
+        ("kv_format", "q8"),
+        ("kv_format", None),
+        ("load", None),
+        ("draft", "model"),
+        ("has_guidance", "no"),
+        ("folder of an adapter", ((5, 1.0),)),
+        ("scale of an adapter", (("folder", "1"),)),
+    ],
+)
+def test_options_of_another_type_or_below_their_limit_are_named(name: str, value: object) -> None:
+    field = "adapters" if name.endswith("adapter") else name
+    with pytest.raises(RequestError, match=name):
+        RuntimeOptions(**cast(Any, {field: value}))
+
+
+def test_drafts_and_runtimes_take_options_of_their_own_only(folder: Path) -> None:
+    for wrong in ({"model": 5}, {"max_tokens": 0}, {"mtp": "yes"}):
+        with pytest.raises(RequestError, match=next(iter(wrong))):
+            DraftOptions(**cast(Any, wrong))
+    with pytest.raises(RequestError, match=r"options .*expected RuntimeOptions or None"):
+        open_runtime(folder, cast(Any, ON_CPU))
+
+
+def test_the_folder_of_an_adapter_may_be_a_text(folder: Path, tmp_path: Path) -> None:
+    head = f"{PREFIX}model.layers.0.self_attn.q_proj"
+    hidden, outputs = load_model(folder, ON_CPU).config.hidden_size, 120
+    pairs = {
+        f"{head}.lora_A.weight": torch.ones(4, hidden),
+        f"{head}.lora_B.weight": torch.ones(outputs, 4),
+    }
+    path = str(write_adapter(tmp_path / "adapter", pairs))
+    options = RuntimeOptions(load=ON_CPU, ctx_size=64, adapters=cast(Any, [(path, 0.5)]))
+    [use] = open_runtime(folder, options).adapters
+    assert use.scale == 0.5
 
 
 def test_headers_and_tokenizer_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,11 @@ from exl_core.cache.memory import free_memory_bytes
 from exl_core.cache.need import CacheNeed
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Request
-from exl_core.errors import ContextLengthError, OutOfMemoryError, RequestError
+from exl_core.errors import ContextLengthError, OutOfMemoryError, RequestError, wrong_type
 from exl_core.lora.adapter import load_adapter
 from exl_core.lora.config import read_adapter_config
-from exl_core.model.adapters import AdapterUse
+from exl_core.model.adapters import AdapterUse, check_scale
+from exl_core.option_types import check_option, check_options
 from exl_core.session.load import (
     LoadedModel,
     LoadOptions,
@@ -37,7 +38,13 @@ from exl_core.session.open import ModelFiles, open_model, stop_ids
 from exl_core.session.placement import DeviceMemory, Need, check_together
 from exl_core.session.planning import DEFAULT_CTX_LIMIT
 from exl_core.session.preflight import check_load
-from exl_core.session.request_fields import RequestFields, Stops, build_request, split_stops
+from exl_core.session.request_fields import (
+    RequestFields,
+    Stops,
+    build_request,
+    check_argument,
+    split_stops,
+)
 from exl_core.session.reserve import Reserve
 from exl_core.speculate.compatible import check_same_vocabulary, draft_rope_alpha
 from exl_core.speculate.controller import (
@@ -58,13 +65,14 @@ class DraftOptions:
     """Speculative decoding: by the draft model `model`, by the model's own layer for multi-token
     prediction if `mtp`, or else by n-grams of the text."""
 
-    model: str | None = None
+    model: str | Path | None = None
     max_tokens: int | None = None
     """Most tokens per draft; None: 4 for a draft model, 3 for multi-token prediction, 8 for
     n-grams."""
     mtp: bool = False
 
     def __post_init__(self) -> None:
+        check_options(self, "draft", max_tokens=1)
         if self.mtp and self.model is not None:
             raise RequestError(
                 "two kinds of drafts are selected",
@@ -84,10 +92,21 @@ class RuntimeOptions:
     """Tokens that all requests share; None: one context."""
     max_batch: int = 1
     kv_format: KVFormat = KVFormat.FP16
-    adapters: tuple[tuple[Path, float], ...] = ()
+    adapters: tuple[tuple[str | Path, float], ...] = ()
     draft: DraftOptions | None = None
     has_guidance: bool = False
     """Requests have negative prompts: the cache and a batch have room for twice the sequences."""
+
+    def __post_init__(self) -> None:
+        given: object = self.adapters
+        if isinstance(given, list):
+            object.__setattr__(self, "adapters", tuple(given))
+        check_options(self, ctx_size=1, cache_tokens=1, max_batch=1)
+        for one in self.adapters:
+            if not isinstance(one, tuple | list) or len(one) != 2:
+                raise wrong_type("adapters", "pairs of a folder and a scale", one)
+            check_option("folder of an adapter", one[0], str | Path)
+            check_scale(one[1])
 
 
 @dataclass(slots=True)
@@ -181,6 +200,8 @@ def open_runtime(
     Everything that headers show is checked before weights are read: that takes a while. `load` may
     add a progress bar to `load_model`.
     """
+    example = "For example RuntimeOptions(load=LoadOptions(device='cpu'))."
+    check_argument("options", options, RuntimeOptions | None, example)
     options = options or RuntimeOptions()
     files = model if isinstance(model, ModelFiles) else open_model(model)
     plan = _planned(files, options)
@@ -241,7 +262,7 @@ def _planned(files: ModelFiles, options: RuntimeOptions) -> _Plan:
     draft_name = None if options.draft is None else options.draft.model
     draft_files = None if draft_name is None else open_draft(draft_name, files)
     for folder, _ in options.adapters:
-        read_adapter_config(folder)
+        read_adapter_config(Path(folder))
     ctx = settle_ctx_size(options.ctx_size, files.config.max_seq_len)
     cache_tokens, max_batch = max(ctx, PAGE_SIZE, options.cache_tokens or 0), options.max_batch
     if options.has_guidance:
@@ -326,7 +347,7 @@ def context_warning(ctx: int, config: ModelConfig, options: LoadOptions) -> str 
     )
 
 
-def open_draft(spec: str, target: ModelFiles) -> ModelFiles:
+def open_draft(spec: str | Path, target: ModelFiles) -> ModelFiles:
     """Opens a draft model. RequestError if its vocabulary differs from the target's."""
     files = open_model(spec)
     check_same_vocabulary(target.tokenizer, files.tokenizer)
