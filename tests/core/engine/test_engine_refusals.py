@@ -118,7 +118,7 @@ def test_settings_may_not_hold_ids_of_vocabulary_padding() -> None:
         ({"stop_ids": frozenset({-5})}, "stop_ids holds"),
         ({"stop_ids": frozenset({True})}, "stop_ids holds"),
         ({"stop_ids": ("5",)}, "stop_ids holds"),
-        ({"hooks": (3,)}, "hook cannot be called"),
+        ({"hooks": (3,)}, "hooks has the wrong type"),
         ({"prefer_eos": True, "stop_ids": frozenset()}, "no stop token to prefer"),
         ({"negative_prompt_ids": (1,)}, "negative prompt and a scale"),
         ({"sampler": SamplerParams(cfg_scale=2)}, "negative prompt and a scale"),

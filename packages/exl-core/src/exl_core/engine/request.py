@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from exl_core.errors import RequestError
+from exl_core.errors import RequestError, wrong_type
+from exl_core.option_types import check_option
 from exl_core.sampling.params import SamplerParams
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ Hook = Callable[["SampledToken"], int | HookedToken | None]
 
 An exception ends this request and no other.
 """
+
+Kinds = tuple[tuple[str, type], ...]
+"""Names of fields, and their types."""
 
 _serials = count()
 
@@ -64,6 +68,7 @@ class Report:
     prompt: bool = False
 
     def __post_init__(self) -> None:
+        _check_kinds(self, _REPORT_KINDS)
         _check_count("top_tokens", self.top_tokens)
         if self.log_probs is not None:
             _check_count("log_probs", self.log_probs)
@@ -126,21 +131,25 @@ class Request:
     allow_drafts: bool = True
 
     def __post_init__(self) -> None:
+        _check_kinds(self, _KINDS)
         object.__setattr__(self, "prompt_ids", _token_ids("prompt_ids", self.prompt_ids))
         object.__setattr__(self, "stop_ids", frozenset(_token_ids("stop_ids", self.stop_ids)))
         for name in ("stop_strings", "banned_strings"):
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
-        for name in ("constraints", "adapters", "embeddings", "hooks"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        for hook in self.hooks:
-            if not callable(hook):
-                raise RequestError("a hook cannot be called", got=repr(hook))
+        for name, (attribute, expected) in _PARTS.items():
+            parts = _listed(name, getattr(self, name), expected)
+            for part in parts:
+                if not hasattr(part, attribute):
+                    raise wrong_type(name, expected, part)
+            object.__setattr__(self, name, parts)
         if self.max_tokens is not None:
             _check_count("max_tokens", self.max_tokens)
-        if self.max_time_s is not None and not self.max_time_s > 0:
-            raise RequestError(
-                "max_time_s is out of range", expected="more than 0", got=repr(self.max_time_s)
-            )
+        if self.max_time_s is not None:
+            check_option("max_time_s", self.max_time_s, float)
+            if not self.max_time_s > 0:
+                raise RequestError(
+                    "max_time_s is out of range", expected="more than 0", got=repr(self.max_time_s)
+                )
         _check_count("min_tokens", self.min_tokens)
         if self.negative_prompt_ids is not None:
             ids = _token_ids("negative_prompt_ids", self.negative_prompt_ids)
@@ -193,8 +202,43 @@ class Request:
             )
 
 
+_REPORT_KINDS: Kinds = (("probabilities", bool), ("logits", bool), ("prompt", bool))
+_KINDS: Kinds = (
+    ("sampler", SamplerParams),
+    ("report", Report),
+    ("request_id", str),
+    ("prefer_eos", bool),
+    ("token_healing", bool),
+    ("show_special", bool),
+    ("allow_drafts", bool),
+)
+_PARTS = {
+    "constraints": ("filter", "a tuple of constraints such as JsonSchema(...)"),
+    "adapters": ("scale", "a tuple of AdapterUse(adapter, scale)"),
+    "embeddings": ("first_id", "a tuple of EmbeddedSpan(vectors)"),
+    "hooks": ("__call__", "a tuple of callables that take a SampledToken"),
+}
+"""Fields that are tuples: an attribute of their parts, which shows a part of another type, and what
+the fields hold. Names of the parts' classes would need torch."""
+
+
+def _check_kinds(owner: Request | Report, kinds: Kinds) -> None:
+    for name, kind in kinds:
+        value = getattr(owner, name)
+        if not isinstance(value, kind):
+            check_option(name, value, kind)
+
+
+def _listed(name: str, value: object, expected: str) -> tuple[Any, ...]:
+    if isinstance(value, tuple):
+        return value
+    if not isinstance(value, Iterable) or isinstance(value, str):
+        raise wrong_type(name, expected, value)
+    return tuple(value)
+
+
 def _token_ids(name: str, token_ids: Iterable[int]) -> tuple[int, ...]:
-    ids = tuple(token_ids)
+    ids = _listed(name, token_ids, "a sequence of token ids")
     for token_id in ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
             raise RequestError(
@@ -207,7 +251,7 @@ def _token_ids(name: str, token_ids: Iterable[int]) -> tuple[int, ...]:
 
 def _strings(name: str, strings: str | Iterable[str]) -> tuple[str, ...]:
     """A single string counts as a list of one string."""
-    listed = (strings,) if isinstance(strings, str) else tuple(strings)
+    listed = (strings,) if isinstance(strings, str) else _listed(name, strings, "texts")
     for string in listed:
         if not isinstance(string, str) or not string:
             raise RequestError(
