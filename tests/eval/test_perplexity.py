@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -143,6 +144,14 @@ def test_unsuitable_options_are_refused(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         measure_perplexity(loaded_with(table), TEXT, options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"kv_format": "q8"}, {"ctx": "16"}, {"style": None}, {"token_by_token": 1}]
+)
+def test_options_of_another_type_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(options))):
+        PerplexityOptions(**options)
 
 
 def test_a_token_of_probability_zero_is_an_error() -> None:

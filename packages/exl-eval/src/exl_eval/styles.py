@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from operator import index
 
 from exl_core.errors import RequestError
+from exl_core.option_types import check_options
 from exl_core.tokenizer.base import Tokenizer
 from exl_eval.result import TextFacts
 from exl_eval.texts import Text
@@ -102,6 +102,9 @@ class WindowOptions:
     bos: str = "default"
     special_text: bool | None = None
 
+    def __post_init__(self) -> None:
+        check_options(self, ctx=1, stride=1, windows=1)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -120,7 +123,6 @@ def find_style(name: str) -> Style:
 def lay_out(text: Text, tokenizer: Tokenizer, options: WindowOptions, model_max: int) -> Layout:
     """Cuts the text into windows of the style, for a model with a context of `model_max` tokens."""
     style = find_style(options.style)
-    options = _with_checked_counts(options)
     rule = settle_bos(options.bos, tokenizer, style)
     ctx = _settle_ctx(options.ctx, style, model_max)
     special_text = options.special_text
@@ -203,33 +205,6 @@ def _cut(tokens: Tokens, facts: TextFacts) -> Iterator[Window]:
     if facts.stride is not None:
         return strided(tokens, ctx, facts.stride)
     return disjoint(tokens, ctx)
-
-
-def _with_checked_counts(options: WindowOptions) -> WindowOptions:
-    return replace(
-        options,
-        ctx=_checked_count("ctx", options.ctx),
-        stride=_checked_count("stride", options.stride),
-        windows=_checked_count("windows", options.windows),
-    )
-
-
-def _checked_count(name: str, value: object) -> int | None:
-    """Whole numbers of any type, NumPy's included, become an int, which a result can store."""
-    if value is None:
-        return None
-    try:
-        count = 0 if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
-    except TypeError:  # a float, a text
-        count = 0
-    if count < 1:
-        raise RequestError(
-            f"{name} is out of range",
-            expected="a whole number from 1, or None",
-            got=repr(value)[:100],
-            next_step="None takes the default of the style.",
-        )
-    return count
 
 
 def _settle_ctx(wanted: int | None, style: Style, model_max: int) -> int:
