@@ -314,8 +314,8 @@ def test_token_limit_counts_over_all_requests_of_a_reply() -> None:
 def test_ctrl_c_keeps_the_partial_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     step, count = Engine.step, iter(range(1000))
 
-    def interrupted(engine: Engine) -> Any:
-        events = step(engine)
+    def interrupted(engine: Engine, *request_ids: Any) -> Any:
+        events = step(engine, *request_ids)
         if next(count) == 10:
             signal.raise_signal(signal.SIGINT)
         return events

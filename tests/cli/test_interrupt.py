@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,8 +26,8 @@ def interrupt_in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def at(number: int) -> None:
         step, count = Engine.step, iter(range(1, 1_000_000))
 
-        def interrupted(engine: Engine) -> list[Event]:
-            events = step(engine)
+        def interrupted(engine: Engine, *request_ids: Any) -> list[Event]:
+            events = step(engine, *request_ids)
             if next(count) == number:
                 signal.raise_signal(signal.SIGINT)
             return events
