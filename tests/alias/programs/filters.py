@@ -42,6 +42,7 @@ outputs = generator.generate(
     filters=[None, [digits, ExLlamaV2PrefixFilter(model, tokenizer, ["No:", "No"])], [select]],
     filter_prefer_eos=True,
     max_new_tokens=20,
+    seed=1,  # another one may give EOS first
     stop_conditions=[tokenizer.eos_token_id],
     completion_only=True,
 )
